@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -107,7 +108,9 @@ def main() -> None:
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup, for instance, has one ignored
             signal.signal(number, end)
     try:
-        app(prog_name="mhsa")
+        with warnings.catch_warnings():
+            warnings.showwarning = output.warning
+            app(prog_name="mhsa")
     except Exception:
         if received:  # within a function that TVM calls, it became a RuntimeError
             raise SystemExit(128 + received[0]) from None

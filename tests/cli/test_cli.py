@@ -393,9 +393,12 @@ def test_an_artifact_is_verified(compiled: Path) -> None:
 
 def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path: Path) -> None:
     out = tmp_path / "y.npz"
-    result = mhsa("run", compiled, "--batch", 2, "--length", 7, "-o", out, "--json")
+    result = mhsa("run", compiled, "--batch", 2, "--length", 1, "-o", out, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["outputs"][0]["dims"] == [2, 7, 32]
+    described = json.loads(result.stdout)["outputs"][0]
+    with np.load(out) as outputs:
+        y = outputs["y"]
+    assert described["dims"] == [2, 1, 32] and (described["min"], described["max"]) == (y.min(), y.max())
     np.save(tmp_path / "x.npy", np.zeros((3, 5, 32), np.float32))
     assert mhsa("run", compiled, "--input", f"x={tmp_path / 'x.npy'}", "-o", out, "--threads", 1).exit_code == 0
     with np.load(out) as outputs:
@@ -443,7 +446,7 @@ def test_an_artifact_runs_with_other_weights(compiled: Path, tmp_path: Path) -> 
     [
         (["--input", "x"], "NAME=FILE.npy"),
         (["--input", "x=absent.npy"], "absent.npy"),
-        (["--input", f"x={__file__}"], "an .npy file"),
+        (["--input", f"x={__file__}"], f"an .npy file, got {__file__}, a file of another kind"),
         (["--length", 7, "-o", "/absent/folder/y.npz"], "/absent/folder"),
         (["-o", ""], "a place for a file, got the folder '.'"),
         (["-o", "/dev"], "a place for a file, got the folder '/dev'"),
@@ -453,6 +456,18 @@ def test_an_artifact_runs_with_other_weights(compiled: Path, tmp_path: Path) -> 
 )
 def test_bad_runs_are_refused(compiled: Path, arguments: list[object], reason: str) -> None:
     assert reason in refused(mhsa("run", compiled, *arguments))
+
+
+def test_files_that_hold_no_numbers_are_refused_in_our_words(compiled: Path, tmp_path: Path) -> None:
+    """NumPy's advice there is to unpickle them, which runs whatever code they hold."""
+    objects, twice = tmp_path / "objects.npy", tmp_path / "x.npy"
+    np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
+    np.save(twice, np.zeros((1, 5, 32), np.float32))
+    message = refused(mhsa("run", compiled, "--input", f"x={objects}"))
+    assert "expected an array of numbers" in message and "pickle" not in message
+    assert "one file for an input, got two" in refused(
+        mhsa("run", compiled, "--input", f"x={twice}", "--input", f"x={twice}")
+    )
 
 
 def test_a_bench_of_too_many_threads_is_refused_before_the_work() -> None:

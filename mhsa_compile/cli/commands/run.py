@@ -48,8 +48,10 @@ def run(
     outputs = {info.name: value for info, value in zip(attention.outputs, values, strict=True)}
     if out is not None:
         arrays.write(out, outputs)
-    rows = [(name, value.shape, str(value.dtype), float(value.min(initial=0)), float(value.max(initial=0)))
-            for name, value in outputs.items()]  # fmt: skip
+    rows = [
+        (name, value.shape, str(value.dtype), *((float(value.min()), float(value.max())) if value.size else (0.0, 0.0)))
+        for name, value in outputs.items()
+    ]
     if json:
         keys = ("name", "dims", "dtype", "min", "max")
         described = [dict(zip(keys, row, strict=True)) for row in rows]

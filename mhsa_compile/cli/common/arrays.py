@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _DRAWN_BYTES = 8  # of an element that NumPy draws, before it gets its dtype; once more for what comes of it
+_MAGIC, _ARCHIVE = b"\x93NUMPY", b"PK"  # what an .npy and an .npz begin with
 _ROWS = 2
 """Whole numbers may be indices: every table has as many rows, that of BERT's token types no more."""
 _DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given, C twice L
@@ -29,7 +30,12 @@ _DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given, C twice L
 
 def read(assignments: Sequence[str]) -> dict[str, Array]:
     """Reads the arrays that arguments NAME=FILE.npy name. Raises InputError."""
-    return {name: _load(name, path) for name, path in map(_split, assignments)}
+    arrays: dict[str, Array] = {}
+    for name, path in map(_split, assignments):
+        if name in arrays:
+            raise InputError(f"--input {name}", "one file for an input", "two", "Leave one of them out.")
+        arrays[name] = _load(name, path)
+    return arrays
 
 
 def complete(
@@ -78,14 +84,19 @@ def _split(assignment: str) -> tuple[str, Path]:
 
 def _load(name: str, path: Path) -> Array:
     argument, expected = f"--input {name}", "an .npy file"
-    with (
-        input_files.opened(path, InputError, argument, expected) as file,
-        reading(InputError, argument, f"{expected}, {path}"),
-    ):
-        array = np.load(file, allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        raise InputError(argument, "one array in an .npy file", f"{path}, an archive of several")
-    return array
+    with input_files.opened(path, InputError, argument, expected) as file:
+        beginning = file.read(len(_MAGIC))
+        if beginning.startswith(_ARCHIVE):
+            raise InputError(argument, "one array in an .npy file", f"{path}, an archive of several")
+        if beginning != _MAGIC:
+            raise InputError(argument, expected, f"{path}, a file of another kind", "numpy.save writes one.")
+        file.seek(0)
+        with reading(InputError, argument, f"{expected}, {path}"):
+            try:
+                return np.asarray(np.load(file, allow_pickle=False))
+            except ValueError as error:
+                got = f"{path}, with Python objects in it, or cut off"
+                raise InputError(argument, "an array of numbers", got, "numpy.save of numbers writes one.") from error
 
 
 def _size(name: str, dim: int | str, sizes: Mapping[str, int]) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import msgspec
 import typer
@@ -17,6 +19,23 @@ from mhsa_compile.errors import printable
 def line(words: str, *, err: bool = False, nl: bool = True) -> None:
     """Prints a line. All words that reach a terminal are `printable`: here, in `text`, and beside a bar."""
     typer.echo(printable(words), err=err, nl=nl)
+
+
+def warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Prints a warning, as `warnings.showwarning` does; one of this package's own as a sentence, without a path."""
+    own = category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[2])
+    words = str(message) if own else warnings.formatwarning(message, category, filename, lineno, line).rstrip()
+    if own:
+        typer.secho("Warning: ", fg="yellow", err=True, nl=False)
+        words = words[:1].upper() + words[1:] + ("" if words.endswith(".") else ".")
+    typer.echo(printable(words), err=True)
 
 
 def text(words: str, style: str = "") -> Any:

@@ -47,7 +47,9 @@ def _within(view: GraphView, name: str, sizes: list[Dim]) -> Mismatch:
     if indices is None or not indices.size:
         return None
     for column, size in zip(np.atleast_1d(indices).T if len(sizes) > 1 else [indices], sizes, strict=False):
-        beyond = column[(column < -size) | (column >= size)] if isinstance(size, int) else column[:0]
+        if not isinstance(size, int):
+            continue
+        beyond = column[(column < -size) | (column >= size)]
         if beyond.size:
             return f"indices from {-size} to {size - 1}, into an axis of {size}", f"{name!r} with {beyond.flat[0]}"
     return None
@@ -173,14 +175,17 @@ def _blocks(view: GraphView, node: onnx.NodeProto) -> Mismatch:
 def _reshape(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     """Reshape: to a constant shape of as many numbers."""
     dims, target = view.shape(node.input[0]), view.constant(node.input[1])
-    if dims is None or target is None or not all(isinstance(dim, int) for dim in dims):
+    if dims is None or target is None:
+        return None
+    known = [dim for dim in dims if isinstance(dim, int)]
+    if len(known) < len(dims):
         return None
     sizes = [int(size) for size in target]
     if not attributes(node).get("allowzero", 0):
         if any(size == 0 and place >= len(dims) for place, size in enumerate(sizes)):
             return f"a 0 only for an axis that {_shown(node.input[0], dims)} has", str(sizes)
-        sizes = [dims[place] if size == 0 else size for place, size in enumerate(sizes)]
-    count, rest = math.prod(dims), math.prod(size for size in sizes if size != -1)
+        sizes = [known[place] if size == 0 else size for place, size in enumerate(sizes)]
+    count, rest = math.prod(known), math.prod(size for size in sizes if size != -1)
     fits = count % rest == 0 if rest and -1 in sizes else count == rest
     return None if fits else (f"a shape of {count} numbers, as {_shown(node.input[0], dims)} has", str(target.tolist()))
 
