@@ -43,8 +43,7 @@ from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.verification.oracle.evaluate import Arrays
-from mhsa_compile.verification.random_inputs import random_inputs
+from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 
 BATCH = 64
 """Candidates that MetaSchedule measures at once, its own default; fewer where there is little time."""

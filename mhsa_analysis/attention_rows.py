@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-Array = np.ndarray
-
 PLACES = ("previous", "next", "self", "first", "last", "separator")
 """Keys that a head may be for: beside the query, the query itself, the ends of its sequence, separators that are named.
 A query that is itself the first, the last or a separator does not count for that place."""
@@ -33,7 +31,14 @@ class RowSums:
         self.queries = dict.fromkeys(PLACES, 0)
         """The weights on each place, `on`, and how many queries have that place."""
 
-    def add(self, weights: Array, entropy: Array | None, valid: Array, separators: Array | None, placed: bool) -> None:
+    def add(
+        self,
+        weights: np.ndarray,
+        entropy: np.ndarray | None,
+        valid: np.ndarray,
+        separators: np.ndarray | None,
+        placed: bool,
+    ) -> None:
         """weights (B, H, L, S); entropy (B, H, L); valid, separators (B, L) bool; placed: queries and keys are of one
         sequence, so that places mean something."""
         seeing = valid & (weights.sum(axis=3) > 0).all(axis=1)
@@ -54,7 +59,9 @@ class RowSums:
         if placed:
             self._add_places(weights, seeing, valid, separators)
 
-    def _add_places(self, weights: Array, seeing: Array, valid: Array, separators: Array | None) -> None:
+    def _add_places(
+        self, weights: np.ndarray, seeing: np.ndarray, valid: np.ndarray, separators: np.ndarray | None
+    ) -> None:
         L = valid.shape[1]
         places = np.arange(L)
         away = np.abs(places[:, None] - places)
@@ -73,25 +80,25 @@ class RowSums:
             on = np.einsum("bhls,bs->bhl", weights, separators)
             self._place("separator", on, seeing & ~separators & separators.any(axis=1, keepdims=True))
 
-    def _place(self, place: str, on: Array, queries: Array) -> None:
+    def _place(self, place: str, on: np.ndarray, queries: np.ndarray) -> None:
         """on (B, H, n), queries (B, n)."""
         self.on[place] += _masked_sum(on, queries)
         self.queries[place] += int(queries.sum())
 
 
-def _masked_sum(values: Array, queries: Array) -> Array:
+def _masked_sum(values: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """(B, H, n) over the queries (B, n) that count: (H,)."""
-    found: Array = values.transpose(0, 2, 1)[queries].sum(axis=0, dtype=np.float64)
+    found: np.ndarray = values.transpose(0, 2, 1)[queries].sum(axis=0, dtype=np.float64)
     return found
 
 
-def _entropy(rows: Array) -> Array:
+def _entropy(rows: np.ndarray) -> np.ndarray:
     """-sum p ln p over the last axis, in nats; 0 ln 0 is 0."""
-    found: Array = -(rows * np.log(np.where(rows > 0, rows, 1.0))).sum(axis=-1)
+    found: np.ndarray = -(rows * np.log(np.where(rows > 0, rows, 1.0))).sum(axis=-1)
     return found
 
 
-def _jensen_shannon(rows: Array) -> Array:
+def _jensen_shannon(rows: np.ndarray) -> np.ndarray:
     """rows (n, H, S) that sum to 1 -> (H, H): the sum over n of sqrt(JSD / ln 2), a metric between 0 and 1.
 
     JSD(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2. Source: Lin, "Divergence measures based on the Shannon entropy"

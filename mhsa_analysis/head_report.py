@@ -19,8 +19,6 @@ from mhsa_analysis.moments import Moments, blocked, information, whitener
 from mhsa_analysis.pruning import PruningPlan, plan_for, plan_of
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
-Array = np.ndarray
-
 _HALF = 0.5  # of a head's attention on one place makes that its role
 _BROAD = 0.9  # of the largest entropy there is
 
@@ -48,23 +46,23 @@ class HeadReport:
 
     spec: AttentionSpec
     tokens: int
-    rho: Array
-    cka: Array
-    contribution: Array
-    js: Array
-    information: Array
-    entropy: Array
-    entropy_share: Array
-    distance: Array | None
-    shares: Mapping[str, Array]
+    rho: np.ndarray
+    cka: np.ndarray
+    contribution: np.ndarray
+    js: np.ndarray
+    information: np.ndarray
+    entropy: np.ndarray
+    entropy_share: np.ndarray
+    distance: np.ndarray | None
+    shares: Mapping[str, np.ndarray]
     roles: tuple[str, ...]
     moments: HeadMoments = field(repr=False)
 
     @property
-    def dissimilarity(self) -> Array:
+    def dissimilarity(self) -> np.ndarray:
         """(H, H), 0 to 1: the larger of 1 - cka and js. 0 is a twin: looks where the other looks, and says the same up
         to its basis."""
-        apart: Array = np.maximum(1.0 - self.cka, self.js)
+        apart: np.ndarray = np.maximum(1.0 - self.cka, self.js)
         return apart
 
     @property
@@ -139,14 +137,14 @@ def report_of(layer: LayerWeights, moments: Moments, rows: RowSums) -> HeadRepor
     )
 
 
-def _cosine(products: Array) -> Array:
+def _cosine(products: np.ndarray) -> np.ndarray:
     """Inner products (H, H) by the lengths of both; 0 for a head of no length."""
     length = np.sqrt(np.maximum(np.diagonal(products), 0.0))
     by = np.outer(length, length)
     return np.clip(products / np.where(by > 0, by, np.inf), -1.0, 1.0)
 
 
-def _information(moments: Moments, H: int) -> Array:
+def _information(moments: Moments, H: int) -> np.ndarray:
     covariance, shuffled = blocked(moments.covariance, H), blocked(moments.shuffled / moments.count, H)
     whiteners = [whitener(covariance[i, i]) for i in range(H)]
     found = np.full((H, H), np.inf)
@@ -158,7 +156,7 @@ def _information(moments: Moments, H: int) -> Array:
     return found
 
 
-def _role(head: int, shares: Mapping[str, Array], entropy_share: Array) -> str:
+def _role(head: int, shares: Mapping[str, np.ndarray], entropy_share: np.ndarray) -> str:
     place = max(shares, key=lambda name: shares[name][head], default=None)
     if place is not None and shares[place][head] >= _HALF:
         return place

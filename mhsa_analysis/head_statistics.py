@@ -17,8 +17,6 @@ from mhsa_analysis.moments import Moments
 from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.spec.outputs import array_names
 
-Array = np.ndarray
-
 _WORDS = 'layer.with_outputs("y", "heads", "entropy", "weights") asks for them.'
 _OTHER_LAYER = 0.1
 """How far y may be from what the heads and W_O give, relative to its size: projections in eight bits are off by 0.02,
@@ -103,7 +101,7 @@ class HeadStatistics:
             raise InputError("stats", expected, str(self.tokens), "Add more batches.")
         return report_of(self._layer, self._moments, self._rows)
 
-    def _named(self, outputs: Any) -> Mapping[str, Array]:
+    def _named(self, outputs: Any) -> Mapping[str, np.ndarray]:
         """The arrays by name, from a named tuple, a mapping, or a tuple in the order of the layer's outputs. Raises
         InputError."""
         if hasattr(outputs, "_asdict"):
@@ -119,14 +117,14 @@ class HeadStatistics:
                 raise InputError("outputs", 'also "heads" and "weights"', ", ".join(outputs) or "none", _WORDS)
         return {name: as_array(outputs[name]) for name in ("y", "heads", "entropy", "weights") if name in outputs}
 
-    def _shaped(self, arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array:
+    def _shaped(self, arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
         array = arrays[name]
         if array.shape != shape:
             hint = 'Ask for all heads and rows: "weights" alone.' if name == "weights" else ""
             raise InputError(f"outputs.{name}", f"shape {shape}, of x and the layer", str(array.shape), hint)
         return array
 
-    def _check_layer(self, heads: Array, y: Array) -> None:
+    def _check_layer(self, heads: np.ndarray, y: np.ndarray) -> None:
         """Raises InputError unless y (n, D) is what heads (n, H, F) give by this layer's W_O."""
         made = np.einsum("nhf,hfd->nd", heads, self._layer.out_blocks, optimize=True) + self._layer.out_bias
         if np.linalg.norm(made - y) > _OTHER_LAYER * np.linalg.norm(y):
@@ -136,7 +134,7 @@ class HeadStatistics:
             )
 
 
-def _tokens(name: str, value: Any, shape: tuple[int, int]) -> Array:
+def _tokens(name: str, value: Any, shape: tuple[int, int]) -> np.ndarray:
     """(B, L) bool from bool, or from integers 0 and 1. Raises InputError."""
     if value is None:
         return np.ones(shape, bool)

@@ -15,7 +15,6 @@ import numpy as np
 if TYPE_CHECKING:
     from mhsa_analysis.head_report import HeadReport
 
-Array = np.ndarray
 
 _TEMPLATE = Path(__file__).with_name("heads_page.html")
 _PLACE = "/*DATA*/null"
@@ -30,7 +29,7 @@ class ShownLayer:
 
     name: str
     report: HeadReport
-    maps: Sequence[Array] = ()
+    maps: Sequence[np.ndarray] = ()
 
 
 def heads_page(title: str, layers: Sequence[ShownLayer], texts: Sequence[Sequence[str]] = ()) -> str:
@@ -73,13 +72,13 @@ def _described(layer: ShownLayer) -> dict[str, Any]:
     }
 
 
-def _numbers(values: Array) -> Any:
+def _numbers(values: np.ndarray) -> Any:
     """Nested lists, of three digits; None for what is infinite."""
     if values.ndim > 1:
         return [_numbers(row) for row in values]
     return [round(float(value), 3) if np.isfinite(value) else None for value in values]
 
 
-def _bytes(weights: Array) -> str:
+def _bytes(weights: np.ndarray) -> str:
     """(H, L, L) as bytes, 255 for 1, in base64."""
     return base64.b64encode(np.clip(np.rint(weights * 255), 0, 255).astype(np.uint8).tobytes()).decode()

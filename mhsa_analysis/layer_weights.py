@@ -13,7 +13,6 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
-Array = np.ndarray
 PROJECTIONS = ("q", "k", "v", "out")
 
 
@@ -22,20 +21,20 @@ class LayerWeights:
     """A spec, and its arrays by PyTorch's names, float64: q_proj.weight (H*E, D), out_proj.weight (D, H*F), ..."""
 
     spec: AttentionSpec
-    arrays: Mapping[str, Array]
+    arrays: Mapping[str, np.ndarray]
 
     @property
-    def out_bias(self) -> Array:
+    def out_bias(self) -> np.ndarray:
         """b (D,), zeros where the layer has none."""
         return self.arrays.get("out_proj.bias", np.zeros(self.spec.embed_dim))
 
     @property
-    def out_blocks(self) -> Array:
+    def out_blocks(self) -> np.ndarray:
         """(H, F, D): W_O^(i), so that head i contributes heads[i] @ W_O^(i) to y."""
         spec = self.spec
         return self.arrays["out_proj.weight"].T.reshape(spec.num_heads, spec.v_head_dim, spec.embed_dim)
 
-    def blocks(self, projection: str) -> Array:
+    def blocks(self, projection: str) -> np.ndarray:
         """(heads, dims of a head, width): the rows of the weight of "q", "k" or "v", or the columns of "out", by head.
 
         Their span is the part of x that a head reads, or of y that it writes. Keys and values have G heads.
@@ -62,7 +61,7 @@ def weights_of(layer: Any) -> LayerWeights:
     return LayerWeights(spec, {name: array.astype(np.float64) for name, array in arrays.items()})
 
 
-def as_array(value: Any) -> Array:
+def as_array(value: Any) -> np.ndarray:
     """A NumPy array of what may be a torch tensor, also one that requires grad; numbers of 16 bits become float32."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().resolve_neg()

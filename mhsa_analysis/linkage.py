@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-Array = np.ndarray
 
-
-def linkage_order(apart: Array) -> tuple[int, ...]:
+def linkage_order(apart: np.ndarray) -> tuple[int, ...]:
     """The leaves of the tree that average linkage makes of distances (n, n), symmetric.
 
     The two nearest clusters become one, again and again; of the four ways to lay them end to end it takes the one whose

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-Array = np.ndarray
-
 LEAST_VARIANCE = 1e-10
 """The least variance of a direction that counts, relative to the largest of its block: float32's rounding is below."""
 _LARGEST_CORRELATION = 1.0 - 2.0**-50
@@ -28,7 +26,7 @@ class Moments:
         columns that have nothing to do with each other."""
         self._random = np.random.default_rng(seed)
 
-    def add(self, rows: Array) -> None:
+    def add(self, rows: np.ndarray) -> None:
         """Adds rows (n, width), float64."""
         n = len(rows)
         mean = rows.mean(axis=0)
@@ -40,31 +38,31 @@ class Moments:
         self.mean = self.mean + off * (n / self.count)
 
     @property
-    def covariance(self) -> Array:
+    def covariance(self) -> np.ndarray:
         """(width, width), over n, not n - 1."""
         return self.scatter / self.count
 
     @property
-    def second(self) -> Array:
+    def second(self) -> np.ndarray:
         """(width, width): mean over rows of row^T row, the means left in."""
         return self.covariance + np.outer(self.mean, self.mean)
 
 
-def blocked(matrix: Array, blocks: int) -> Array:
+def blocked(matrix: np.ndarray, blocks: int) -> np.ndarray:
     """(blocks * n, blocks * n) -> (blocks, blocks, n, n)."""
     n = len(matrix) // blocks
     return matrix.reshape(blocks, n, blocks, n).swapaxes(1, 2)
 
 
-def whitener(covariance: Array) -> Array:
+def whitener(covariance: np.ndarray) -> np.ndarray:
     """(n, r): what makes rows of that covariance uncorrelated, of variance 1, in the r directions that vary."""
     values, vectors = np.linalg.eigh(covariance)
     varying = values > LEAST_VARIANCE * max(values[-1], np.finfo(float).tiny)
-    found: Array = vectors[:, varying] / np.sqrt(values[varying])
+    found: np.ndarray = vectors[:, varying] / np.sqrt(values[varying])
     return found
 
 
-def information(cross: Array, whitener_a: Array, whitener_b: Array) -> float:
+def information(cross: np.ndarray, whitener_a: np.ndarray, whitener_b: np.ndarray) -> float:
     """-1/2 sum ln(1 - r^2) over the canonical correlations r of two blocks of covariance `cross`, in nats."""
     correlations = np.linalg.svd(whitener_a.T @ cross @ whitener_b, compute_uv=False)
     return float(-0.5 * np.log1p(-(np.minimum(correlations, _LARGEST_CORRELATION) ** 2)).sum())

@@ -10,8 +10,6 @@ from mhsa_analysis.layer_weights import as_array
 from mhsa_analysis.moments import information, whitener
 from mhsa_compile.errors import InputError
 
-Array = np.ndarray
-
 _SHUFFLES = 8  # the mean of so many is off by a third of what one is
 
 
@@ -44,7 +42,7 @@ def gaussian_information(a: Any, b: Any, *, shuffles: int = _SHUFFLES, seed: int
     return max(information(first.T @ second / n, *whiteners) - float(np.mean(chance)), 0.0)
 
 
-def _rows(name: str, value: Any) -> Array:
+def _rows(name: str, value: Any) -> np.ndarray:
     array = as_array(value).astype(np.float64)
     if array.ndim != 2:
         raise InputError(name, "shape (rows, dims)", str(array.shape))

@@ -12,8 +12,6 @@ import numpy as np
 from mhsa_analysis.head_moments import HeadMoments
 from mhsa_compile.errors import InputError
 
-Array = np.ndarray
-
 _EXACT = 16
 """Heads, or groups of them, of which all sets are tried: at most 12,870 of one size."""
 
@@ -82,7 +80,7 @@ def checked_heads(heads: Sequence[int], H: int, G: int) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def _best(cost: Array, k: int) -> tuple[int, ...]:
+def _best(cost: np.ndarray, k: int) -> tuple[int, ...]:
     """The cheapest of all sets of k."""
     sets = np.array(list(combinations(range(len(cost)), k)), int).reshape(-1, k)
     chosen = np.zeros((len(sets), len(cost)))
@@ -91,7 +89,7 @@ def _best(cost: Array, k: int) -> tuple[int, ...]:
     return tuple(sets[costs.argmin()])
 
 
-def _greedy(cost: Array, k: int) -> tuple[int, ...]:
+def _greedy(cost: np.ndarray, k: int) -> tuple[int, ...]:
     """One after the other, each the cheapest beside those before; then swapped as long as that is cheaper."""
     chosen: list[int] = []
     while len(chosen) < k:
@@ -109,7 +107,7 @@ def _greedy(cost: Array, k: int) -> tuple[int, ...]:
         chosen = swapped
 
 
-def _sum(cost: Array, heads: Sequence[int]) -> float:
+def _sum(cost: np.ndarray, heads: Sequence[int]) -> float:
     return float(cost[np.ix_(heads, heads)].sum())
 
 

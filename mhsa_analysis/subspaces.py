@@ -9,10 +9,8 @@ import numpy as np
 from mhsa_analysis.layer_weights import PROJECTIONS, weights_of
 from mhsa_compile.errors import InputError
 
-Array = np.ndarray
 
-
-def principal_angles(a: Any, b: Any) -> Array:
+def principal_angles(a: Any, b: Any) -> np.ndarray:
     """The angles between the spans of the columns of a (n, p) and b (n, q), in radians, the smallest first.
 
     min(p, q) of them, between 0 (a common direction) and pi / 2 (orthogonal). Source: Björck and Golub, "Numerical
@@ -27,11 +25,11 @@ def principal_angles(a: Any, b: Any) -> Array:
     cosines = first.T @ second
     sines = np.linalg.svd(second - first @ cosines, compute_uv=False)[::-1]  # ascending, as the angles
     cos = np.clip(np.linalg.svd(cosines, compute_uv=False), 0.0, 1.0)
-    angles: Array = np.where(cos**2 < 0.5, np.arccos(cos), np.arcsin(np.clip(sines, 0.0, 1.0)))
+    angles: np.ndarray = np.where(cos**2 < 0.5, np.arccos(cos), np.arcsin(np.clip(sines, 0.0, 1.0)))
     return angles
 
 
-def subspace_overlap(layer: Any, projection: str) -> Array:
+def subspace_overlap(layer: Any, projection: str) -> np.ndarray:
     """(H, H), of keys and values (G, G): the mean squared cosine of the principal angles of two heads' subspaces.
 
     projection    "q", "k" or "v": what a head reads of x; "out": where it writes in y
@@ -50,8 +48,8 @@ def subspace_overlap(layer: Any, projection: str) -> Array:
     return np.array([[((a.T @ b) ** 2).sum() for b in bases] for a in bases]) / np.maximum(rank, 1)
 
 
-def _basis(columns: Array) -> Array:
+def _basis(columns: np.ndarray) -> np.ndarray:
     """Orthonormal columns of the same span."""
     left, values, _ = np.linalg.svd(columns, full_matrices=False)
-    found: Array = left[:, values > values.max(initial=0.0) * max(columns.shape) * np.finfo(float).eps]
+    found: np.ndarray = left[:, values > values.max(initial=0.0) * max(columns.shape) * np.finfo(float).eps]
     return found

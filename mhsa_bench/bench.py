@@ -12,14 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
 
+import numpy as np
+
 from mhsa_bench.peers import registry
 from mhsa_bench.peers.ours import Compiled
-from mhsa_bench.peers.peer import (
-    Array,
-    Opened,
-    Peer,
-    Problem,
-)
+from mhsa_bench.peers.peer import Opened, Peer, Problem
 from mhsa_bench.report import BenchReport, BenchRow, Floor
 from mhsa_compile.bench.timing import (
     INPUT_SETS,
@@ -154,7 +151,7 @@ def _time(problem: Problem, chosen: Iterable[Peer], dtype: str, threads: int, se
 
 
 def _open(
-    stack: ExitStack, peer: Peer, problem: Problem, threads: int, judge: Callable[[list[Array]], float]
+    stack: ExitStack, peer: Peer, problem: Problem, threads: int, judge: Callable[[list[np.ndarray]], float]
 ) -> _Candidate:
     before = tasks()
     opened: Opened = stack.enter_context(peer.open(problem, threads))

@@ -13,8 +13,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from mhsa_bench.peers.peer import Array, Arrays, Problem
+from mhsa_bench.peers.peer import Problem
 from mhsa_compile.errors import ModelError
+from mhsa_compile.verification.random_inputs import Arrays
 
 OPSET = 21  # of the standard operators: the newest that every reader of these graphs knows
 INPUTS = ("q", "k", "v", "x", "context", "key", "value", "mask")
@@ -27,7 +28,7 @@ class GraphBuilder:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.spec = problem, problem.spec
         self.nodes: list[onnx.NodeProto] = []
-        self.constants: dict[str, Array] = {}
+        self.constants: dict[str, np.ndarray] = {}
 
     def node(self, operator: str, *inputs: str, domain: str = "", outputs: int = 1, **attributes: Any) -> Any:
         """The output's name, or a list of names."""
@@ -35,7 +36,7 @@ class GraphBuilder:
         self.nodes.append(helper.make_node(operator, inputs, names, domain=domain, **attributes))
         return names[0] if outputs == 1 else names
 
-    def constant(self, array: Array) -> str:
+    def constant(self, array: np.ndarray) -> str:
         name = f"constant_{len(self.constants)}"
         self.constants[name] = array
         return name
@@ -77,7 +78,7 @@ class GraphBuilder:
         return helper.make_model(graph, opset_imports=used, ir_version=10)
 
 
-def inputs(problem: Problem, arrays: Arrays, names: Iterable[str]) -> dict[str, Array]:
+def inputs(problem: Problem, arrays: Arrays, names: Iterable[str]) -> dict[str, np.ndarray]:
     """What a graph with these inputs is fed."""
     made = ((name, problem.additive_mask(arrays) if name == "mask" else arrays[name]) for name in names)
     return {name: array for name, array in made if array is not None}

@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 
 from mhsa_bench.peers import onnx_graph
-from mhsa_bench.peers.peer import (
-    DTYPES,
-    Array,
-    Opened,
-    Problem,
-)
+from mhsa_bench.peers.peer import DTYPES, Opened, Problem
 from mhsa_bench.peers.rewritten_graph import Feed, RewrittenGraph
 from mhsa_compile.hardware import environment
 from mhsa_compile.runtime.artifact.manifest import MODEL
@@ -70,13 +65,13 @@ def _imported() -> Any:
     return openvino
 
 
-def _infer(request: Any, _feeds: dict[str, Array]) -> Any:
+def _infer(request: Any, _feeds: dict[str, np.ndarray]) -> Any:
     """Runs a request, and keeps the arrays alive, whose memory the request only points to."""
     request.infer()
     return request
 
 
-def _tensor(array: Array) -> Any:
+def _tensor(array: np.ndarray) -> Any:
     """A tensor of OpenVINO's over the array itself, not over a copy."""
     import openvino
 
@@ -85,10 +80,10 @@ def _tensor(array: Array) -> Any:
     return openvino.Tensor(array, shared_memory=True)
 
 
-def _array(tensor: Any) -> Array:
+def _array(tensor: Any) -> np.ndarray:
     import openvino
 
-    array: Array = np.array(tensor.data)
+    array: np.ndarray = np.array(tensor.data)
     return array.view(DTYPES["bfloat16"]) if tensor.element_type == openvino.Type.bf16 else array
 
 

@@ -6,7 +6,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,15 +15,12 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from mhsa_compile.bench.timing import Call
 from mhsa_compile.errors import ModelError
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.masks import window
-
-Array = np.ndarray
-Arrays = Mapping[str, Array]
-Call = Callable[[], Any]
-"""A call without arguments: what is timed."""
+from mhsa_compile.verification.random_inputs import Arrays
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -49,9 +46,9 @@ class Problem:
 
     artifact: Artifact
     inputs: Sequence[Arrays]
-    error_share: Callable[[list[Array]], float] = lambda outputs: 0.0
+    error_share: Callable[[list[np.ndarray]], float] = lambda outputs: 0.0
 
-    def check(self, outputs: list[Array]) -> float:
+    def check(self, outputs: list[np.ndarray]) -> float:
         """The error of outputs for the first set of inputs. Raises ModelError where they are simply wrong."""
         share = self.error_share(outputs)
         if not share <= WRONG:
@@ -73,7 +70,7 @@ class Problem:
         return self.stated
 
     @cached_property
-    def weights(self) -> dict[str, Array]:
+    def weights(self) -> dict[str, np.ndarray]:
         """The weights by PyTorch's names, in PyTorch's layouts; none for the core alone."""
         return self.artifact.weights() if self.artifact.manifest.weights else {}
 
@@ -107,7 +104,7 @@ class Problem:
         return self.spec.band is not None or self.spec.static_mask is not None or self.spec.mask is not None
 
     @cached_property
-    def visible(self) -> Array | None:
+    def visible(self) -> np.ndarray | None:
         """(L, S) bool, True takes part: what causality, a window and a constant mask leave together; None is all."""
         L, S = self.sizes["L"], self.sizes["S"]
         seen = None if self.spec.band is None else window(L, S, *self.spec.band)
@@ -116,7 +113,7 @@ class Problem:
         constant = self.spec.static_mask.array(L, S)
         return constant if seen is None else constant & seen
 
-    def joined_mask(self, arrays: Arrays) -> Array | None:
+    def joined_mask(self, arrays: Arrays) -> np.ndarray | None:
         """All masks as one, broadcastable to (B, H, L, S): bool, or additive where the call's own is; None is none."""
         mask = arrays.get("mask")
         if mask is not None and self.spec.mask == "key_padding":
@@ -125,17 +122,17 @@ class Problem:
             return self.visible if mask is None else mask
         return mask & self.visible if mask.dtype == np.bool_ else np.where(self.visible, mask, mask.dtype.type(-np.inf))
 
-    def additive_mask(self, arrays: Arrays) -> Array | None:
+    def additive_mask(self, arrays: Arrays) -> np.ndarray | None:
         """`joined_mask` as what is added to the scores, 0 or -inf for a bool one: (B or 1, H or 1, L, S)."""
         if "mask" not in arrays:
             return self._constant_additive_mask  # one for all sets: it may be large
         return self._added(self.joined_mask(arrays))
 
     @cached_property
-    def _constant_additive_mask(self) -> Array | None:
+    def _constant_additive_mask(self) -> np.ndarray | None:
         return self._added(self.visible)
 
-    def _added(self, mask: Array | None) -> Array | None:
+    def _added(self, mask: np.ndarray | None) -> np.ndarray | None:
         if mask is None:
             return None
         added = np.where(mask, self.dtype.type(0), self.dtype.type(-np.inf)) if mask.dtype == np.bool_ else mask
@@ -162,7 +159,7 @@ class Opened:
     """
 
     calls: Sequence[Call]
-    arrays: Callable[[Any], list[Array]]
+    arrays: Callable[[Any], list[np.ndarray]]
     form: str = ""
     caller_works: bool = True
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mhsa_bench.peers.peer import Arrays, Opened, Problem
+from mhsa_bench.peers.peer import Opened, Problem
 from mhsa_bench.peers.torch_eager import (
     folded_form,
     sdpa_form,
@@ -23,6 +23,7 @@ from mhsa_bench.peers.torch_eager import (
 )
 from mhsa_compile.errors import ModelError
 from mhsa_compile.nn.functional import to_numpy, to_torch
+from mhsa_compile.verification.random_inputs import Arrays
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mhsa_bench.peers.peer import Arrays, Opened, Problem
+from mhsa_bench.peers.peer import Opened, Problem
 from mhsa_compile.errors import ModelError
 from mhsa_compile.hardware import environment
 from mhsa_compile.nn.functional import to_numpy, to_torch
+from mhsa_compile.verification.random_inputs import Arrays
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

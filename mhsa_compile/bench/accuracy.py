@@ -18,12 +18,8 @@ import torch
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.evaluate import (
-    Array,
-    Arrays,
-    eager,
-    oracle,
-)
+from mhsa_compile.verification.oracle.evaluate import eager, oracle
+from mhsa_compile.verification.random_inputs import Arrays
 from mhsa_compile.verification.stored_model import stored_model
 
 if TYPE_CHECKING:
@@ -45,12 +41,12 @@ class Truth:
     entries  of the batch, and `rows` of the queries; None is all of both, for a model that is known as a graph only
     """
 
-    expected: tuple[Array, ...]
+    expected: tuple[np.ndarray, ...]
     budgets: tuple[float, ...]
     entries: list[int] | None
     rows: list[int] | None
 
-    def share(self, outputs: list[Array]) -> float:
+    def share(self, outputs: list[np.ndarray]) -> float:
         """The largest error as a share of its budget: above 1 is wrong."""
         pairs = zip(self.expected, outputs, self.budgets, strict=True)
         return max(_share(max_error(truth, self._sampled(output)), budget) for truth, output, budget in pairs)
@@ -60,7 +56,7 @@ class Truth:
         """The largest error allowed, of the output with the least."""
         return min(self.budgets)
 
-    def _sampled(self, output: Array) -> Array:
+    def _sampled(self, output: np.ndarray) -> np.ndarray:
         if self.entries is None or self.rows is None:
             return output
         return np.asarray(output)[self.entries][..., self.rows, :]
@@ -101,11 +97,11 @@ def _sampled_rows(L: int, seed: int) -> list[int]:
     return [0, *sorted(int(row) for row in between), L - 1]
 
 
-def _widened(array: Array) -> Array:
+def _widened(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "biu" else array.astype(np.float64)
 
 
-def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> Array:
+def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> np.ndarray:
     """Rows of one batch entry's output, at the dtype of the arrays, PyTorch's arithmetic: (n, D) or (H, n, F)."""
     tensor = partial(_tensor, arrays, entry)
     if "q" in arrays:
@@ -151,7 +147,7 @@ def _seen(
     return (to_torch(np.logical_and.reduce(np.broadcast_arrays(*stated))) if stated else None), bias
 
 
-def _band_row(L: int, S: int, row: int, left: int, right: int, alignment: str) -> Array:
+def _band_row(L: int, S: int, row: int, left: int, right: int, alignment: str) -> np.ndarray:
     """The row (1, S) of a band that says what one query sees, without the rest of the (L, S) array."""
     place = row + (S - L if alignment == "bottom_right" else 0)
     keys = np.arange(S)

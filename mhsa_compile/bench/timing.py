@@ -22,6 +22,7 @@ from typing import Any
 from mhsa_compile.files.proc import thread_numbers
 
 Call = Callable[[], Any]
+"""A call without arguments: what is timed."""
 
 SETTLE = 0.005
 """Seconds of calls that open a turn and do not count: every pool here was seen to spin for less than 1 ms."""

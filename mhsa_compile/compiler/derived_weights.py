@@ -16,6 +16,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
+from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
@@ -26,7 +27,6 @@ GROWTH = 2
 SMALL = 1 << 16
 """Bytes up to which a derived value is kept whatever its size beside its weights."""
 _OTHERS_CODE = ("relax.call_dps_packed", "relax.call_packed", "relax.call_pure_packed", "relax.call_inplace_packed")
-Expr = Any  # TVM has no type stubs
 
 
 def with_derived_weights(imported: ImportedModule) -> ImportedModule:

@@ -15,12 +15,12 @@ from typing import Any
 
 import tvm
 from tvm import relax
+from tvm.ir import Expr
 
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.kernels.interface.epilogue import Epilogue, EpilogueStep
 from mhsa_compile.kernels.interface.ops import LinearOp, Op
 
-Expr = Any  # TVM has no type stubs
 Takes = Callable[[LinearOp], bool]
 _ELSEWHERE = math.inf  # the place of whoever reads a value outside of its block
 

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.kernels.interface.ops import Dim
-from mhsa_compile.runtime.artifact.manifest import IDS, DType, TensorInfo
+from mhsa_compile.runtime.artifact.manifest import IDS, TensorDType, TensorInfo
 
 _LEAST_INSIDE, _SHARE_INSIDE = 1 << 20, 16
 """Of its own weights a source may bring a MB, or a sixteenth of what the artifact keeps."""
@@ -125,11 +125,11 @@ def _with_bounds(info: TensorInfo, mask: Any | None, most: Dim | None) -> Tensor
     return info if most is None else replace(info, most=most)
 
 
-def _dtype(name: str, code: int) -> DType:
+def _dtype(name: str, code: int) -> TensorDType:
     """The name of a tensor's dtype. Raises ModelError for a dtype that no array of a call or of a weight has: strings,
     complex numbers, four bits."""
     found = onnx.helper.tensor_dtype_to_string(code).removeprefix("TensorProto.").lower()
     dtype = {"float": "float32", "double": "float64"}.get(found, found)
-    if dtype not in get_args(DType):
-        raise ModelError(f"tensor {name!r}", f"a dtype among {', '.join(get_args(DType))}", dtype)
-    return cast(DType, dtype)
+    if dtype not in get_args(TensorDType):
+        raise ModelError(f"tensor {name!r}", f"a dtype among {', '.join(get_args(TensorDType))}", dtype)
+    return cast(TensorDType, dtype)

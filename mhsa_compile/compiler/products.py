@@ -13,12 +13,12 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
+from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.frontend.relax.imported_module import DimNames, ImportedModule
 from mhsa_compile.kernels.interface.ops import Op, ProductOp, ProductOperand
 
-Expr = Any  # TVM has no type stubs
 _NARROW = ("float16", "bfloat16")
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import onnx
 
     from mhsa_compile.frontend.export.source import Source
-    from mhsa_compile.verification.file_check import Run
+    from mhsa_compile.verification.repeated_runs import Run
 
 SWITCH = "MHSA_CHECK"
 OFF = Check(note="it was switched off")

@@ -18,13 +18,13 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
+from tvm.ir import Expr
 
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, LinearOp, Op, ProductOp, RecurrenceOp
 from mhsa_compile.runtime.artifact.manifest import SlowOperation
 
-Expr = Any  # TVM has no type stubs
 _BATCH, _LENGTH = 1, 128
 _OF_LIMIT, _OF_TIME = 0.1, 0.1
 """Named is what stays below this share of the limit and takes more than this share of the predicted time."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import tvm
 from tvm import relax
+from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.compiler.derived_weights import DERIVE
@@ -28,7 +29,6 @@ _STEPS = 16
 compile."""
 _SMALL = 1 << 16
 """Bytes of a weight that several functions may read: a bias of zeros, which an exporter wrote once."""
-Expr = Any  # TVM has no type stubs
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
-Load = Callable[[MultiHeadAttention, Mapping[str, Any]], CompiledAttention]
+LoadAttention = Callable[[MultiHeadAttention, Mapping[str, Any]], CompiledAttention]
 """The artifact of a module's spec, with these weights."""
 
 
@@ -91,7 +91,7 @@ class LayerForward:
     changed. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
 
     def __init__(
-        self, layer: nn.MultiheadAttention, load: Load, left: Callable[[str], None], first_calls: FirstCalls
+        self, layer: nn.MultiheadAttention, load: LoadAttention, left: Callable[[str], None], first_calls: FirstCalls
     ) -> None:
         self._layer, self._load, self._left, self._first_calls = layer, load, left, first_calls
         self._bound = BoundWeights[CallKind](self._weights, self._why_unbound, self._bind)

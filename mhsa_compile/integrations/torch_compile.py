@@ -35,7 +35,7 @@ _TURNS, _TURN = 5, 0.02  # of each, and the seconds of one
 _MOST_WEIGHTS = 64
 """Sets of weights that one graph keeps artifacts for: layers that were compiled one by one share a graph."""
 
-Run = Callable[..., Sequence[Any]]
+RunGraph = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def compile_graph(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str = "default",
-) -> Run:
+) -> RunGraph:
     """The backend: a function of the graph's inputs. Raises InputError for unknown options or a mode, and with
     `options={"strict": True}` whatever keeps a graph from being compiled."""
     if mode != "default":
@@ -92,13 +92,13 @@ def compile_graph(
     return bound
 
 
-def _left(graph: fx.GraphModule, why: str, options: BackendOptions) -> Run:
+def _left(graph: fx.GraphModule, why: str, options: BackendOptions) -> RunGraph:
     """The graph as PyTorch runs it, and a word about it."""
     operations = sum(node.op.startswith("call") for node in graph.graph.nodes)
     if options.is_strict:
         raise InputError("graph", "one that compiles, since options say strict", why)
     warnings.warn(f"torch.compile: a graph of {operations} operations stays with PyTorch: {why}", stacklevel=3)
-    run: Run = graph.forward
+    run: RunGraph = graph.forward
     return run
 
 
@@ -173,7 +173,7 @@ class _Bound:
         return load(artifact, threads=self.options.threads)
 
 
-def _difference(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> str:
+def _difference(graph: fx.GraphModule, run: RunGraph, inputs: Sequence[Any]) -> str:
     """How the results of a call differ from PyTorch's by more than rounding."""
     with torch.no_grad():
         results = zip(run(*inputs), graph.forward(*inputs), strict=True)
@@ -181,7 +181,7 @@ def _difference(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> str:
     return difference([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
 
 
-def _time_by_eager(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> float:
+def _time_by_eager(graph: fx.GraphModule, run: RunGraph, inputs: Sequence[Any]) -> float:
     """The time of a call, divided by that of PyTorch's; both are measured in turns."""
     ours, theirs = list[float](), list[float]()
     order = [(run, ours), (graph.forward, theirs)]
@@ -193,7 +193,7 @@ def _time_by_eager(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> fl
     return median(ours) / median(theirs)
 
 
-def _seconds(run: Run, inputs: Sequence[Any]) -> float:
+def _seconds(run: RunGraph, inputs: Sequence[Any]) -> float:
     run(*inputs)
     begin, calls = time.perf_counter(), 0
     while True:

@@ -37,7 +37,7 @@ class LinearKind(NamedTuple):
     is_transposed: bool
 
 
-Load = Callable[[LinearKind, Mapping[str, Any]], CompiledAttention]
+LoadLinear = Callable[[LinearKind, Mapping[str, Any]], CompiledAttention]
 """The artifact for a kind of linear, with these weights."""
 
 
@@ -91,7 +91,7 @@ def graph_of(kind: LinearKind) -> onnx.ModelProto:
 class LinearForward:
     """The forward of one linear. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
 
-    def __init__(self, layer: Any, load: Load, left: Callable[[str], None], first_calls: FirstCalls) -> None:
+    def __init__(self, layer: Any, load: LoadLinear, left: Callable[[str], None], first_calls: FirstCalls) -> None:
         self._layer, self._class, self._load, self._left = layer, type(layer), load, left
         self._first_calls = first_calls
         self._bound = BoundWeights[LinearKind](self._weights, lambda: "", self._bind)

@@ -21,7 +21,6 @@ STEADY = 0.05
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
 Date = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d")]
 
 
@@ -64,7 +63,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     spread: Share
     default_us: Positive
     error_share: Share
-    threads: Count
+    threads: Annotated[int, msgspec.Meta(ge=1)]
     isa: Isa
     device: Device
     versions: dict[str, str]

@@ -15,7 +15,7 @@ from mhsa_compile.runtime import tvm_runtime
 from mhsa_compile.runtime.array_memory import is_torch
 from mhsa_compile.runtime.call_arguments import Signature, Sizes
 
-Run = Callable[[Sequence[Any], Sizes, Sequence[Any]], Any]
+PlainCall = Callable[[Sequence[Any], Sizes, Sequence[Any]], Any]
 
 
 class BoundCall:
@@ -25,7 +25,7 @@ class BoundCall:
     def __init__(
         self,
         signature: Signature,
-        run: Run,
+        run: PlainCall,
         lock: Callable[[], Any],
         values: Sequence[Any],
         arrays: Sequence[Any],

@@ -19,8 +19,6 @@ from mhsa_compile.runtime.array_memory import aligned_zeros
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.cuda_arguments import torch_of_cuda
 
-Array = np.ndarray[Any, Any]
-
 
 class KVCache:
     """The keys and values of one layer, for one batch; `attention(x, cache=cache)` writes behind its length.

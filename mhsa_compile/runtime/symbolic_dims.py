@@ -7,7 +7,6 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 
-Dim = int | str
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -16,7 +15,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
-def size_of(dim: Dim, sizes: Mapping[str, int]) -> int | None:
+def size_of(dim: int | str, sizes: Mapping[str, int]) -> int | None:
     """The size of a dim where the symbols have `sizes`; None where one of them has none."""
     if isinstance(dim, int):
         return dim
@@ -36,7 +35,7 @@ def names_of(dim: str) -> set[str]:
     return set() if tree is None else {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def is_expression(dim: Dim) -> bool:
+def is_expression(dim: int | str) -> bool:
     """Whether a dim is made of other symbols."""
     return isinstance(dim, str) and _expression(dim) is not None
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:  # what only reads a spec does not load NumPy
     import numpy as np
     from numpy.typing import NDArray
 
-    BoolArray = NDArray[np.bool_]
-    Places = NDArray[np.signedinteger[Any]]
+    from mhsa_compile.spec.masks import BoolArray
+
+    Indices = NDArray[np.signedinteger[Any]]
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -38,7 +39,7 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=s
 
         return self._sees(np.arange(first, last)[:, np.newaxis], np.arange(S), L, S)
 
-    def _sees(self, i: Places, j: Places, L: int, S: int) -> BoolArray:
+    def _sees(self, i: Indices, j: Indices, L: int, S: int) -> BoolArray:
         """Whether queries i (n, 1) see keys j (S,)."""
         raise NotImplementedError
 
@@ -65,7 +66,7 @@ class Longformer(Pattern, frozen=True):
         if self.window % 2:
             raise SpecError("longformer.window", "an even number: half of it lies on each side", str(self.window))
 
-    def _sees(self, i: Places, j: Places, L: int, S: int) -> BoolArray:
+    def _sees(self, i: Indices, j: Indices, L: int, S: int) -> BoolArray:
         near: BoolArray = abs(i - j) <= self.window // 2
         return near | (i < self.global_tokens) | (j < self.global_tokens)
 
@@ -102,7 +103,7 @@ class BigBird(Pattern, frozen=True):
                 "bigbird.window_blocks", "an odd number: a query's own block is the middle", str(self.window_blocks)
             )
 
-    def _sees(self, i: Places, j: Places, L: int, S: int) -> BoolArray:
+    def _sees(self, i: Indices, j: Indices, L: int, S: int) -> BoolArray:
         blocks = self._blocks(-(-L // self.block), -(-S // self.block))
         visible: BoolArray = blocks[i // self.block, j // self.block]
         return visible
@@ -137,7 +138,7 @@ class Strided(Pattern, frozen=True):
     def __post_init__(self) -> None:
         _check(self, "stride", self.stride, 1)
 
-    def _sees(self, i: Places, j: Places, L: int, S: int) -> BoolArray:
+    def _sees(self, i: Indices, j: Indices, L: int, S: int) -> BoolArray:
         distance = abs(i - j)
         visible: BoolArray = (distance < self.stride) | (distance % self.stride == 0)
         return visible
@@ -157,7 +158,7 @@ class BlockDiagonal(Pattern, frozen=True):
     def __post_init__(self) -> None:
         _check(self, "block", self.block, 1)
 
-    def _sees(self, i: Places, j: Places, L: int, S: int) -> BoolArray:
+    def _sees(self, i: Indices, j: Indices, L: int, S: int) -> BoolArray:
         visible: BoolArray = i // self.block == j // self.block
         return visible
 
@@ -181,7 +182,7 @@ class Documents(Pattern, frozen=True):
             _check(self, "lengths", length, 1)
         msgspec.structs.force_setattr(self, "lengths", lengths)
 
-    def _sees(self, i: Places, j: Places, L: int, S: int) -> BoolArray:
+    def _sees(self, i: Indices, j: Indices, L: int, S: int) -> BoolArray:
         import numpy as np
 
         if sum(self.lengths) > max(L, S):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+from tvm import tirx
 
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.compiler.codegen.build import pass_context
@@ -16,8 +17,6 @@ from mhsa_compile.compiler.fallback import cpu_schedule, traces
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
-
-Function = Any  # a PrimFunc; TVM has no type stubs
 
 LEAST_ELEMENTS = 1 << 10
 """The fewest elements of an output that is worth tuning: a smaller function takes about as long as a call of it."""
@@ -29,8 +28,8 @@ class FallbackTask:
     is why it cannot be tuned, or empty."""
 
     name: str
-    function: Function
-    exact: Function
+    function: tirx.PrimFunc
+    exact: tirx.PrimFunc
     key: dict[str, Any]
     reason: str = ""
 
@@ -47,7 +46,7 @@ def fallback_tasks(module: Any, profile: CpuProfile) -> list[FallbackTask]:
     return list(by_key.values())
 
 
-def _unfit(function: Function, exact: Function | None) -> str:
+def _unfit(function: tirx.PrimFunc, exact: tirx.PrimFunc | None) -> str:
     """Why a function cannot be tuned, or nothing."""
     if not traces.is_static(function):
         return "its lengths are symbols, which MetaSchedule cannot tune: fix them, such as with --batch and --length"
@@ -61,7 +60,7 @@ def _unfit(function: Function, exact: Function | None) -> str:
     return ""
 
 
-def _writes_last_only(function: Function) -> bool:
+def _writes_last_only(function: tirx.PrimFunc) -> bool:
     outputs = tvm.s_tir.Schedule(function).get_output_blocks("root")
     return len(outputs) == 1
 
@@ -90,7 +89,7 @@ def job_of(task: FallbackTask, seed: int = 0) -> MeasureJob:
     )
 
 
-def _widened(function: Function) -> Function:
+def _widened(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function in float64: its text with the one word for the other. Buffers that name no dtype are of float32."""
     text = re.sub(
         r"(T\.sblock_alloc_buffer\(\([^\"\n]*\))\)$", r'\1, "float64")', function.script(), flags=re.MULTILINE
@@ -98,7 +97,7 @@ def _widened(function: Function) -> Function:
     return tvm.script.from_source(text.replace("float32", "float64"))
 
 
-def _evaluated(function: Function, inputs: list[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+def _evaluated(function: tirx.PrimFunc, inputs: list[Any], shape: tuple[int, ...], dtype: Any) -> Any:
     """What the function makes of the inputs at `dtype`, run on this machine without a schedule."""
     with pass_context():
         run = tvm.compile(tvm.IRModule({"run": function.with_attr("global_symbol", "run")}), target="llvm")["run"]
@@ -108,6 +107,6 @@ def _evaluated(function: Function, inputs: list[Any], shape: tuple[int, ...], dt
     return tensors[-1].numpy()
 
 
-def candidate_of(function: Function, profile: CpuProfile) -> Candidate:
+def candidate_of(function: tirx.PrimFunc, profile: CpuProfile) -> Candidate:
     """Compiles and links a scheduled function."""
     return Candidate(build.library({"run": function}, profile))

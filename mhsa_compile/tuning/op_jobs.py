@@ -30,7 +30,7 @@ from mhsa_compile.kernels.interface.ops import (
 )
 from mhsa_compile.kernels.interface.score_step import SomeRows
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
-from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
+from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
 
@@ -77,11 +77,11 @@ def candidate_of(op: Op, kernel: Kernel[Any], config: Config, profile: TargetPro
         raise BuildError(f"{kernel.name} {dict(config)}", "code", lines[-1][:300]) from error
 
 
-def _drawn(rng: np.random.Generator, shape: Sequence[int], dtype: str, factor: float = 1.0) -> Array:
+def _drawn(rng: np.random.Generator, shape: Sequence[int], dtype: str, factor: float = 1.0) -> np.ndarray:
     return (rng.standard_normal(tuple(shape)) * factor).astype(np.dtype(dtype))
 
 
-def _some(count: int, most: int) -> Array:
+def _some(count: int, most: int) -> np.ndarray:
     """Up to `most` of range(count), spread evenly, both ends among them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
@@ -95,7 +95,7 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
     biases = [_drawn(rng, (n,), op.dtype) if biased else None for n, biased in zip(op.widths, op.biased, strict=True)]
     checked = _some(count, ROWS)
 
-    def product(dtype: torch.dtype, rounded: bool) -> Array:
+    def product(dtype: torch.dtype, rounded: bool) -> np.ndarray:
         given = to_torch(x.reshape(count, K)[checked]).to(dtype)
         results = []
         for weight, bias, transposed in zip(weights, biases, op.transposed, strict=True):
@@ -143,7 +143,7 @@ class _AttentionJob:
         softcap = max((meaning.softcap for meaning in meanings), default=0.0)
         sinks = next((meaning.sinks for meaning in meanings if meaning.sinks is not None), None)
 
-        def at(dtype: torch.dtype) -> Array:
+        def at(dtype: torch.dtype) -> np.ndarray:
             given = [to_torch(np.ascontiguousarray(x[entries])).to(dtype) for x in (q[:, :, rows], k, v)]
             bias = None if scores is None else scores.to(dtype)
             sink = None if sinks is None else to_torch(sinks).to(dtype)
@@ -172,7 +172,7 @@ class _AttentionJob:
             (op.value, self.S, op.num_kv_heads, op.v_head_dim),
         ]
 
-    def _inputs(self, rng: np.random.Generator) -> list[Array]:
+    def _inputs(self, rng: np.random.Generator) -> list[np.ndarray]:
         """One array for each distinct buffer, in their order."""
         shapes: dict[int, tuple[int, ...]] = {}
         for place, length, heads, width in self._roles():
@@ -180,7 +180,7 @@ class _AttentionJob:
             shapes[place.buffer] = rows if place.layout == "rows" else (self.B, heads, length, width)
         return [_drawn(rng, shapes[buffer], self.op.dtype) for buffer in sorted(shapes)]
 
-    def _heads(self, inputs: list[Array]) -> list[Array]:
+    def _heads(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Q, K and V as (B, heads, length, width), views."""
         order = {buffer: i for i, buffer in enumerate(sorted({place.buffer for place, *_ in self._roles()}))}
         found = []
@@ -192,12 +192,12 @@ class _AttentionJob:
             found.append(array)
         return found
 
-    def _distance(self, rows: Array) -> Array:
+    def _distance(self, rows: np.ndarray) -> np.ndarray:
         """(rows, S): key - place of the query."""
         shift = self.S - self.L if self.op.from_end else 0
         return np.asarray(np.arange(self.S) - (rows + shift)[:, None])
 
-    def _places(self, entries: Array, rows: Array) -> tuple[tuple[int, ...], Array]:
+    def _places(self, entries: np.ndarray, rows: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
         """(shape of the output, flat places of the checked rows as (entries, H, rows, F))."""
         op, place = self.op, self.op.output
         b, h, row, f = np.ix_(entries, np.arange(op.num_heads), rows, np.arange(op.v_head_dim))
@@ -220,6 +220,6 @@ class _AttentionJob:
         return int(np.maximum(0, last - first + 1).sum()) * self.B
 
 
-def _visible(stated: list[Array]) -> Tensor | None:
+def _visible(stated: list[np.ndarray]) -> Tensor | None:
     """(1 or entries, 1 or H, rows, S), or None: all are."""
     return to_torch(np.ascontiguousarray(np.logical_and.reduce(np.broadcast_arrays(*stated)))) if stated else None

@@ -60,7 +60,7 @@ BuildPoint = Callable[[Space, Point], Candidate]
 
 
 @dataclass
-class State:
+class TaskState:
     """An operation while it is tuned, for who watches. `phase` is "waiting", "searching", "sweeping", "confirming" or
     "done"."""
 
@@ -70,7 +70,7 @@ class State:
     result: TaskResult | None = None
 
 
-Watch = Callable[[list[State], float | None], None]
+Watch = Callable[[list[TaskState], float | None], None]
 """Is told the operations and the seconds that are left."""
 
 
@@ -102,15 +102,15 @@ class _Tuning:
     watch: Watch
     build: BuildPoint
     source: str = ""
-    states: list[State] = field(default_factory=list)
+    states: list[TaskState] = field(default_factory=list)
     started: float = field(default_factory=monotonic)
     versions: dict[str, str] = field(default_factory=environment.versions)
 
     def run(self, tasks: list[TuningTask]) -> TuningReport:
         storage = open_storage(self.request.storage)
         self.source = source_digest(tasks)
-        self.states = [State(task) for task in tasks]
-        searches: list[tuple[State, Search]] = []
+        self.states = [TaskState(task) for task in tasks]
+        searches: list[tuple[TaskState, Search]] = []
         with ExitStack() as studies:
             for state in self.states:
                 self._say()
@@ -127,7 +127,7 @@ class _Tuning:
                 self._tune(state, search, self._end(searches[place:]))
         return TuningReport(tuple(s.result for s in self.states if s.result is not None), monotonic() - self.started)
 
-    def _prepared(self, storage: Any, state: State) -> Search:
+    def _prepared(self, storage: Any, state: TaskState) -> Search:
         task = state.task
         space = Space.of(task.op, self.profile)
         threads, device = self.session.threads, self.session.device
@@ -147,7 +147,7 @@ class _Tuning:
         others = cache(lambda: [job(sizes) for sizes in elsewhere(task.op, here)])
         return Search(space, job(here), study, self.session, lambda point: self.build(space, point), tell, others)
 
-    def _end(self, waiting: list[tuple[State, Search]]) -> float:
+    def _end(self, waiting: list[tuple[TaskState, Search]]) -> float:
         """When the search of the first must end, so that the others and its last measurement have their time."""
         if self.request.seconds is None:
             return float("inf")
@@ -158,7 +158,7 @@ class _Tuning:
         confirming = (FINALISTS + 2) * LAST + FINALISTS * BUILDING
         return monotonic() + share - min(share / 3, confirming)
 
-    def _tune(self, state: State, search: Search, end: float) -> None:
+    def _tune(self, state: TaskState, search: Search, end: float) -> None:
         request = self.request
         state.phase = "searching"
         search.study.guess(first_guesses(search.space, request.known))
@@ -174,7 +174,7 @@ class _Tuning:
         record_files.append(request.records, record_of(state.task, result, on))
         self._done(state, task_result(state.task, search.study, result))
 
-    def _done(self, state: State, result: TaskResult) -> None:
+    def _done(self, state: TaskState, result: TaskResult) -> None:
         state.phase, state.result = "done", result
         self._say()
 
@@ -186,6 +186,6 @@ class _Tuning:
         return None if seconds is None else seconds - (monotonic() - self.started)
 
 
-def _weight(state: State, search: Search) -> float:
+def _weight(state: TaskState, search: Search) -> float:
     """Microseconds of a call that this operation takes."""
     return search.default_us * len(state.task.names)

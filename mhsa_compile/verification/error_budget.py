@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-Array = np.ndarray
-
 FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 
 
-def budget(expected: Array, eager_output: Array, dtype: str) -> float:
+def budget(expected: np.ndarray, eager_output: np.ndarray, dtype: str) -> float:
     """Largest error allowed: twice that of PyTorch's eager attention, plus one rounding step of the largest output.
 
     The one place that decides. `expected` is the oracle's, `eager_output` has dtype `dtype`; non-finite values are
@@ -26,7 +24,7 @@ def budget(expected: Array, eager_output: Array, dtype: str) -> float:
     return float(2 * eager_error + np.ldexp(1.0, int(exponent) - 1 - FRACTION_BITS[dtype]))
 
 
-def coarse_budget(expected: Array, dtype: str) -> float:
+def coarse_budget(expected: np.ndarray, dtype: str) -> float:
     """How near two evaluations are that mean the same, where none is known to be exact: half of the dtype's digits of
     the largest output. It tells rounding from another meaning, and no more."""
     if dtype not in FRACTION_BITS:
@@ -35,7 +33,7 @@ def coarse_budget(expected: Array, dtype: str) -> float:
     return float(values.max(initial=0.0) * 2.0 ** -(FRACTION_BITS[dtype] // 2))
 
 
-def max_error(expected: Array, actual: Array) -> float:
+def max_error(expected: np.ndarray, actual: np.ndarray) -> float:
     """Largest absolute error; infinite where shapes differ or one side alone is NaN or infinite."""
     if expected.shape != actual.shape:
         return np.inf

@@ -15,7 +15,8 @@ import onnx
 
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.hardware import environment
-from mhsa_compile.verification.oracle.evaluate import FLOATS, Array, Arrays, Reference
+from mhsa_compile.verification.oracle.evaluate import FLOATS, Reference
+from mhsa_compile.verification.random_inputs import Arrays
 
 _MOST_BYTES = 1 << 30
 """Floating weights of so many bytes in float64: an evaluation has as much beside them."""
@@ -65,34 +66,34 @@ class Evaluators:
                 return f"{node.op_type} {node.name or node.output[0]!r}"
         return ""
 
-    def exact(self, inputs: Arrays) -> list[Array] | None:
+    def exact(self, inputs: Arrays) -> list[np.ndarray] | None:
         """The original's outputs in float64; None where onnx's evaluator refuses it."""
         return self._attempt(_FLOAT64, lambda: self._reference.oracle(inputs))
 
-    def exact_of_canonical(self, inputs: Arrays) -> list[Array] | None:
+    def exact_of_canonical(self, inputs: Arrays) -> list[np.ndarray] | None:
         """The canonical model's outputs in float64, in the original's order."""
         return self._attempt("", lambda: self._in_order(self._of_canonical.oracle(inputs)))
 
-    def blurred(self, inputs: Arrays) -> list[Array] | None:
+    def blurred(self, inputs: Arrays) -> list[np.ndarray] | None:
         """The places that depend on rows which a finite fill hides whole; None if there are none."""
         places = self._attempt("", lambda: self._in_order(self._of_canonical.blurred(inputs) or []))
         return places or None
 
-    def rounded(self, inputs: Arrays) -> list[Array] | None:
+    def rounded(self, inputs: Arrays) -> list[np.ndarray] | None:
         """ONNX Runtime's outputs; None where it is not installed, or refuses the file."""
         if self._int8_weights or environment.installed_version("onnxruntime") is None:
             return None
         name = f"ONNX Runtime {environment.installed_version('onnxruntime')}"
         return self._attempt(name, lambda: [np.asarray(a) for a in self._session.run(self.names, dict(inputs))])
 
-    def eager(self, inputs: Arrays) -> list[Array] | None:
+    def eager(self, inputs: Arrays) -> list[np.ndarray] | None:
         """The outputs with PyTorch's arithmetic at the file's own dtypes."""
         outputs = self._attempt("", lambda: self._reference.eager(inputs))
         if outputs is None:
             outputs = self._attempt("", lambda: self._in_order(self._of_canonical.eager(inputs)))
         return outputs
 
-    def _attempt(self, name: str, run: Callable[[], list[Array]]) -> list[Array] | None:
+    def _attempt(self, name: str, run: Callable[[], list[np.ndarray]]) -> list[np.ndarray] | None:
         try:
             with np.errstate(all="ignore"):
                 outputs = run()
@@ -105,7 +106,7 @@ class Evaluators:
             self.used[name] = None
         return outputs
 
-    def _in_order(self, outputs: list[Array]) -> list[Array]:
+    def _in_order(self, outputs: list[np.ndarray]) -> list[np.ndarray]:
         named = dict(zip((value.name for value in self.canonical.graph.output), outputs, strict=False))
         return [named[name] for name in self.names] if outputs else []
 

@@ -9,7 +9,7 @@ inputs move by their rounding (the index of a maximum, say).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +20,9 @@ from mhsa_compile.runtime.artifact.manifest import Check
 from mhsa_compile.runtime.symbolic_dims import is_expression
 from mhsa_compile.verification.error_budget import FRACTION_BITS, budget, coarse_budget, max_error
 from mhsa_compile.verification.evaluators import Evaluators, NotEvaluated
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays
 from mhsa_compile.verification.parity import Draw, judge
-from mhsa_compile.verification.random_inputs import largest_sizes, random_inputs
-
-Run = Callable[[Arrays], Sequence[Array]]
-"""Inputs by name -> the outputs in the graph's order."""
+from mhsa_compile.verification.random_inputs import Arrays, largest_sizes, random_inputs
+from mhsa_compile.verification.repeated_runs import Run
 
 RUNS = 2
 _SECONDS = 10.0
@@ -46,9 +43,9 @@ class Difference:
 
     name: str
     sizes: dict[str, int]
-    inputs: dict[str, Array]
-    actual: Array
-    expected: Array
+    inputs: dict[str, np.ndarray]
+    actual: np.ndarray
+    expected: np.ndarray
     error: float
     budget: float
     against: tuple[str, ...]
@@ -87,7 +84,7 @@ def check_file(evaluators: Evaluators, run: Run, outputs: Sequence[str]) -> Chec
     return Check(tuple(evaluators.used), tuple(cases), largest, allowed, "; ".join(notes))
 
 
-def sensible_inputs(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> dict[str, Array]:
+def sensible_inputs(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
     """Random inputs whose masks hide no row whole: every query sees the first key."""
     inputs = random_inputs(model, sizes, seed)
     for name, array in inputs.items():
@@ -152,14 +149,14 @@ class _FileCheck:
             return None
         return self._difference(sizes)
 
-    def _called(self, inputs: Arrays) -> list[Array]:
+    def _called(self, inputs: Arrays) -> list[np.ndarray]:
         try:
             outputs = self._run({name: array.copy() for name, array in inputs.items()})
         except MhsaError as error:
             raise _Refused(f"the compiled code refuses the inputs that were drawn ({error})") from error
         return [outputs[place] for place in self._places]
 
-    def _exact(self, inputs: Arrays, rounded: list[Array] | None) -> list[Array] | None:
+    def _exact(self, inputs: Arrays, rounded: list[np.ndarray] | None) -> list[np.ndarray] | None:
         """The file in float64. Where onnx's evaluator does not know an operator, the canonical model in float64, which
         is believed where ONNX Runtime confirms it."""
         exact = self.evaluators.exact(inputs)
@@ -184,7 +181,9 @@ class _FileCheck:
             return draws
         return self._judgeable(inputs, draws, rounded)
 
-    def _wider(self, exact: list[Array] | None, rounded: list[Array] | None, inputs: Arrays) -> list[Array] | None:
+    def _wider(
+        self, exact: list[np.ndarray] | None, rounded: list[np.ndarray] | None, inputs: Arrays
+    ) -> list[np.ndarray] | None:
         """The outputs of ONNX Runtime, or of PyTorch's arithmetic where that means the same and errs more."""
         eager = self.evaluators.eager(inputs)
         if eager is None or exact is None or rounded is None:
@@ -192,7 +191,7 @@ class _FileCheck:
         pairs = zip(exact, rounded, eager, strict=True)
         return [e if _roughly(t, e) and max_error(t, e) > max_error(t, r) else r for t, r, e in pairs]
 
-    def _judgeable(self, inputs: Arrays, draws: list[Draw], rounded: list[Array] | None) -> list[Draw]:
+    def _judgeable(self, inputs: Arrays, draws: list[Draw], rounded: list[np.ndarray] | None) -> list[Draw]:
         """The draws without the places in which evaluators differ by right."""
         canonical, blurred = self.evaluators.exact_of_canonical(inputs), self.evaluators.blurred(inputs)
         jumps = self._jumps(inputs, draws)
@@ -219,7 +218,7 @@ class _FileCheck:
             result.append((truth[~places], yardstick[~places], actual[~places]))
         return result
 
-    def _jumps(self, inputs: Arrays, draws: list[Draw]) -> list[Array]:
+    def _jumps(self, inputs: Arrays, draws: list[Draw]) -> list[np.ndarray]:
         """Where the file's outputs move by more than the budget when its inputs move by their rounding."""
         places = [np.zeros(truth.shape, bool) for truth, _, _ in draws]
         allowed = [budget(truth, yardstick, str(yardstick.dtype)) for truth, yardstick, _ in draws]
@@ -236,7 +235,7 @@ class _FileCheck:
         return places
 
     def _by_runtime_alone(
-        self, sizes: dict[str, int], inputs: dict[str, Array], actual: list[Array], rounded: list[Array]
+        self, sizes: dict[str, int], inputs: dict[str, np.ndarray], actual: list[np.ndarray], rounded: list[np.ndarray]
     ) -> Difference | None:
         """Against ONNX Runtime, which nobody has confirmed: rounding is told from another meaning, and no more."""
         for name, ours, theirs in zip(self.evaluators.names, actual, rounded, strict=True):
@@ -282,14 +281,14 @@ def _share(draw: Draw) -> float:
     return error / allowed if allowed else (np.inf if error else 0.0)
 
 
-def _of_their_shape(exact: Array, rounded: Array, actual: Array) -> Array:
+def _of_their_shape(exact: np.ndarray, rounded: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """The truth; ours where ONNX Runtime and ours agree on a shape that onnx's evaluator does not have."""
     if exact.shape == actual.shape or rounded.shape != actual.shape or not _roughly(rounded, actual):
         return exact
     return _wide(actual)
 
 
-def _of_one_dtype(truth: Array, yardstick: Array, actual: Array) -> Draw:
+def _of_one_dtype(truth: np.ndarray, yardstick: np.ndarray, actual: np.ndarray) -> Draw:
     """The draw; where the yardstick has another shape than the truth, or the output another dtype, as one that is wrong
     whatever the values."""
     if yardstick.shape != truth.shape:
@@ -299,15 +298,15 @@ def _of_one_dtype(truth: Array, yardstick: Array, actual: Array) -> Draw:
     return truth, yardstick, actual
 
 
-def _roughly(expected: Array, actual: Array) -> bool:
+def _roughly(expected: np.ndarray, actual: np.ndarray) -> bool:
     return max_error(_wide(expected), actual) <= coarse_budget(_wide(expected), str(actual.dtype))
 
 
-def _wide(array: Array) -> Array:
+def _wide(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind == "f" and array.dtype.itemsize == 8 else array.astype(np.float64)
 
 
-def _nudged(array: Array, rng: np.random.Generator) -> Array:
+def _nudged(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     name = str(array.dtype)
     if name not in FRACTION_BITS:
         return array

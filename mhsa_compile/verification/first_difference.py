@@ -11,7 +11,8 @@ import onnx
 
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.verification.evaluators import Evaluators
-from mhsa_compile.verification.file_check import Difference, Run, check_file
+from mhsa_compile.verification.file_check import Difference, check_file
+from mhsa_compile.verification.repeated_runs import Run
 
 Compile = Callable[[onnx.ModelProto], tuple[onnx.ModelProto, Run]]
 """A model -> what was read from it, and the compiled code of it."""

@@ -11,7 +11,8 @@ from mhsa_compile.errors import MhsaError
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.verification import top_k_parity
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
+from mhsa_compile.verification.oracle.evaluate import Reference
+from mhsa_compile.verification.random_inputs import Arrays
 
 EXACT = 1e-9
 """How near two float64 results are that mean the same, as a share of the largest."""
@@ -19,7 +20,8 @@ EXACT = 1e-9
 SAME = "to the bit"
 """What a check says of runs whose results are equal."""
 
-Part = Callable[[Array, TensorInfo], Array]
+Cut = Callable[[np.ndarray, TensorInfo], np.ndarray]
+"""The part of an output that is compared."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Variant:
     """
 
     inputs: Arrays
-    part: Part
-    base_part: Part
+    part: Cut
+    base_part: Cut
     first_key: int = 0
 
 
@@ -78,7 +80,7 @@ class Pairs:
     function's fault not to run: Refused.
     """
 
-    def __init__(self, reference: Reference, manifest: Manifest, run: Callable[[Arrays], list[Array]]) -> None:
+    def __init__(self, reference: Reference, manifest: Manifest, run: Callable[[Arrays], list[np.ndarray]]) -> None:
         self.reference, self.manifest, self._run = reference, manifest, run
         self.model = model = reference.model
         self.own = manifest.spec is not None
@@ -87,14 +89,14 @@ class Pairs:
         names = [value.name for value in model.graph.output]
         self._keys = {names.index(name): name for name in top_k_parity.key_outputs(model)}
 
-    def run(self, inputs: Arrays) -> list[Array]:
+    def run(self, inputs: Arrays) -> list[np.ndarray]:
         """The outputs of a call with copies of the inputs, since it may write into a cache."""
         try:
             return self._run({name: array.copy() for name, array in inputs.items()})
         except MhsaError as error:
             raise CallRefused(f"refused: {error}") from error
 
-    def truth(self, inputs: Arrays) -> list[Array]:
+    def truth(self, inputs: Arrays) -> list[np.ndarray]:
         """The outputs in float64; where they are keys, the weights of the right ones."""
         try:
             return self._judged.oracle(inputs)
@@ -112,7 +114,7 @@ class Pairs:
             return SelfCheck(name, np.inf, 0.0, "another shape than the oracle's")
         at_base = (self._in_weights(base, found_at_base), expected, yardstick)
         infos = {i: info for i, info in enumerate(self.manifest.outputs) if self._is_comparable(i, info)}
-        found: dict[int, list[tuple[Array, ...]]] = {i: [] for i in infos}
+        found: dict[int, list[tuple[np.ndarray, ...]]] = {i: [] for i in infos}
         for variant in variants:
             exact = None if self.own else self.truth(variant.inputs)
             results = self.run(variant.inputs)
@@ -127,8 +129,8 @@ class Pairs:
         return max(judged, key=lambda check: (check.ratio, check.note != SAME))
 
     def _weights_of_keys(
-        self, variant: Variant, results: list[Array], base: list[Array], weights: list[Array]
-    ) -> dict[int, Array]:
+        self, variant: Variant, results: list[np.ndarray], base: list[np.ndarray], weights: list[np.ndarray]
+    ) -> dict[int, np.ndarray]:
         """The weights of the keys in the variant's part: those of the base, `weights`, where the keys are the same.
 
         None where a shape is wrong: the parts themselves show that.
@@ -142,7 +144,7 @@ class Pairs:
         weighed = self._in_weights(variant.inputs, results)
         return {i: variant.part(weighed[i], outputs[i]) for i in given}
 
-    def _in_weights(self, inputs: Arrays, results: list[Array]) -> list[Array]:
+    def _in_weights(self, inputs: Arrays, results: list[np.ndarray]) -> list[np.ndarray]:
         """What a run gave, with the weights of keys, by the oracle, in the places of keys."""
         if not self._keys:
             return results
@@ -158,7 +160,7 @@ class Pairs:
         return not chosen_rows and (i in self._keys or not info.dtype.startswith("int"))
 
 
-def _judged(name: str, pieces: Sequence[tuple[Array, ...]]) -> SelfCheck:
+def _judged(name: str, pieces: Sequence[tuple[np.ndarray, ...]]) -> SelfCheck:
     """One output: (the variant's, the base's, the base's in float64, PyTorch's) of every part, as one."""
     if any(got.shape != wanted.shape for got, wanted, *_ in pieces):
         return SelfCheck(name, np.inf, 0.0, "another shape than the other run's")
@@ -170,7 +172,7 @@ def _judged(name: str, pieces: Sequence[tuple[Array, ...]]) -> SelfCheck:
     return SelfCheck(name, difference, allowed, SAME if same else "within the budget" if difference <= allowed else "")
 
 
-def _same(ours: Array, theirs: Array) -> bool:
+def _same(ours: np.ndarray, theirs: np.ndarray) -> bool:
     if ours.shape != theirs.shape:
         return False
     scale = np.abs(theirs[np.isfinite(theirs)]).max(initial=1.0)

@@ -10,10 +10,10 @@ import onnx
 
 from mhsa_compile.verification import top_k_parity
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
-from mhsa_compile.verification.random_inputs import random_inputs
+from mhsa_compile.verification.oracle.evaluate import Reference
+from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 
-Draw = tuple[Array, Array, Array]
+Draw = tuple[np.ndarray, np.ndarray, np.ndarray]
 """One output of one draw: in float64, PyTorch's at the dtype, and what is judged."""
 ENOUGH_VALUES = 1024
 """The values that an output must have had before its largest error says something about the code that made it."""
@@ -50,7 +50,7 @@ class CaseResult:
 
 def check(
     model: onnx.ModelProto,
-    run: Callable[[Arrays], Sequence[Array]],
+    run: Callable[[Arrays], Sequence[np.ndarray]],
     dims: Mapping[str, int],
     seed: int = 0,
     *,
@@ -80,7 +80,7 @@ def check(
     return replace(result, note=f"{max(left_out):.0%} {FILLED}") if left_out else result
 
 
-def _judgeable(draw: Draw, blurred: Array) -> Draw:
+def _judgeable(draw: Draw, blurred: np.ndarray) -> Draw:
     """The draw without the places where no two runtimes agree; the whole draw where ours has another shape."""
     truth, yardstick, actual = draw
     if not truth.shape == actual.shape == blurred.shape:
@@ -109,7 +109,7 @@ def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseRes
     return _judged(draws, dims)
 
 
-def _different(values: Array) -> int:
+def _different(values: np.ndarray) -> int:
     """How many different numbers there are among the values, to float32's precision."""
     with np.errstate(over="ignore"):
         return int(np.unique(values.astype(np.float32)).size)

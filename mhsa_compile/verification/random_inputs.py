@@ -17,10 +17,12 @@ from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.symbolic_dims import is_expression, size_of
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY, SPEC_KEY, AttentionSpec
 
+Arrays = Mapping[str, np.ndarray]
+"""Arrays by the names of inputs."""
+
 if TYPE_CHECKING:  # what an artifact is called with is drawn where no compiler is installed, too
     import onnx
 
-Array = np.ndarray
 
 LENGTHS = ((1, 7), (7, 197), (197, 64), (64, 1))
 """(L, S) of the default cases: one, primes, a multiple of every tile, and L on both sides of S."""
@@ -81,7 +83,7 @@ def _stated_sizes(model: onnx.ModelProto, key: str) -> dict[str, int]:
         return msgspec.json.decode(text, type=dict[str, int]) if text else {}
 
 
-def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[str, Array]:
+def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[str, np.ndarray]:
     """Inputs for an onnx.ModelProto or a Manifest at the given sizes of its symbolic dims.
 
     Floats are standard normal. Boolean masks are True in 80 % of the places, additive masks -inf in 10 %, and every
@@ -92,7 +94,7 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
     rng = np.random.default_rng(seed)
     length = dims.get("L", 1)
     known = {"mask_B": dims.get("B", 1), "mask_H": 1, "mask_L": length, "mask_S": dims.get("S", length), **dims}
-    inputs: dict[str, Array] = {}
+    inputs: dict[str, np.ndarray] = {}
     below, signature, keys = table_rows(source), list(_signature(source)), _numbers_of_keys(source)
     shapes = {name: [size_of(dim, known) for dim in shape] for name, _, shape in signature}
     most = {name: size_of(dim, known) or 0 for name, dim in keys.items()}
@@ -138,7 +140,7 @@ def _numbers_of_keys(source: Any) -> dict[str, int | str]:
 
 def random_array(
     rng: np.random.Generator, name: str, dtype: str, sizes: Sequence[int], below: int | None = None
-) -> Array:
+) -> np.ndarray:
     """A random array for one input; `below` is how many rows there are to pick from, for an input of indices.
 
     An input of rank 0 is a switch, a scale or a count.

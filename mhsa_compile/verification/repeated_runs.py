@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mhsa_compile.verification.error_budget import max_error
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays
+from mhsa_compile.verification.random_inputs import Arrays
 
-Run = Callable[[Arrays], list[Array]]
+Run = Callable[[Arrays], list[np.ndarray]]
 """Takes inputs by name, and gives the outputs in order."""
 
 THREADS = (1, 2, 3, 8)
@@ -59,7 +59,7 @@ def repeated(
 def _repeated(
     start: Callable[[int], Run],
     inputs: Arrays,
-    expected: list[Array],
+    expected: list[np.ndarray],
     threads: int,
     callers: int,
     calls: int,
@@ -81,12 +81,12 @@ def _repeated(
 _FEWEST = 3
 
 
-def _called(run: Run, inputs: Arrays) -> list[Array]:
+def _called(run: Run, inputs: Arrays) -> list[np.ndarray]:
     """The outputs of a call with copies of the inputs, since it may write into a cache."""
     return run({name: array.copy() for name, array in inputs.items()})
 
 
-def _difference(expected: list[Array], got: list[Array]) -> float:
+def _difference(expected: list[np.ndarray], got: list[np.ndarray]) -> float:
     """The largest difference; 0 where all bits are the same, which NaN may be, too."""
     if [array.shape for array in got] != [array.shape for array in expected]:
         return float("inf")

@@ -12,8 +12,7 @@ import numpy as np
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.runtime.symbolic_dims import is_expression
 from mhsa_compile.spec.score_functions import ScoreFunction
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays
-from mhsa_compile.verification.random_inputs import random_inputs, whole_masks
+from mhsa_compile.verification.random_inputs import Arrays, random_inputs, whole_masks
 
 ENTRIES = 3
 LENGTHS = (41, 67)
@@ -168,7 +167,7 @@ class SelfCheckInputs:
 
     # Inputs.
 
-    def draw(self, *, same_length: bool = False) -> dict[str, Array]:
+    def draw(self, *, same_length: bool = False) -> dict[str, np.ndarray]:
         """Random inputs; `same_length` gives all free lengths one size, and a cache that is empty."""
         sizes = self.sizes | (dict.fromkeys(self.lengths, self.longest_prefix) if same_length else {})
         inputs = random_inputs(self.manifest, sizes | self.mask_sizes(sizes), self.seed)
@@ -176,11 +175,11 @@ class SelfCheckInputs:
             inputs["length"][:] = 0
         return inputs
 
-    def draw_large(self) -> dict[str, Array]:
+    def draw_large(self) -> dict[str, np.ndarray]:
         """Random inputs of sizes that are shared among threads."""
         return self.draw_at(self._sizes(*LARGE))
 
-    def draw_at(self, sizes: Mapping[str, int]) -> dict[str, Array]:
+    def draw_at(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Random inputs at these sizes, by the names of axes."""
         return random_inputs(self.manifest, {**sizes, **self.mask_sizes(sizes)}, self.seed)
 
@@ -192,29 +191,29 @@ class SelfCheckInputs:
         named = {"mask_B": batch, "mask_H": 1, "mask_L": sizes.get("L", 1), "mask_S": keys}
         return {**named, **whole_masks(self.manifest, sizes)}
 
-    def take(self, inputs: Arrays, entries: Sequence[int]) -> dict[str, Array]:
+    def take(self, inputs: Arrays, entries: Sequence[int]) -> dict[str, np.ndarray]:
         """These entries of the batch, in this order; what has no batch axis, or broadcasts along it, stays."""
         return {
             name: array[list(entries)] if self.axes[name][:1] == (self.batch,) and len(array) > 1 else array
             for name, array in inputs.items()
         }
 
-    def alone(self, inputs: Arrays, entry: int) -> dict[str, Array]:
+    def alone(self, inputs: Arrays, entry: int) -> dict[str, np.ndarray]:
         """One entry by itself; where the size of a batch is fixed, a batch of nothing else."""
         return self.take(inputs, [entry] * (1 if self.batch in self.free else self.sizes[self.batch]))
 
-    def cut(self, inputs: Arrays, parts: Mapping[str, slice]) -> dict[str, Array]:
+    def cut(self, inputs: Arrays, parts: Mapping[str, slice]) -> dict[str, np.ndarray]:
         """Every input cut along the axes of these names. Those of size 1 broadcast, and stay."""
         return {name: self.cut_one(array, name, parts) for name, array in inputs.items()}
 
-    def cut_one(self, array: Array, name: str, parts: Mapping[str, slice]) -> Array:
+    def cut_one(self, array: np.ndarray, name: str, parts: Mapping[str, slice]) -> np.ndarray:
         """Cuts one input or output."""
         whole = slice(None)
         named = zip(self.axes[name], array.shape, strict=True)
         cuts = [parts.get(axis, whole) if size > 1 else whole for axis, size in named]
         return np.ascontiguousarray(array[tuple(cuts)])
 
-    def padded(self, hidden: str) -> tuple[dict[str, Array], list[slice]]:
+    def padded(self, hidden: str) -> tuple[dict[str, np.ndarray], list[slice]]:
         """Random inputs whose mask hides all keys of an entry but those of its slice: what is "before", "after" or
         "around" it. Without a mask the slices are of what is to stay clean, and hide nothing. A cache hides what lies
         behind its length and the call."""
@@ -234,7 +233,7 @@ class SelfCheckInputs:
         return inputs, spans
 
     @staticmethod
-    def _hide(mask: Array, spans: Sequence[slice]) -> None:
+    def _hide(mask: np.ndarray, spans: Sequence[slice]) -> None:
         """Masks the keys outside of each entry's slice."""
         if mask.dtype.kind in "iu":
             mask[...] = 1
@@ -255,7 +254,7 @@ class SelfCheckInputs:
         apart = any(self.keys not in axes for axes in self.axes.values())  # in self-attention queries go with the keys
         return "before" if (from_the_end if apart else causal) else "after"
 
-    def poisoned(self, inputs: Arrays, spans: Sequence[slice], poison: float) -> dict[str, Array]:
+    def poisoned(self, inputs: Arrays, spans: Sequence[slice], poison: float) -> dict[str, np.ndarray]:
         """A copy whose keys outside of each entry's slice are `poison`, in every floating input but the mask."""
         spoiled = {name: array.copy() for name, array in inputs.items()}
         for name, array in spoiled.items():

@@ -17,21 +17,21 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.hardware import host
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.verification import repeated_runs
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
+from mhsa_compile.verification.oracle.evaluate import Reference
 from mhsa_compile.verification.paired_runs import (
     SAME,
     CallRefused,
+    Cut,
     Meaningless,
     Pairs,
-    Part,
     SelfCheck,
     Variant,
 )
 from mhsa_compile.verification.parity import check
-from mhsa_compile.verification.random_inputs import random_inputs
+from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 from mhsa_compile.verification.self_check_inputs import SelfCheckInputs
 
-Check = Callable[[str, SelfCheckInputs, Pairs], SelfCheck]
+CheckFunction = Callable[[str, SelfCheckInputs, Pairs], SelfCheck]
 THREADS = "any number of threads gives the same"
 MOST_CALLS, SECONDS = 50, 0.15
 """The calls made with each number of threads, and the seconds for them: fewer are made where time runs out."""
@@ -40,7 +40,7 @@ PROMPT = 29
 
 
 def self_checks(
-    reference: Reference, manifest: Manifest, run: Callable[[Arrays], list[Array]], seed: int = 0
+    reference: Reference, manifest: Manifest, run: Callable[[Arrays], list[np.ndarray]], seed: int = 0
 ) -> tuple[SelfCheck, ...]:
     """Every check on a compiled function: `run` takes inputs by name and gives the outputs in the manifest's order."""
     subject, pairs = SelfCheckInputs(manifest, seed), Pairs(reference, manifest, run)
@@ -63,7 +63,7 @@ def with_any_threads(manifest: Manifest, start: Callable[[int], repeated_runs.Ru
     return SelfCheck(THREADS, max(one.difference for one in found), 0.0, said)
 
 
-def _result(name: str, check: Check, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
+def _result(name: str, check: CheckFunction, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
     try:
         return check(name, subject, pairs)
     except Meaningless as reason:
@@ -72,11 +72,11 @@ def _result(name: str, check: Check, subject: SelfCheckInputs, pairs: Pairs) -> 
         return SelfCheck(name, np.inf, 0.0, str(reason))
 
 
-def _whole(array: Array, info: TensorInfo) -> Array:
+def _whole(array: np.ndarray, info: TensorInfo) -> np.ndarray:
     return array
 
 
-def _entry(b: int) -> Part:
+def _entry(b: int) -> Cut:
     return lambda array, info: array[b : b + 1]
 
 
@@ -130,8 +130,8 @@ def _poisoned_padding(name: str, subject: SelfCheckInputs, pairs: Pairs) -> Self
             raise Meaningless("every output sees every key")
         clean = {info.name: array for info, array in zip(pairs.manifest.outputs, finite, strict=True)}
 
-        def untouched(array: Array, info: TensorInfo) -> Array:
-            part: Array = array[clean[info.name]]
+        def untouched(array: np.ndarray, info: TensorInfo) -> np.ndarray:
+            part: np.ndarray = array[clean[info.name]]
             return part
 
         return pairs.compare(name, base, [Variant(inputs, untouched, untouched) for inputs in spoiled])
@@ -168,7 +168,7 @@ def _prefixes(subject: SelfCheckInputs, pairs: Pairs, base: Arrays) -> Iterator[
         yield Variant(subject.cut(base, prefix), _row(subject, -1), _row(subject, length - 1))
 
 
-def _row(subject: SelfCheckInputs, place: int) -> Part:
+def _row(subject: SelfCheckInputs, place: int) -> Cut:
     parts = dict.fromkeys(subject.lengths, slice(place, place + 1 or None))
     return lambda array, info: subject.cut_one(array, info.name, parts)
 
@@ -182,10 +182,12 @@ def _steps(subject: SelfCheckInputs, pairs: Pairs, base: Arrays) -> Iterator[Var
         inputs = {"x": base["x"][:, first:last], "length": np.full_like(base["length"], first), **cache}
         rows, filled = slice(first, last), {"C": slice(0, last)}
 
-        def part(array: Array, info: TensorInfo, filled: dict[str, slice] = filled) -> Array:
+        def part(array: np.ndarray, info: TensorInfo, filled: dict[str, slice] = filled) -> np.ndarray:
             return subject.cut_one(array, info.name, filled)
 
-        def of_base(array: Array, info: TensorInfo, filled: dict[str, slice] = filled, rows: slice = rows) -> Array:
+        def of_base(
+            array: np.ndarray, info: TensorInfo, filled: dict[str, slice] = filled, rows: slice = rows
+        ) -> np.ndarray:
             return subject.cut_one(array, info.name, {"L": rows, **filled})
 
         yield Variant(inputs, part, of_base)
@@ -194,7 +196,7 @@ def _steps(subject: SelfCheckInputs, pairs: Pairs, base: Arrays) -> Iterator[Var
         first = last
 
 
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, CheckFunction] = {
     "an entry of a batch is the entry alone": _batch_invariance,
     "permuting a batch permutes the output": _batch_permutation,
     "a padded batch is its rows alone": _padded_batch,

@@ -15,12 +15,8 @@ from onnx import TensorProto, helper
 
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.attention_spec import DOMAIN
-from mhsa_compile.verification.oracle.evaluate import (
-    Array,
-    Arrays,
-    eager,
-    oracle,
-)
+from mhsa_compile.verification.oracle.evaluate import eager, oracle
+from mhsa_compile.verification.random_inputs import Arrays
 
 _INPUT, _OUTPUT = 9, mhsa_operator.FIRST + len(mhsa_operator.NAMES)
 """The number of the input by which the oracle's operators take keys to be weighed, and of the output with their
@@ -36,8 +32,12 @@ def key_outputs(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 
 def by_weight(
-    model: onnx.ModelProto, inputs: Arrays, results: list[tuple[Array, Array, Array]], *, int8_weights: bool
-) -> list[tuple[Array, Array, Array]]:
+    model: onnx.ModelProto,
+    inputs: Arrays,
+    results: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    *,
+    int8_weights: bool,
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(The oracle's, the yardstick's, the actual) of each output, with weights in place of keys."""
     names = [value.name for value in model.graph.output]
     keys = {name: results[names.index(name)][2] for name in key_outputs(model)}
@@ -62,8 +62,8 @@ def in_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def weighed(
-    model: onnx.ModelProto, inputs: Arrays, keys: Mapping[str, Array], *, int8_weights: bool
-) -> dict[str, tuple[Array, Array, Array]]:
+    model: onnx.ModelProto, inputs: Arrays, keys: Mapping[str, np.ndarray], *, int8_weights: bool
+) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Returns three arrays for each output that holds keys: the oracle's largest weights, those of PyTorch, and the
     weights that the oracle gives `keys`.
 
@@ -91,7 +91,7 @@ def weighed(
     }
 
 
-def repeated(keys: Array) -> Array:
+def repeated(keys: np.ndarray) -> np.ndarray:
     """Returns a mask of the places at which a row names a key again."""
     order = np.argsort(keys, axis=-1, kind="stable")
     ordered = np.take_along_axis(keys, order, axis=-1)

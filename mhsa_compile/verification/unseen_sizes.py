@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from mhsa_compile.errors import ModelError
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
-from mhsa_compile.verification.random_inputs import largest_sizes, positions_of_a_call, random_inputs
+from mhsa_compile.verification.oracle.evaluate import Reference
+from mhsa_compile.verification.random_inputs import Arrays, largest_sizes, positions_of_a_call, random_inputs
 
 Forward = Callable[[nn.Module, dict[str, Tensor]], Any]
 """Calls a module with tensors by the names of a graph's inputs."""
@@ -70,19 +70,19 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
                 raise ModelError("module", f"the exported graph to agree within {allowed:.1e} at {at}", f"{off:.1e}")
 
 
-def _weights_of(module: nn.Module) -> dict[str, Array]:
+def _weights_of(module: nn.Module) -> dict[str, np.ndarray]:
     """A module's weights by the names that its export gives them: without that of what only wraps it."""
     return {name.removeprefix("module."): to_numpy(tensor) for name, tensor in module.state_dict().items()}
 
 
-def _outputs(module: nn.Module, inputs: Arrays, forward: Forward) -> list[Array]:
+def _outputs(module: nn.Module, inputs: Arrays, forward: Forward) -> list[np.ndarray]:
     tensors = {name: to_torch(array) for name, array in inputs.items()}
     with torch.no_grad():
         results = forward(module, tensors)
     return [to_numpy(result) for result in ([results] if isinstance(results, Tensor) else results)]
 
 
-def _equally_finite(one: Array, other: Array) -> bool:
+def _equally_finite(one: np.ndarray, other: np.ndarray) -> bool:
     """False where a forward makes float32 of float64's lowest number, with which it masks: rows become NaN."""
     return np.array_equal(np.isfinite(one), np.isfinite(other))
 
@@ -95,5 +95,5 @@ def _unseen_sizes(module: nn.Module, symbols: list[str], unseen: Mapping[str, in
     return sizes
 
 
-def _widened(array: Array) -> Array:
+def _widened(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "biu" else array.astype(np.float64)

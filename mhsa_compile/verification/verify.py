@@ -9,18 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mhsa_compile.files.foreign_errors import bounded
 from mhsa_compile.verification import self_checks as selfcheck
-from mhsa_compile.verification.oracle.evaluate import (
-    Array,
-    Arrays,
-    Reference,
-    eager,
-    oracle,
-)
+from mhsa_compile.verification.oracle.evaluate import Reference, eager, oracle
 from mhsa_compile.verification.paired_runs import SelfCheck
 from mhsa_compile.verification.parity import CaseResult, check
-from mhsa_compile.verification.random_inputs import default_cases, whole_masks
+from mhsa_compile.verification.random_inputs import Arrays, default_cases, whole_masks
 from mhsa_compile.verification.repeated_runs import Run
 from mhsa_compile.verification.stored_model import stored_model
 
@@ -88,7 +84,7 @@ def verify(
     def start(threads: int | None) -> Run:
         compiled = load(opened, threads=threads)
 
-        def run(inputs: Arrays) -> list[Array]:
+        def run(inputs: Arrays) -> list[np.ndarray]:
             return to_list(compiled.from_host(**inputs))
 
         return run
@@ -102,7 +98,7 @@ def verify(
 
 def judged(
     artifact: Artifact,
-    run: Callable[[Arrays], list[Array]],
+    run: Callable[[Arrays], list[np.ndarray]],
     *,
     cases: Iterable[Mapping[str, int]] | None = None,
     seed: int = 0,

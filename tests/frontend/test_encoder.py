@@ -22,7 +22,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConf
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.evaluate import Arrays
+from mhsa_compile.verification.random_inputs import Arrays
 from mhsa_compile.verification.verify import eager, oracle
 
 VOCABULARY, LONGEST = 101, 40

@@ -24,7 +24,8 @@ from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays
+from mhsa_compile.verification.oracle.evaluate import Array
+from mhsa_compile.verification.random_inputs import Arrays
 from mhsa_compile.verification.verify import judged
 
 pytestmark = pytest.mark.arm

@@ -21,7 +21,7 @@ _NOTES = 8  # on attention blocks, so that all fits on a screen
 
 
 def compile_source(
-    source: sources.Source = None,
+    source: sources.SourceArgument = None,
     *,
     out: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The artifact's folder.")],
     target: Annotated[str, typer.Option(help="A name from `mhsa targets`, or a .toml file.")] = "native",

@@ -11,7 +11,7 @@ import typer
 
 from mhsa_bench.plots import figure, tuning_plots
 from mhsa_compile.cli.commands import tune_run, tune_view
-from mhsa_compile.cli.commands.tune_run import Outcome, Settings
+from mhsa_compile.cli.commands.tune_run import Settings, TunedSource
 from mhsa_compile.cli.common import options, output, sources
 from mhsa_compile.cli.common.cases import (
     BUNDLE,
@@ -140,7 +140,7 @@ def tune(
     _finish(outcomes, settings, given)
 
 
-def _finish(outcomes: dict[str, Outcome], settings: Settings, given: TuneOptions) -> None:
+def _finish(outcomes: dict[str, TunedSource], settings: Settings, given: TuneOptions) -> None:
     """What is said of all outcomes together, and the exit code."""
     if given.json:
         output.print_json(tune_run.as_json(outcomes, settings.records))
@@ -156,7 +156,7 @@ def _outcomes(
     given: TuneOptions,
     tracker: tuple[Address, str] | None,
     peers: tuple[str, ...],
-) -> Iterator[tuple[str, Outcome]]:
+) -> Iterator[tuple[str, TunedSource]]:
     if given.results is not None:
         case = _only(cases)
         yield case.name, tune_run.read_results(case, settings, given.results)

@@ -29,7 +29,7 @@ REST_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TunedSource:
     """What came of a case.
 
     gain, peers  where this machine measures; a peer's time is by that of the default artifact
@@ -92,7 +92,7 @@ def operations(case: Case) -> dict[str, Op]:
     return pipeline.operations(case.source, dims=case.dims, weights=case.weights)
 
 
-def search(case: Case, settings: Settings, session: Session, peers: dict[str, float]) -> Outcome:
+def search(case: Case, settings: Settings, session: Session, peers: dict[str, float]) -> TunedSource:
     """Records from a session; `peers` are shown beside what it finds."""
     from mhsa_compile.compiler import lower, pipeline
     from mhsa_compile.hardware.profile import CpuProfile
@@ -103,7 +103,7 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
     imported = pipeline.imported(case.source, dims=case.dims, weights=case.weights)
     if not isinstance(profile, CpuProfile):  # for GPUs what no kernel claims has its schedules by rules
         with tune_view.live(case.name, settings.seconds, peers) as watch:
-            return Outcome(tune(imported.ops, profile, session, request, watch=watch), None, peers)
+            return TunedSource(tune(imported.ops, profile, session, request, watch=watch), None, peers)
     left = fallback_jobs.fallback_tasks(lower.prepared(imported, profile).module, profile)
     for_rest = REST_SHARE * settings.seconds if any(not task.reason for task in left) else 0.0
     request = replace(request, seconds=settings.seconds - for_rest)
@@ -120,10 +120,10 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
             seed=settings.seed,
             tell=lambda name: stage(f"tune {name} with MetaSchedule"),
         )
-    return Outcome(report, None, peers, left, rest)
+    return TunedSource(report, None, peers, left, rest)
 
 
-def search_here(case: Case, settings: Settings, session: Session, peers: tuple[str, ...]) -> Outcome:
+def search_here(case: Case, settings: Settings, session: Session, peers: tuple[str, ...]) -> TunedSource:
     """Searches on this machine, where the whole artifact can be timed, too: with its peers before the search, and
     against the default after it. Artifacts for a GPU are timed by `make bench-gpu`."""
     if settings.on_gpu:
@@ -145,12 +145,12 @@ def write_bundle(case: Case, settings: Settings, path: Path) -> int:
         return offline_tuner.pack(operations(case), profile, threads, profile.name, settings.request(case), path, stage)
 
 
-def read_results(case: Case, settings: Settings, path: Path) -> Outcome:
+def read_results(case: Case, settings: Settings, path: Path) -> TunedSource:
     from mhsa_compile.tuning import offline_tuner
     from mhsa_compile.tuning.measure import work_results
 
     tune_view.show_device(work_results.read(path).device, settings.profile)
-    return Outcome(offline_tuner.unpack(operations(case), settings.profile, settings.request(case), path))
+    return TunedSource(offline_tuner.unpack(operations(case), settings.profile, settings.request(case), path))
 
 
 def _default(
@@ -191,7 +191,7 @@ def _open(artifact: Artifact, sizes: dict[str, int]) -> dict[str, int]:
     return {symbol: size for symbol, size in sizes.items() if symbol in found}
 
 
-def as_json(outcomes: dict[str, Outcome], records: Path) -> dict[str, Any]:
+def as_json(outcomes: dict[str, TunedSource], records: Path) -> dict[str, Any]:
     """The sums, and each source by its name."""
     each = {name: _summary(outcome) for name, outcome in outcomes.items()}
     total = {key: sum(one[key] for one in each.values()) for key in ("trials", "failures", "default_us", "best_us")}
@@ -210,14 +210,14 @@ def _op(op: TaskResult) -> dict[str, Any]:
     return {"trials": op.trials, **asdict(op)}
 
 
-def _rest(outcome: Outcome) -> list[dict[str, Any]]:
+def _rest(outcome: TunedSource) -> list[dict[str, Any]]:
     """What no kernel claims: what MetaSchedule came to, or why it was not asked."""
     refused = [{"name": task.name, "reason": task.reason} for task in outcome.left if task.reason]
     names = ("default_us", "best_us", "noise", "trials", "failures")
     return [{"name": t.task.name, **{name: getattr(t, name) for name in names}} for t in outcome.rest] + refused
 
 
-def _summary(outcome: Outcome) -> dict[str, Any]:
+def _summary(outcome: TunedSource) -> dict[str, Any]:
     """Times of the whole artifact where they were measured, else the sums over its operations."""
     report, whole = outcome.report, outcome.gain or outcome.report
     speedup = whole.default_us / whole.best_us if whole.best_us else 1.0

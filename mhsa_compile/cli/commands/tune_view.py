@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from mhsa_compile.tuning.metaschedule import ScheduleResult
     from mhsa_compile.tuning.speedup import Gain
     from mhsa_compile.tuning.tasks import TaskResult, TuningReport
-    from mhsa_compile.tuning.tuner import State
-
-Watch = Callable[[list["State"], float | None], None]
+    from mhsa_compile.tuning.tuner import TaskState, Watch
 
 
 @contextmanager
@@ -39,7 +37,7 @@ def live(name: str, seconds: float, peers: Mapping[str, float]) -> Iterator[Watc
 def _lines(name: str) -> Watch:
     said: set[tuple[str, ...]] = set()
 
-    def watch(states: list[State], left: float | None) -> None:
+    def watch(states: list[TaskState], left: float | None) -> None:
         for state in states:
             if state.result is not None and state.task.names not in said:
                 said.add(state.task.names)
@@ -53,7 +51,7 @@ def _result_text(result: TaskResult) -> str:
     return f"{result.trials} trials{failures}, {result.speedup:.2f} times as fast as the default ({result.stopped})"
 
 
-def _title(state: State) -> str:
+def _title(state: TaskState) -> str:
     return f"{state.task.kind} {output.assignments(state.task.sizes)}"
 
 
@@ -61,7 +59,7 @@ def _failures(failures: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in failures.items())
 
 
-def _table(name: str, states: list[State], seconds: float, left: float | None, peers: Mapping[str, float]) -> Any:
+def _table(name: str, states: list[TaskState], seconds: float, left: float | None, peers: Mapping[str, float]) -> Any:
     from rich import box
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -78,7 +76,7 @@ def _table(name: str, states: list[State], seconds: float, left: float | None, p
     return Group(output.text(f"{name}{_overall(states, peers)}", "bold"), table, bar, Text(f"{remaining:.0f} s left"))
 
 
-def _live_cells(state: State) -> tuple[str, ...]:
+def _live_cells(state: TaskState) -> tuple[str, ...]:
     times, progress, result = _times(state), state.progress, state.result
     if times is None:
         return (_title(state), state.phase, "", "", "", "", "", "")
@@ -89,7 +87,7 @@ def _live_cells(state: State) -> tuple[str, ...]:
     return (_title(state), state.phase, *cells, _failures(failures))
 
 
-def _times(state: State) -> tuple[float, float] | None:
+def _times(state: TaskState) -> tuple[float, float] | None:
     """(default, best so far) in microseconds of a call of the operation."""
     if state.result is not None:
         return state.result.default_us, state.result.best_us
@@ -98,7 +96,7 @@ def _times(state: State) -> tuple[float, float] | None:
     return None
 
 
-def _overall(states: list[State], peers: Mapping[str, float]) -> str:
+def _overall(states: list[TaskState], peers: Mapping[str, float]) -> str:
     """The gain of all operations so far, and beside it that of the fastest peer, both against the default."""
     known = [(len(state.task.names), *times) for state in states if (times := _times(state)) is not None]
     default, best = (sum(count * pair[i] for count, *pair in known) for i in (0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,6 @@ from mhsa_compile.verification.random_inputs import random_array
 if TYPE_CHECKING:
     from mhsa_compile.runtime.artifact.manifest import TensorInfo
 
-Array = np.ndarray[Any, np.dtype[Any]]
 _DRAWN_BYTES = 8  # of an element that NumPy draws, before it gets its dtype; once more for what comes of it
 _MAGIC, _ARCHIVE = b"\x93NUMPY", b"PK"  # what an .npy and an .npz begin with
 _ROWS = 2
@@ -28,9 +27,9 @@ _ROWS = 2
 _DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given, C twice L
 
 
-def read(assignments: Sequence[str]) -> dict[str, Array]:
+def read(assignments: Sequence[str]) -> dict[str, np.ndarray]:
     """Reads the arrays that arguments NAME=FILE.npy name. Raises InputError."""
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, path in map(_split, assignments):
         if name in arrays:
             raise InputError(f"--input {name}", "one file for an input", "two", "Leave one of them out.")
@@ -39,8 +38,8 @@ def read(assignments: Sequence[str]) -> dict[str, Array]:
 
 
 def complete(
-    given: Mapping[str, Array], inputs: Iterable[TensorInfo], dims: Mapping[str, int], seed: int
-) -> dict[str, Array]:
+    given: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo], dims: Mapping[str, int], seed: int
+) -> dict[str, np.ndarray]:
     """`given`, and random arrays for what it lacks; dims are the given arrays', else those of `dims`, else defaults."""
     inputs = tuple(inputs)
     sizes: dict[str, int] = {**dims}
@@ -59,7 +58,7 @@ def complete(
     return {**given, **drawn}
 
 
-def _rounded(given: Mapping[str, Array], inputs: Iterable[TensorInfo]) -> dict[str, Array]:
+def _rounded(given: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo]) -> dict[str, np.ndarray]:
     """float32 arrays for bfloat16 inputs: an .npy file has no word for bfloat16."""
     return {
         info.name: given[info.name].astype(ml_dtypes.bfloat16)
@@ -68,7 +67,7 @@ def _rounded(given: Mapping[str, Array], inputs: Iterable[TensorInfo]) -> dict[s
     }
 
 
-def write(path: Path, arrays: Mapping[str, Array]) -> None:
+def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """One uncompressed .npz, whole or not at all; bfloat16 becomes float32, exactly. Raises OutputError."""
     arrays = {n: a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for n, a in arrays.items()}
     with written(path, "--output") as file:
@@ -82,7 +81,7 @@ def _split(assignment: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def _load(name: str, path: Path) -> Array:
+def _load(name: str, path: Path) -> np.ndarray:
     argument, expected = f"--input {name}", "an .npy file"
     with input_files.opened(path, InputError, argument, expected) as file:
         beginning = file.read(len(_MAGIC))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.spec.attention_spec import AttentionSpec
 
-Source = Annotated[
+SourceArgument = Annotated[
     Path | None,
     typer.Argument(metavar="SOURCE", help="An .onnx file or a spec .toml; else state --embed-dim and --num-heads."),
 ]

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from tvm import relax, te, tirx
+from tvm.ir import Expr
 
 from mhsa_compile.kernels.common.plain_parts import EXACT, Pair, PlainPart, PlainTask, exact
 from mhsa_compile.kernels.interface.ops import (
@@ -24,7 +25,6 @@ from mhsa_compile.kernels.interface.ops import (
     ScoresOp,
 )
 
-Expr = Any  # tirx.PrimExpr
 _WEIGHTS = 3  # the last stage of a ScoresOp
 _HIDDEN = tirx.const(-math.inf, EXACT)
 

@@ -13,8 +13,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax
-
-Expr = Any  # TVM has no type stubs
+from tvm.ir import Expr
 
 
 def sizes_first(module: Any) -> Any:

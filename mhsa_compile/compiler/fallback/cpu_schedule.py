@@ -18,6 +18,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax, s_tir, te, tirx, topi
+from tvm.ir import Expr
 from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile.compiler.fallback import traces
@@ -34,10 +35,6 @@ from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
-
-Expr = Any  # TVM has no type stubs
-Function = Any  # a PrimFunc
-Schedule = Any
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
     return Lowered(lowered, reports)
 
 
-def primitives(module: Any, profile: CpuProfile, *, arithmetic: bool = True) -> dict[str, Function]:
+def primitives(module: Any, profile: CpuProfile, *, arithmetic: bool = True) -> dict[str, tirx.PrimFunc]:
     """The PrimFuncs of what no kernel claims, not scheduled; without `arithmetic` as TVM alone would write them."""
     lowered = legalized(module, profile, _LEGALIZED if arithmetic else {})
     functions = {str(v.name_hint): f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
@@ -86,7 +83,7 @@ def legalized(module: Any, profile: TargetProfile, arithmetic: dict[str, Any]) -
         return sizes_first(tvm.transform.Sequential(passes)(module))
 
 
-def _tuned(name: str, function: Function, shelf: RecordSet) -> tuple[Function | None, OpReport] | None:
+def _tuned(name: str, function: tirx.PrimFunc, shelf: RecordSet) -> tuple[tirx.PrimFunc | None, OpReport] | None:
     """(the function by a record's trace, None where none fits; its row in the report); None without records of it."""
     if not shelf.knows(traces.KIND) or not function.attrs.get("s_tir", False) or not traces.is_static(function):
         return None
@@ -121,7 +118,7 @@ def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
     return legalize
 
 
-def _as_arithmetic(function: Function) -> Function:
+def _as_arithmetic(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function with its calls of elementary functions of float32 as arithmetic, whichever operator they are of; but
     where bfloat16 is written: TVM's rounding reads what it rounds twice, and so would bind its names twice."""
     narrow: list[Any] = []
@@ -213,7 +210,7 @@ _LEGALIZED = {
 # ---- Schedules by fixed rules
 
 
-def scheduled(function: Function, lanes: int) -> Function:
+def scheduled(function: tirx.PrimFunc, lanes: int) -> tirx.PrimFunc:
     """The function by the rules of this file, `lanes` to a vector; as it is where they do not know its form."""
     if not function.attrs.get("s_tir", False) or not _is_tree_of_blocks(function):
         return function
@@ -241,12 +238,12 @@ def _has_names(node: Any) -> bool:
     return bool(names)
 
 
-def _names_apart(function: Function) -> Function:
+def _names_apart(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function with a name of its own for each value: what was written into two places names the same twice."""
     return tirx.transform.ConvertSSA()(tvm.IRModule({"main": function}))["main"]
 
 
-def _begin_sums(schedule: Schedule) -> None:
+def _begin_sums(schedule: s_tir.Schedule) -> None:
     """Writes what a sum over axes that may be 0 begins with in front of its loops: within, as TVM has it, such an axis
     would leave it out."""
     for block in _blocks(schedule):
@@ -265,17 +262,17 @@ def _has_steps(axis: Any) -> bool:
     return isinstance(extent, tirx.IntImm) and int(extent.value) > 0
 
 
-def _is_tree_of_blocks(function: Function) -> bool:
+def _is_tree_of_blocks(function: tirx.PrimFunc) -> bool:
     """Whether loops and blocks lie below a root, as in tensor expressions. TVM's CumSum is one block of plain code."""
     body = function.body
     return isinstance(body, s_tir.SBlockRealize) and str(body.block.name_hint) == "root"
 
 
-def _blocks(schedule: Schedule) -> list[Any]:
+def _blocks(schedule: s_tir.Schedule) -> list[Any]:
     return list(schedule.get_child_blocks(schedule.get_sblock("root")))
 
 
-def _inline(schedule: Schedule) -> None:
+def _inline(schedule: s_tir.Schedule) -> None:
     """Computes what only elements of the same place read where they are read, and what a last sum alone reads."""
     for block in _blocks(schedule):
         readers = schedule.get_consumers(block)
@@ -309,7 +306,7 @@ def _product(sizes: Iterable[Expr]) -> Expr:
     return functools.reduce(operator.mul, sizes, tirx.const(1, "int64"))
 
 
-def _by_elements(schedule: Schedule, lanes: int, is_arithmetic: bool) -> bool:
+def _by_elements(schedule: s_tir.Schedule, lanes: int, is_arithmetic: bool) -> bool:
     """One block, computed element by element: all loops but the innermost are one, and parallel. Whether it is that."""
     blocks = _blocks(schedule)
     if len(blocks) != 1 or _kinds(schedule.get(blocks[0])).strip("S"):
@@ -323,7 +320,7 @@ def _by_elements(schedule: Schedule, lanes: int, is_arithmetic: bool) -> bool:
     return True
 
 
-def _by_rows(schedule: Schedule, lanes: int) -> bool:
+def _by_rows(schedule: s_tir.Schedule, lanes: int) -> bool:
     """Sums along rows (or maxima), and what is made of them, or of one number a row: one parallel loop over rows.
     Whether it is that.
 
@@ -378,7 +375,7 @@ def _last_indices(block: Any) -> list[Expr]:
     return [read.region[-1].min for read in block.reads if len(read.region)]
 
 
-def _by_columns(schedule: Schedule, lanes: int) -> bool:
+def _by_columns(schedule: s_tir.Schedule, lanes: int) -> bool:
     """A sum (or maximum) over an axis, where neighbours in memory are terms of sums beside each other: a step of all of
     these at a time, in vectors. Whether it is that."""
     blocks = _blocks(schedule)
@@ -400,7 +397,9 @@ def _columns(block: Any) -> list[int]:
     return [i for i in range(kind.count("S")) if any(place.same_as(block.iter_vars[i].var) for place in places)]
 
 
-def _columns_innermost(schedule: Schedule, block: Any, loops: list[Any], lanes: int) -> tuple[list[Any], list[Any]]:
+def _columns_innermost(
+    schedule: s_tir.Schedule, block: Any, loops: list[Any], lanes: int
+) -> tuple[list[Any], list[Any]]:
     """Puts a block's last such axis inside of the steps of its sums, in vectors where they fit; `loops` has one for
     each axis. The loops around the steps, and these."""
     own, column = _kinds(schedule.get(block)).count("S"), _columns(schedule.get(block))[-1]
@@ -415,7 +414,7 @@ def _columns_innermost(schedule: Schedule, block: Any, loops: list[Any], lanes: 
     return outer, steps
 
 
-def _of_all(schedule: Schedule, lanes: int) -> bool:
+def _of_all(schedule: s_tir.Schedule, lanes: int) -> bool:
     """A sum of all elements, by one thread. Whether it is that."""
     blocks = _blocks(schedule)
     block = schedule.get(blocks[0])
@@ -441,7 +440,7 @@ def _rows(block: Any, outer: int) -> list[Expr]:
     return [axis.dom.extent for axis in block.iter_vars[:outer]]
 
 
-def _in_lanes(schedule: Schedule, block: Any, lanes: int) -> None:
+def _in_lanes(schedule: s_tir.Schedule, block: Any, lanes: int) -> None:
     """A sum over the last axis as sums over every so many elements, and their sum."""
     loops = schedule.get_loops(block)
     if width := _divisor(schedule.get(loops[-1]).extent, lanes):
@@ -449,7 +448,7 @@ def _in_lanes(schedule: Schedule, block: Any, lanes: int) -> None:
         schedule.rfactor(lane, _kinds(schedule.get(block)).count("S"))
 
 
-def _vectorize(schedule: Schedule, loop: Any, lanes: int) -> None:
+def _vectorize(schedule: s_tir.Schedule, loop: Any, lanes: int) -> None:
     if width := _divisor(schedule.get(loop).extent, lanes):
         _, lane = schedule.split(loop, [None, width])
         schedule.vectorize(lane)
@@ -464,7 +463,7 @@ def _divisor(extent: Expr, lanes: int) -> int:
 _LEAST_LANES = 4
 
 
-def _in_parallel_if_large(function: Function, sizes: list[Expr]) -> Function:
+def _in_parallel_if_large(function: tirx.PrimFunc, sizes: list[Expr]) -> tirx.PrimFunc:
     """The function with its parallel loop run by one thread where its blocks, of these sizes, have too few elements to
     be worth sharing.
 

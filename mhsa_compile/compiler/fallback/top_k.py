@@ -14,6 +14,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, s_tir
+from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -22,7 +23,6 @@ from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, materialize
 from mhsa_compile.kernels.interface.extremes import is_nan
 
-Expr = Any  # TVM has no type stubs
 _NARROW = ("bfloat16", "float16")
 
 

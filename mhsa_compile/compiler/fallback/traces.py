@@ -16,8 +16,6 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.s_tir.schedule import Trace
 
-Function = Any  # a PrimFunc; TVM has no type stubs
-
 KIND = "tvm"
 """The word in records, for the operation and for the kernel."""
 
@@ -26,14 +24,14 @@ _NAME = re.compile(r'"[^"]*"|(?<![\w.])[A-Za-z_]\w*')
 _KEPT = {*keyword.kwlist, "T", "I", "main", "range"}
 
 
-def canonical(function: Function) -> Function:
+def canonical(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function with its blocks called b0, b1, ... in their order, whatever they were."""
     found: dict[str, str] = {"root": "root"}
     text = _BLOCK.sub(lambda block: f'T.sblock("{found.setdefault(block[1], f"b{len(found) - 1}")}")', _plain(function))
     return tvm.script.from_source(text)
 
 
-def key_of(function: Function) -> dict[str, Any]:
+def key_of(function: tirx.PrimFunc) -> dict[str, Any]:
     """The key of a record: the digest of what it computes, whatever its variables are called, and the shapes it has."""
     found: dict[str, str] = {}
 
@@ -45,16 +43,16 @@ def key_of(function: Function) -> dict[str, Any]:
     return {"function": sha256(text.encode()).hexdigest()[:16], "shapes": [_shape(p) for p in buffers(function)]}
 
 
-def buffers(function: Function) -> list[Any]:
+def buffers(function: tirx.PrimFunc) -> list[Any]:
     """The buffers that a function is called with, the output last."""
     return [parameter for parameter in function.params if isinstance(parameter, tirx.Buffer)]
 
 
-def is_static(function: Function) -> bool:
+def is_static(function: tirx.PrimFunc) -> bool:
     return all(isinstance(dim, tirx.IntImm) for buffer in buffers(function) for dim in buffer.shape)
 
 
-def applied(function: Function, trace: str) -> Function | str:
+def applied(function: tirx.PrimFunc, trace: str) -> tirx.PrimFunc | str:
     """The function scheduled by a record's trace, or why it cannot be."""
     schedule = s_tir.Schedule(canonical(function))
     try:
@@ -65,7 +63,7 @@ def applied(function: Function, trace: str) -> Function | str:
     return finished(schedule)
 
 
-def finished(schedule: Any) -> Function:
+def finished(schedule: Any) -> tirx.PrimFunc:
     """The scheduled function, its buffers as small as they can be: `build` leaves that pass out."""
     return COMPACT(schedule.mod)["main"]
 
@@ -81,7 +79,7 @@ COMPACT = tvm.transform.Sequential(
 """The passes that give what is computed for a part of the output buffers of that part's size."""
 
 
-def _plain(function: Function) -> str:
+def _plain(function: tirx.PrimFunc) -> str:
     """The text of a function, without what it is called and how it may be fused."""
     for attribute in ("global_symbol", "op_pattern"):
         if attribute in (function.attrs or {}):

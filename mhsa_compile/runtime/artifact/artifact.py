@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.files import places
@@ -39,7 +40,7 @@ from mhsa_compile.runtime.artifact.manifest import (
     read_manifest,
     seal,
 )
-from mhsa_compile.runtime.artifact.tensor_file import Array, read_tensors
+from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 
 _BLOCK = 2**20  # bytes copied at once
 _ATTEMPTS = 100
@@ -73,10 +74,10 @@ class Artifact:
         with self._opened_again() as files:
             return files.contents(*names)
 
-    def weights(self) -> dict[str, Array]:
+    def weights(self) -> dict[str, np.ndarray]:
         """The weights that it stores, by name. Raises ArtifactError, as `contents`."""
         with self._opened_again() as files:
-            weights: dict[str, Array] = files.read({WEIGHTS: stored_weights})[WEIGHTS]
+            weights: dict[str, np.ndarray] = files.read({WEIGHTS: stored_weights})[WEIGHTS]
             return weights
 
     @contextmanager
@@ -176,7 +177,7 @@ class OpenArtifact:
             raise damaged(f"artifact file {str(self.path / name)!r}", f"sha256 {digest}", found)
 
 
-def stored_weights(source: HashedFile, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Array]:
+def stored_weights(source: HashedFile, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
     """What weights.safetensors holds, but for what is not `wanted`. Raises ArtifactError."""
     expected = "tensors as safetensors writes them"
     with reading(ArtifactError, f"artifact file {WEIGHTS!r}", expected, "Compile it again."):

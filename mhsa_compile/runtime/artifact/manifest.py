@@ -32,7 +32,7 @@ _UNSEALED = "0" * 64
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Dims = tuple[Size | str, ...]  # ints are fixed, names are symbols, "P + S" is what symbols make
-DType = Literal[
+TensorDType = Literal[
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64",
 ]  # fmt: skip
@@ -54,7 +54,7 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """
 
     name: str
-    dtype: DType
+    dtype: TensorDType
     dims: Dims
     broadcast: Dims | None = None
     pads: bool = False

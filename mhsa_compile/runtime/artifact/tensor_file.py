@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import ml_dtypes
 import msgspec
 import numpy as np
 
 from mhsa_compile.files.unique_json import require_unique_keys
-
-Array = np.ndarray[Any, Any]
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_,
@@ -52,7 +50,7 @@ class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_tensors(
     source: TensorSource, size: int, wanted: Callable[[str], bool] = lambda name: True
-) -> dict[str, Array]:
+) -> dict[str, np.ndarray]:
     """The tensors by name, those that are `wanted`; `source` is read to its end, which is `size` bytes away.
 
     Raises ValueError for what is no such file, and OSError.
@@ -117,7 +115,7 @@ def _read(source: TensorSource, size: int) -> bytes:
     return data.tobytes()
 
 
-def _fill(source: TensorSource, memory: Array) -> None:
+def _fill(source: TensorSource, memory: np.ndarray) -> None:
     view = memory.data
     while view:
         if not (count := source.readinto(view[:_BLOCK])):
@@ -125,7 +123,7 @@ def _fill(source: TensorSource, memory: Array) -> None:
         view = view[count:]
 
 
-def _memory(size: int) -> Array:
+def _memory(size: int) -> np.ndarray:
     """Bytes that begin with a cache line."""
     if size >= _OWN_PAGES:
         try:

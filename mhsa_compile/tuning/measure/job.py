@@ -7,12 +7,10 @@ compiled library whose `run` (and, where weights are packed, `pack`) computes th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
@@ -30,16 +28,16 @@ class MeasureJob:
               memory, which over the same ones would read them from the caches
     """
 
-    inputs: tuple[Array, ...]
-    weights: tuple[Array, ...]
+    inputs: tuple[np.ndarray, ...]
+    weights: tuple[np.ndarray, ...]
     output: tuple[tuple[int, ...], str]
-    checked: Array
-    expected: Array
+    checked: np.ndarray
+    expected: np.ndarray
     budget: float
     flops: int = 0
     sets: int = 1
 
-    def error_share(self, output: Array) -> float:
+    def error_share(self, output: np.ndarray) -> float:
         """The largest error of an output as a share of the budget: above 1 is wrong; so are NaN and infinity, where
         none are expected."""
         found = output.reshape(-1)[self.checked].astype(np.float64)
@@ -63,7 +61,7 @@ class Candidate:
 
     library: bytes
     packed: tuple[tuple[tuple[int, ...], str], ...] = ()
-    constants: tuple[Array, ...] = ()
+    constants: tuple[np.ndarray, ...] = ()
     workspace: tuple[int, ...] = ()
     memory: str = "cpu"
 

@@ -17,17 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mhsa_compile.tuning.measure.job import (
-    BUILD,
-    CRASH,
-    TIMEOUT,
-    WRONG,
-    Array,
-    Candidate,
-    Failure,
-    MeasureJob,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import BUILD, CRASH, TIMEOUT, WRONG, Candidate, Failure, MeasureJob, Timing
 from mhsa_compile.tuning.measure.rpc_server import SECONDS
 
 TURN = 0.004
@@ -205,7 +195,7 @@ def last_words(error: Exception) -> str:
     return " ".join(str(error).split())[-300:]
 
 
-def _sent(array: Array, device: Any) -> Any:
+def _sent(array: np.ndarray, device: Any) -> Any:
     tensor = _empty(array.shape, str(array.dtype), device)
     return tensor.copyfrom(np.ascontiguousarray(array).reshape(array.shape))
 
@@ -216,9 +206,9 @@ def _empty(shape: Sequence[int], dtype: str, device: Any) -> Any:
     return tvm.runtime.empty(shape, dtype, device)
 
 
-def _nonsense(shape: Sequence[int], dtype: str) -> Array:
+def _nonsense(shape: Sequence[int], dtype: str) -> np.ndarray:
     """An array of NaN in every place; of -1 where there are whole numbers."""
     kind = np.dtype(_EXTENDED.get(dtype, dtype))
-    memory: Array = np.full(int(np.prod(shape)) * kind.itemsize, 0xFF, np.uint8)
-    values: Array = memory.view(kind)
+    memory: np.ndarray = np.full(int(np.prod(shape)) * kind.itemsize, 0xFF, np.uint8)
+    values: np.ndarray = memory.view(kind)
     return values.reshape(shape)

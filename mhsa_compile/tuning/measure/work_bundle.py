@@ -33,10 +33,11 @@ from mhsa_compile.files import input_files as files
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.unique_json import require_unique_keys
+from mhsa_compile.hardware.profile import Count
 from mhsa_compile.records.record import Isa
-from mhsa_compile.runtime.artifact.manifest import DType
+from mhsa_compile.runtime.artifact.manifest import Digest, TensorDType
 from mhsa_compile.runtime.artifact.tensor_file import read_tensors
-from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
+from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -48,11 +49,9 @@ _MOST_ELEMENTS = 2**40
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same bytes for the same work
 
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(jobs/[0-9]+|candidates/[0-9]+-[0-9]+)\.(safetensors|so)$")]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Shape = tuple[Size, ...]
-Dtype = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(get_args(DType))})\\Z")]
-Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+ArraySize = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+ArrayShape = tuple[ArraySize, ...]
+Dtype = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(get_args(TensorDType))})\\Z")]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Stated = TypeVar("Stated", bound=msgspec.Struct)
 
@@ -89,9 +88,9 @@ class BundleTask:
 
 class _CandidateEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     label: str
-    packed: tuple[tuple[Shape, Dtype], ...]
-    constants: Size
-    workspace: Shape = ()
+    packed: tuple[tuple[ArrayShape, Dtype], ...]
+    constants: ArraySize
+    workspace: ArrayShape = ()
 
     def __post_init__(self) -> None:
         _check_sizes(*(shape for shape, _ in self.packed), self.workspace)
@@ -99,9 +98,9 @@ class _CandidateEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _TaskEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     label: str
-    inputs: Size
-    weights: Size
-    output: tuple[Shape, Dtype]
+    inputs: ArraySize
+    weights: ArraySize
+    output: tuple[ArrayShape, Dtype]
     budget: Amount
     flops: Annotated[int, msgspec.Meta(ge=0)]
     sets: Count
@@ -118,7 +117,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     files: dict[FileName, Digest]
 
 
-def _check_sizes(*shapes: Shape) -> None:
+def _check_sizes(*shapes: ArrayShape) -> None:
     if any(math.prod(shape) > _MOST_ELEMENTS for shape in shapes):
         raise ValueError(f"an array of more than {_MOST_ELEMENTS:,} elements")
 
@@ -218,7 +217,7 @@ class WorkBundle:
         constants = _listed(arrays, "", entry.constants)
         return Candidate(library, entry.packed, constants, entry.workspace, memory)
 
-    def _arrays(self, name: str) -> dict[str, Array]:
+    def _arrays(self, name: str) -> dict[str, np.ndarray]:
         with reading(BundleError, f"bundle, {name}", "safetensors", COPY_AGAIN):
             raw = self._bundle.read(name)
             return {
@@ -258,26 +257,26 @@ def _entry(task: BundleTask) -> _TaskEntry:
     )
 
 
-def _arrays_of(job: MeasureJob) -> dict[str, Array]:
+def _arrays_of(job: MeasureJob) -> dict[str, np.ndarray]:
     stated = {"checked": job.checked, "expected": job.expected}
     return {**_numbered("input", job.inputs), **_numbered("weight", job.weights), **stated}
 
 
-def _numbered(name: str, arrays: tuple[Array, ...]) -> dict[str, Array]:
+def _numbered(name: str, arrays: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
     return {f"{name}{i}": array for i, array in enumerate(arrays)}
 
 
-def _listed(arrays: Mapping[str, Array], name: str, count: int) -> tuple[Array, ...]:
+def _listed(arrays: Mapping[str, np.ndarray], name: str, count: int) -> tuple[np.ndarray, ...]:
     return tuple(_one(arrays, f"{name}{i}") for i in range(count))
 
 
-def _one(arrays: Mapping[str, Array], name: str) -> Array:
+def _one(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     if name not in arrays:
         raise BundleError("bundle", f"an array {name!r}, as its manifest counts them", "none", COPY_AGAIN)
     return arrays[name]
 
 
-def _packed(arrays: Mapping[str, Array]) -> bytes:
+def _packed(arrays: Mapping[str, np.ndarray]) -> bytes:
     plain = {}
     for name, array in arrays.items():
         extended = array.dtype == ml_dtypes.bfloat16

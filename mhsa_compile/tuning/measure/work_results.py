@@ -19,6 +19,7 @@ from mhsa_compile.files import input_files, places
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.hardware import environment
 from mhsa_compile.records.device import Device
+from mhsa_compile.runtime.artifact.manifest import Digest
 from mhsa_compile.tuning.measure import rpc_server, sessions, work_bundle
 from mhsa_compile.tuning.measure.job import (
     LOST,
@@ -26,7 +27,7 @@ from mhsa_compile.tuning.measure.job import (
     Outcome,
     Timing,
 )
-from mhsa_compile.tuning.measure.work_bundle import Digest, WorkBundle, WorkOrder
+from mhsa_compile.tuning.measure.work_bundle import WorkBundle, WorkOrder
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

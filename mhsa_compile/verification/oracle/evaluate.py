@@ -7,7 +7,6 @@ positions away; `eager` is the same graph at its own dtype with PyTorch's arithm
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -22,9 +21,9 @@ from mhsa_compile.verification.oracle.attention import Arithmetic, attention_ope
 from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_weights
 from mhsa_compile.verification.oracle.recurrent import RECURRENT
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
+from mhsa_compile.verification.random_inputs import Arrays
 
 Array = np.ndarray
-Arrays = Mapping[str, Array]
 KEPT = 8
 """Results of so many evaluations: all that the variants of one self-check ask for."""
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
