@@ -22,7 +22,6 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import CpuProfile, detect
 from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.cpu.simd import dot_product
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
@@ -32,6 +31,8 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     splat,
     store,
 )
+from mhsa_compile.kernels.cpu.units.choice import units
+from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.runtime.artifact.manifest import Manifest
 
 ROUNDS = 1 << 20
@@ -94,21 +95,18 @@ def multiply_adds(profile: CpuProfile, threads: int, dtype: str = "float32") -> 
     float32 on vectors; bfloat16 on matrix or dot products where the CPU has them. Elsewhere, and for float16, which is
     storage only, the arithmetic is that of float32, and so is the rate.
     """
-    lanes, accumulators = profile.vector_lanes("float32"), _accumulators(profile)
-    instruction = None
-    if dtype == "bfloat16":
-        instruction = dot_product.matrix(profile, dtype) or dot_product.available(profile, dtype)
-    if instruction is None:
-        group, loop = 1, _compiled(profile, _fma_loop(lanes, accumulators))
+    accumulators = _accumulators(profile)
+    unit = units(profile, "bfloat16" if dtype == "bfloat16" else "float32")[0]
+    lanes, accumulators = unit.rows * unit.lanes, accumulators // unit.rows
+    if unit.dtype == "float32":
+        loop = _compiled(profile, _fma_loop(lanes, accumulators))
         factors = tvm.runtime.tensor(np.array([0.999, 0.001], np.float32))  # a = a * 0.999 + 0.001 tends to 1, for ever
     else:
-        lanes, group = instruction.rows * instruction.lanes, instruction.group
-        accumulators //= instruction.rows
-        loop = _compiled(profile, _dot_loop(instruction, accumulators))
-        factors = tvm.runtime.tensor(np.zeros(2, instruction.word))
+        loop = _compiled(profile, _dot_loop(unit, accumulators))
+        factors = tvm.runtime.tensor(np.zeros(2, unit.word))
     sums = [tvm.runtime.tensor(np.zeros(lanes, np.float32)) for _ in range(threads)]
     with _together([partial(loop, factors, total, ROUNDS) for total in sums]) as run:
-        yield Probe(run, 2 * group * ROUNDS * accumulators * lanes * threads)
+        yield Probe(run, 2 * unit.group * ROUNDS * accumulators * lanes * threads)
 
 
 @contextmanager
@@ -168,20 +166,20 @@ def _fma_loop(lanes: int, accumulators: int) -> Expr:
     return builder.get()
 
 
-def _dot_loop(instruction: dot_product.Dot, accumulators: int) -> Expr:
+def _dot_loop(unit: Unit, accumulators: int) -> Expr:
     """(factors (2,) of words, total (rows * lanes,), rounds): a = a + the products of the groups in both factors."""
-    lanes = instruction.rows * instruction.lanes
+    lanes = unit.rows * unit.lanes
     with IRBuilder() as builder, T.prim_func():
         T.func_name("dot")
-        factors = argument("factors", [T.int64(2)], instruction.word)
+        factors = argument("factors", [T.int64(2)], unit.word)
         total = argument("total", [T.int64(lanes)], "float32")
         rounds = T.arg("rounds", T.int64())
-        with instruction.imported():
+        with unit.imported():
             tile = RegisterTile(accumulators, [(0, lanes)])
             tile.each(lambda row, _: constant(float(row), lanes))
-            left, right = let(splat(factors[0], instruction.rows)), let(splat(factors[1], instruction.lanes))
+            left, right = let(splat(factors[0], unit.rows)), let(splat(factors[1], unit.lanes))
             with T.serial(rounds):
-                tile.each(lambda row, column: instruction.accumulate(tile.get(row, column), left, right))
+                unit.multiply(tile, [left] * accumulators, [right], columns_first=True)
             store(total, [T.int64(0)], _sum(tile, accumulators), lanes)
     return builder.get()
 

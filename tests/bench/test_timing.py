@@ -21,7 +21,7 @@ from mhsa_compile.bench.timing import (
     workers_apart,
 )
 from mhsa_compile.hardware.profile import detect
-from mhsa_compile.kernels.cpu.simd import dot_product
+from mhsa_compile.kernels.cpu.units.choice import units
 
 
 class Clock:
@@ -137,13 +137,13 @@ def test_the_loop_of_multiply_adds_multiplies_and_adds():
     assert total.numpy().tolist() == [expected] * 4
 
 
-@pytest.mark.skipif(dot_product.available(detect(), "bfloat16") is None, reason="this CPU has no bfloat16 dot products")
+@pytest.mark.skipif(len(units(detect(), "bfloat16")) == 1, reason="this CPU has no bfloat16 dot products")
 def test_the_loop_of_dot_products_adds_pairs_of_products():
-    instruction = dot_product.available(detect(), "bfloat16")
-    total = tensor(np.zeros(instruction.lanes, np.float32))
+    unit = next(unit for unit in units(detect(), "bfloat16") if unit.rows == 1)
+    total = tensor(np.zeros(unit.lanes, np.float32))
     one_and_two, three_and_one = 0x40003F80, 0x3F804040  # pairs of bfloat16, the first in the lowest bits
-    run(roofline._dot_loop(instruction, 3), tensor(np.array([one_and_two, three_and_one], np.int32)), total, 2)
-    assert total.numpy().tolist() == [0 + 1 + 2 + 3 * 2 * (1 * 3 + 2 * 1)] * instruction.lanes
+    run(roofline._dot_loop(unit, 3), tensor(np.array([one_and_two, three_and_one], np.int32)), total, 2)
+    assert total.numpy().tolist() == [0 + 1 + 2 + 3 * 2 * (1 * 3 + 2 * 1)] * unit.lanes
 
 
 def test_the_loop_of_reading_reads_everything():

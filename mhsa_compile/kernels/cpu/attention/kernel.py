@@ -7,8 +7,6 @@ algorithm; this file deals the tasks out and says where each operand lies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -19,17 +17,15 @@ from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_window, why_not_plan
-from mhsa_compile.kernels.cpu.attention import matmuls_bf16_dot, matmuls_bf16_mmla
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
-from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
-from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
-from mhsa_compile.kernels.cpu.attention.matmuls_bf16_mmla import MatrixProducts, words_fit
+from mhsa_compile.kernels.cpu.attention.matmuls import Products, TaskOperands, unit_for
 from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
 from mhsa_compile.kernels.cpu.score_parts import TilePart, keys_of, tile_parts
-from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available, matrix
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
+from mhsa_compile.kernels.cpu.units.choice import units
+from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.kernels.interface.kernel import (
     Config,
     Emitted,
@@ -70,7 +66,7 @@ class CpuAttentionKernel:
         # Of 32 registers 4 x 4 accumulators leave room for the exponentials beside them; 4 x 3 take all of 16, and a
         # tile of 24 queries meets the keys fewer times than one of 16.
         columns, key_tile = (4, 4) if profile.hardware.vector_registers >= 32 else (3, 4)
-        if (dot := _instruction(op, profile, key_tile)) and dot.rows > 1:
+        if _unit(op, profile, key_tile).rows > 1:
             columns = 6  # two keys' rows of K are joined on their way, which costs less the more queries they meet
         queries = columns * profile.vector_lanes("float32")
         # P^T in float32 and V widened: a row of each for every key.
@@ -94,7 +90,7 @@ def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple
 
 def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
     queries, lanes = config["queries"], profile.vector_lanes("float32")
-    dot = _instruction(op, profile, config["key_tile"])
+    unit = _unit(op, profile, config["key_tile"])
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
@@ -105,7 +101,7 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
             batch, q_length, inputs = given.batch, given.q_length, given.inputs
             tiles = materialize(ceil_div(q_length, queries))
             total = materialize(batch * T.int64(op.num_heads) * tiles)
-            with _imported(dot), T.parallel(total) as index:
+            with unit.imported(), T.parallel(total) as index:
 
                 def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
                     """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
@@ -133,25 +129,14 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
 
                 def tile(width: int) -> None:
                     shape = {**config, "queries": width}
-                    _emit_tile(operands, profile, shape, output, parts, runs, dot)
+                    _emit_tile(operands, profile, shape, output, parts, runs, unit)
 
                 _by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
 
 
-def _instruction(op: AttentionOp, profile: CpuProfile, key_tile: int) -> Dot | None:
-    """What multiplies this attention's 16-bit operands as they are, the fastest first, or None."""
-    lanes = profile.vector_lanes("float32")
-    if words_fit(op, wide := matrix(profile, op.dtype), lanes, key_tile):
-        return wide
-    return dot if pairs_fit(op, dot := available(profile, op.dtype), lanes, key_tile) else None
-
-
-def _imported(dot: Dot | None) -> AbstractContextManager[Any]:
-    """Stands around code that multiplies with `dot`."""
-    if dot is None:
-        return nullcontext()
-    return matmuls_bf16_dot.imported(dot) if dot.rows == 1 else matmuls_bf16_mmla.imported(dot)
+def _unit(op: AttentionOp, profile: CpuProfile, key_tile: int) -> Unit:
+    return unit_for(op, units(profile, op.dtype), key_tile, profile.vector_lanes("float32"))
 
 
 def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
@@ -204,18 +189,11 @@ def _emit_tile(
     output: HeadView,
     parts: Sequence[TilePart],
     runs: Runs | None,
-    dot: Dot | None,
+    unit: Unit,
 ) -> None:
     op, lanes = operands.op, profile.vector_lanes("float32")
     queries, keys = config["queries"], config["keys"]
-    products: Products
-    if dot is None:
-        products = Float32Products(
-            operands, queries, keys, config["key_tile"], lanes, run=profile.elements_at_once("float32")
-        )
-    else:
-        kind = PairedProducts if dot.rows == 1 else MatrixProducts
-        products = kind(operands, queries, keys, config["key_tile"], dot)
+    products = Products(operands, unit, queries, keys, config["key_tile"], lanes)
     visibility = TileMask(
         op,
         queries=queries,

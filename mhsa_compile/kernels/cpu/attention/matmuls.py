@@ -8,13 +8,12 @@ wants it: as scalars again, against rows of V.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
@@ -24,13 +23,13 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
     constant,
-    elements,
     load,
     materialize,
     prefetch,
     scratch,
     store,
 )
+from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Turned, Unit
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -78,52 +77,6 @@ class TaskOperands:
             prefetch(view.buffer, view.at(row, T.int64(column)), soon=soon)
 
 
-class Products(Protocol):
-    """S^T = K Q^T for a few keys at a time, the probs that come of it, and P V, for one task."""
-
-    operands: TaskOperands
-    exp2_coefficients: Sequence[float]
-    """Coefficients of the polynomial of exp2, as exact as the probs are kept."""
-    keys_a_step: int
-    """Keys whose probs are kept together, and that one step of P V takes."""
-    rows_at_once: int
-    """Rows that one instruction multiplies."""
-
-    def pack_queries(self) -> None:
-        """Brings the tile's Q^T into scratch."""
-        ...
-
-    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None] | None = None) -> None:
-        """tile[r, c] = K[keys[r]] Q^T * score_factor, over the tile's own columns of queries.
-
-        With `between` the sum over E comes in parts, one for each step of keys, and after part i comes `between(i)`.
-        """
-        ...
-
-    def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
-        """Keeps the probs of keys base, base + 1, ... of the block, for the queries of one column.
-
-        `base` may be as low as -key_tile: what is kept there, nobody reads.
-        """
-        ...
-
-    def prob(self, key: Expr, query: Expr) -> Expr:
-        """One prob that was kept, as float32."""
-        ...
-
-    def rescale_probs(self, count: Expr, factors: Expr) -> None:
-        """Multiplies the probs of the block's first `count` keys by the factor of each query."""
-        ...
-
-    def take_values(self, first_key: Expr, count: Expr) -> None:
-        """Makes the block's rows of V ready for `add_values`."""
-        ...
-
-    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
-        """tile[r, c] += P[base + r] V[:, group[c]], over the keys of the block that these rows see."""
-        ...
-
-
 def parts(steps: int, count: int, run: int = 1) -> list[tuple[int, int]]:
     """`count` equal parts of a sum of `steps` terms, as (first, end), in whole runs; some are empty where there are
     fewer."""
@@ -140,112 +93,139 @@ class KeyBlock:
     end: Expr
 
 
-class Float32Products:
-    """Both products in float32. K and V of 16 bits are widened on their way, a few rows at a time, into scratch.
+def unit_for(op: AttentionOp, units: Iterable[Unit], key_tile: int, lanes: int) -> Unit:
+    """The first of these units that can do both products: whole words along E and the keys, whole vectors along F, and
+    probs that become factors again."""
 
-    A `run` of elements of K, and of probs, is loaded at once where a machine multiplies by each of them in place.
-    q_t (E, queries) is Q^T times score_factor; probs (key_tile + keys, queries) is P^T from row key_tile on.
+    def fits(unit: Unit) -> bool:
+        whole = op.head_dim % unit.group == key_tile % unit.group == op.v_head_dim % unit.lanes == 0
+        return unit.dtype == op.dtype and unit.keeps_sums and unit.lanes == lanes and whole
+
+    *narrow, last = units
+    return next(filter(fits, narrow), last)
+
+
+class Products:
+    """S^T = K Q^T for a few keys at a time, the probs that come of it, and P V, for one task.
+
+    A step of a unit is a word of `group` neighbours: q_t (E / group, queries) is Q^T; probs ((key_tile + keys) / group,
+    queries) is P^T from key_tile on, where the rows in front take the probs of the group before a block's first, which
+    nobody reads; values (keys / group, F) is V, unless it is read where it lies. Factors of 16 bits stay as they are:
+    the scores are scaled. Where they are float32 instead, Q is, and K and V are widened on their way, a few rows at a
+    time.
     """
 
-    exp2_coefficients: Sequence[float] = vector_math.EXP2_COEFFICIENTS
-    keys_a_step = 1
-    rows_at_once = 1
-
-    def __init__(
-        self, operands: TaskOperands, queries: int, keys: int, key_tile: int, lanes: int, *, run: int = 1
-    ) -> None:
-        op = operands.op
-        self.operands, self.key_tile, self.lanes, self.run = operands, key_tile, lanes, run
-        self.queries = queries
-        # The rows in front take the probs of the group before a block's first, which nobody reads.
-        self.probs = scratch((key_tile + keys, queries))
-        shapes = [(op.head_dim, queries), (key_tile, op.head_dim), (keys, op.v_head_dim)]
+    def __init__(self, operands: TaskOperands, unit: Unit, queries: int, keys: int, key_tile: int, lanes: int) -> None:
+        op, group = operands.op, unit.group
+        self.operands, self.unit, self.lanes = operands, unit, lanes
+        self.queries, self.lead = queries, key_tile // group
+        self.exp2_coefficients = vector_math.exp2_coefficients(unit.dtype)
+        self.values: Expr | None = None
         self.wide_keys: Expr | None = None
-        self.wide_values: Expr | None = None
-        if op.dtype == "float32":
-            self.q_t = scratch(shapes[0])
+        packed, probs = (op.head_dim // group, queries), ((key_tile + keys) // group, queries)
+        values = (keys // group, op.v_head_dim)
+        self.is_narrow = unit.dtype != "float32"
+        if self.is_narrow:
+            self.q_t, self.probs, self.values = (scratch(shape, unit.word) for shape in (packed, probs, values))
+            return
+        self.probs = scratch(probs)
+        if op.dtype == unit.dtype:
+            self.q_t = scratch(packed)
         else:
-            self.q_t, self.wide_keys, self.wide_values = vectors.side_by_side(shapes)
+            shapes = [packed, (key_tile, op.head_dim), values]
+            self.q_t, self.wide_keys, self.values = vectors.side_by_side(shapes)
 
     def pack_queries(self) -> None:
-        """q_t[e, i] = Q[i, e] * score_factor."""
-        query, head_dim, scale = self.operands.query, self.operands.op.head_dim, score_factor(self.operands.op)
-
-        def scaled(row: Expr, e: Expr, count: int) -> Expr:
-            return load_wide(query.buffer, query.at(row, e), count) * constant(scale, count)
-
-        vectors.pack_transposed(self.q_t, self.queries, head_dim, self.lanes, self.operands.query_rows, scaled)
+        """Brings the tile's Q^T into scratch."""
+        op, size = self.operands.op, (self.queries, self.operands.op.head_dim)
+        self.unit.pack_columns(self.q_t, size, self.operands.query, self.operands.query_rows, score_factor(op))
 
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None] | None = None) -> None:
-        key, head_dim = self.operands.key, self.operands.op.head_dim
+        """tile[r, c] = K[keys[r]] Q^T * score_factor, over the tile's own columns of queries.
+
+        With `between` the sum over E comes in parts, one for each step of keys, and after part i comes `between(i)`.
+        """
+        op, unit = self.operands.op, self.unit
         self.operands.prefetch(keys)
-        # Once for the whole head: in the loop below each element would be widened by itself.
+        rows = Rows(self.operands.key.buffer, self.operands.key.at, keys)
         if self.wide_keys is not None:
+            # Once for the whole head: in the loop below each element would be widened by itself.
             for r, row in enumerate(keys):
-                for first, lanes in vectors.chunks(head_dim, self.lanes):
-                    wide = load_wide(key.buffer, key.at(row, T.int64(first)), lanes)
+                for first, lanes in vectors.chunks(op.head_dim, self.lanes):
+                    wide = load_wide(rows.buffer, rows.at(row, T.int64(first)), lanes)
                     store(self.wide_keys, [T.int64(r), T.int64(first)], wide, lanes)
-        tile.fill(0.0)
-
-        def key_elements(r: int, e: Expr, count: int) -> list[Expr]:
-            if self.wide_keys is None:
-                return elements(load(key.buffer, key.at(keys[r], e), count), count)
-            return elements(load(self.wide_keys, [T.int64(r), e], count), count)
-
-        def multiply(e: Expr, count: int) -> None:
-            factors = [key_elements(r, e, count) for r in range(len(keys))]
-            for i in range(count):
-                tile.outer_product(
-                    lambda r: factors[r][i],
-                    lambda c: load(self.q_t, [e + i, T.int64(tile.columns[c][0])], tile.columns[c][1]),
-                )
-
-        for i, (first, end) in enumerate(parts(head_dim, len(keys) if between else 1, self.run)):
-            vectors.each_run(T.int64(first), T.int64(end), self.run, multiply, at_once=self._runs_at_once(tile))
+            rows = Rows(self.wide_keys, _index, [T.int64(r) for r in range(len(keys))])
+        sums, columns = self._sums(tile), Columns(self.q_t, _index, tile.columns)
+        if sums is tile:
+            tile.fill(0.0)
+        # Two rows of K are joined word by word: as many words of each as a load brings.
+        run = unit.run if unit.group == 1 or unit.rows > 1 else 1
+        steps, count = op.head_dim // unit.group, len(keys) // unit.group if between else 1
+        for i, (first, end) in enumerate(parts(steps, count, run if unit.group == 1 else 1)):
+            self._add(sums, rows, columns, (T.int64(first), T.int64(end)), run)
             if between:
                 between(i)
+        if self.is_narrow:
+            factor = score_factor(op)
+            unit.each_row(sums, lambda r, c, part: tile.set(r, c, part * constant(factor, tile.columns[c][1])))
 
     def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
+        """Keeps the probs of keys base, base + 1, ... of the block, as many as a step has, for the queries of one
+        column.
+
+        `base` may be as low as -key_tile: what is kept there, nobody reads.
+        """
         first, lanes = column
-        for r, prob in enumerate(probs):
-            store(self.probs, [base + (self.key_tile + r), T.int64(first)], prob, lanes)
+        step = self._step(base + self.lead * self.unit.group)
+        store(self.probs, [step, T.int64(first)], self.unit.kept(probs, lanes), lanes)
 
     def prob(self, key: Expr, query: Expr) -> Expr:
-        return self.probs[key + self.key_tile, query]
+        """One prob that was kept, as float32."""
+        word = self.probs[self._step(key) + self.lead, query]
+        return self.unit.element(word, T.truncmod(key, T.int64(self.unit.group)))
 
     def rescale_probs(self, count: Expr, factors: Expr) -> None:
-        with T.serial(count) as j:
+        """Multiplies the probs of the block's first `count` keys by the factor of each query."""
+        with T.serial(self._step(count)) as step:
             for first, lanes in vectors.chunks(self.queries, self.lanes):
-                at = [j + self.key_tile, T.int64(first)]
+                at = [step + self.lead, T.int64(first)]
                 factor = load(factors, [T.int64(first)], lanes)
-                store(self.probs, at, load(self.probs, at, lanes) * factor, lanes)
+                store(self.probs, at, self.unit.rescaled(load(self.probs, at, lanes), factor, lanes), lanes)
 
     def take_values(self, first_key: Expr, count: Expr) -> None:
-        if self.wide_values is None:
-            return
-        with T.serial(count) as j:
-            for first, lanes in vectors.chunks(self.operands.op.v_head_dim, self.lanes):
-                store(
-                    self.wide_values, [j, T.int64(first)], self.operands.value_row(first_key + j, (first, lanes)), lanes
-                )
+        """Makes the block's rows of V ready for `add_values`."""
+        if self.values is not None:
+            columns = vectors.chunks(self.operands.op.v_head_dim, self.lanes)
+            self.unit.pack_rows(self.values, columns, self.operands.value, first_key, count)
 
     def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
-        def values(j: Expr, c: int) -> Expr:
-            if self.wide_values is not None:
-                return load(self.wide_values, [j, T.int64(group[c][0])], group[c][1])
-            return self.operands.value_row(block.first_key + j, group[c])
+        """tile[r, c] += P[base + r] V[:, group[c]], over the keys of the block that these rows see. A step of which
+        they see one key is taken whole: the probs of the others are zero."""
+        sums, run, value = self._sums(tile), self.unit.run if self.unit.group == 1 else 1, self.operands.value
+        probs = Turned(self.probs, lambda step, row: [step + self.lead, row], base, sums.rows, vector=run > 1)
+        if self.values is not None:
+            columns = Columns(self.values, _index, group)
+        else:
+            columns = Columns(value.buffer, lambda j, column: value.at(block.first_key + j, column), group, load_wide)
+        self._add(sums, probs, columns, (self._step(block.first), self._step(block.end, up=True)), run)
+        if sums is not tile:
+            self.unit.each_row(sums, lambda r, c, part: tile.set(r, c, tile.get(r, c) + part))
 
-        def multiply(first: Expr, keys: int) -> None:
-            for j in (first + i for i in range(keys)):
-                tile.outer_product(self._row_probs(j, base, tile.rows).__getitem__, lambda c: values(j, c))
+    def _sums(self, tile: RegisterTile) -> RegisterTile:
+        """Where the products of a tile are summed up: in itself, or two rows at a time."""
+        return tile if self.unit.rows == 1 else self.unit.zeros(tile.rows // self.unit.rows, tile.columns)
 
-        vectors.each_run(block.first, block.end, self.run, multiply, at_once=self._runs_at_once(tile))
+    def _add(self, sums: RegisterTile, a: Rows | Turned, b: Columns, steps: tuple[Expr, Expr], run: int) -> None:
+        # Sums of groups have few steps. Two rows' sums fill the registers: a step's vectors would not fit beside them.
+        at_once = self.unit.runs_at_once(sums.rows, len(sums.columns)) if self.unit.group == 1 else 1
+        self.unit.add_products(sums, a, b, steps, turn=(run, at_once), columns_first=self.unit.rows == 1)
 
-    def _runs_at_once(self, tile: RegisterTile) -> int:
-        return vectors.runs_at_once(tile.rows * len(tile.columns) * self.run)
+    def _step(self, key: Expr, *, up: bool = False) -> Expr:
+        """The step in which a key of the block is, or the one behind it."""
+        if self.unit.group == 1:
+            return key
+        return ceil_div(key, self.unit.group) if up else T.truncdiv(key, T.int64(self.unit.group))
 
-    def _row_probs(self, j: Expr, base: Expr, rows: int) -> list[Expr]:
-        """P of the block's key j for `rows` queries."""
-        if self.run > 1:
-            return elements(load(self.probs, [j + self.key_tile, base], rows), rows)
-        return [self.probs[j + self.key_tile, base + r] for r in range(rows)]
+
+def _index(step: Expr, column: Expr) -> list[Expr]:
+    return [step, column]

@@ -149,7 +149,7 @@ class OnlineSoftmax:
             store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.block_sum, at, lanes), lanes)
 
     def _weigh_all_pending(self, base: Expr) -> None:
-        for step in range(self.key_tile // self.products.keys_a_step):
+        for step in range(self.key_tile // self.products.unit.group):
             self._weigh_pending(base, step)
 
     def _weigh_pending(self, base: Expr, step: int) -> None:
@@ -157,7 +157,7 @@ class OnlineSoftmax:
 
         A group has a sum of its own: of a row of equal probs each addition to a long sum is rounded the same way.
         """
-        taken = self.products.keys_a_step
+        taken = self.products.unit.group
         first, last = step == 0, (step + 1) * taken == self.key_tile
         # One more than the group's number, which is -1 for what is pending at first.
         group = None if self.constants is None else materialize(T.truncdiv(base, T.int64(self.key_tile)) + 1)

@@ -90,7 +90,7 @@ class Accumulator:
     def _value_tile(self) -> tuple[int, list[list[Chunk]]]:
         """(rows of P V's register tile, its columns in vectors: those that leave the fewest over, and what fits)."""
         wanted = len(self.value_columns)
-        if self.products.rows_at_once > 1:
+        if self.products.unit.rows > 1:
             # More sums than a quarter of the registers would leave room for: a matrix product takes five cycles.
             count = -(-wanted // 6)
             borders = [wanted * i // count for i in range(count + 1)]

@@ -24,7 +24,7 @@ from mhsa_compile.kernels.cpu.decode.split_kv import SplitKv, SplitKvByLength
 from mhsa_compile.kernels.cpu.decode.task import DecodeTask, zero_if_unseen
 from mhsa_compile.kernels.cpu.decode.work import Heads, KeyRange
 from mhsa_compile.kernels.cpu.score_parts import CpuMath
-from mhsa_compile.kernels.cpu.simd import dot_product, vector_math, vectors
+from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
@@ -35,6 +35,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     splat,
     store,
 )
+from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.interface.kernel import (
     Config,
     Emitted,
@@ -59,8 +60,10 @@ class CpuDecodeKernel:
     op_type = AttentionOp
 
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
-        has_dot = dot_product.available(profile, op.dtype) or dot_product.matrix(profile, op.dtype)
-        return why_not_few_queries(op, MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES, MOST_ROWS, functions=True)
+        is_narrow = len(units(profile, op.dtype)) > 1
+        return why_not_few_queries(
+            op, MOST_QUERIES_BESIDE_DOT if is_narrow else MOST_QUERIES, MOST_ROWS, functions=True
+        )
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {

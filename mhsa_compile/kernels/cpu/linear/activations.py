@@ -17,12 +17,12 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     constant,
     each_vector,
-    elements,
     load,
     materialize,
     splat,
     store,
 )
+from mhsa_compile.kernels.cpu.units.unit import Joined
 
 LARGEST = 127
 ROUNDING = 12582912.0  # 1.5 * 2**23: added to a small number, it leaves the nearest integer in the sum's low bits
@@ -33,98 +33,90 @@ LEAST = 1e-30
 
 @dataclass(frozen=True)
 class PackedRows:
-    """What steps multiply, (count, steps) int32 or float32; where rows are joined, (pairs of rows, 2 * steps) int64.
-    For int8 also the scale of each row (count,)."""
+    """What steps multiply: words of a row, or the elements of these, (count, K); where rows are joined, those of two,
+    step by step. For int8 also the scale of each row (count,)."""
 
-    format: PackedLayout
+    layout: PackedLayout
     data: Expr
     scales: Expr | None = None
 
-    def steps(self, line: Expr, first: Expr, count: int) -> list[Expr]:
-        """`count` steps from `first` on, of one row, or of a pair of rows."""
-        format = self.format
-        if format.dot is None:
-            return elements(load(self.data, [line, first], count), count)
-        terms = format.joined * format.terms
-        words = load(self.data, [line, first * terms], count * terms)
-        words = T.reinterpret(vector_type(format.dot.word, format.joined * count), words)
-        return elements(words, count)
+    def of(self, lines: list[Expr]) -> Joined:
+        """Those of a tile."""
+        return Joined(self.data, lambda line, k: [line, k], lines)
 
     def at(self, row: Expr, k: Expr) -> list[Expr]:
         """The indices of term k of a row. (A vector of `lanes` terms begins at a multiple of that, so it is one
         step's.)"""
-        if self.format.joined == 1:
+        if self.layout.unit.rows == 1:
             return [row, k]
-        terms = T.int64(self.format.terms)
+        terms = T.int64(self.layout.unit.group)
         step = T.truncdiv(k, terms)
         place = step * 2 + T.truncmod(row, T.int64(2))
         return [T.truncdiv(row, T.int64(2)), place * terms + T.truncmod(k, terms)]
 
 
-def prepared(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
+def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
     """The rows of x (count, K), after the loop that writes them if one is needed.
 
     `size` is `count` in terms of the arguments' dims: TVM moves allocations to the function's begin, where nothing else
     is known.
     """
-    op = format.op
+    op, unit = layout.op, layout.unit
     if op.int8_weights:
-        return _quantised(format, x, count, size)
-    if format.dot is None and op.dtype == "float32":
-        return PackedRows(format, x)
-    if format.dot is not None and op.in_features % format.terms == 0 and format.joined == 1:
-        return PackedRows(format, x)
-    width = format.steps * format.terms
-    rows = PackedRows(format, _allocated(format, size, "uint16" if format.dot else "float32"))
-    with T.parallel(_whole(format, count)) as row:
-        source = materialize(T.min(row, count - 1)) if format.joined > 1 else row
+        return _quantised(layout, x, count, size)
+    if not layout.widens and op.in_features % unit.group == 0 and unit.rows == 1:
+        return PackedRows(layout, x)
+    width = layout.steps * unit.group
+    rows = PackedRows(layout, _allocated(layout, size, "float32" if layout.widens else "uint16"))
+    with T.parallel(_whole(layout, count)) as row:
+        source = materialize(T.min(row, count - 1)) if unit.rows > 1 else row
 
         def copy(k: Expr, n: int) -> None:
-            narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if format.dot else None
             # For an instruction the bits as they are; else float32.
+            narrow = None if layout.widens else T.reinterpret(vector_type("uint16", n), load(x, [source, k], n))
             store(rows.data, rows.at(row, k), load_wide(x, [source, k], n) if narrow is None else narrow, n)
 
-        each_vector(op.in_features, format.lanes, copy)
+        each_vector(op.in_features, layout.lanes, copy)
         for k in range(op.in_features, width):
             store(rows.data, rows.at(row, T.int64(k)), T.uint16(0), 1)  # meets a weight of zero, and must not be NaN
     return rows
 
 
-def _allocated(format: PackedLayout, size: Expr, dtype: str) -> Expr:
-    width = format.steps * format.terms
-    if format.joined == 1:
+def _allocated(layout: PackedLayout, size: Expr, dtype: str) -> Expr:
+    width = layout.steps * layout.unit.group
+    if layout.unit.rows == 1:
         return T.alloc_buffer((size, T.int64(width)), dtype)
     return T.alloc_buffer((T.truncdiv(size + 1, T.int64(2)), T.int64(2 * width)), dtype)
 
 
-def _whole(format: PackedLayout, count: Expr) -> Expr:
+def _whole(layout: PackedLayout, count: Expr) -> Expr:
     """The number of rows, with the last one twice where it would have no neighbour."""
-    return count if format.joined == 1 else materialize(ceil_div(count, 2) * 2)
+    return count if layout.unit.rows == 1 else materialize(ceil_div(count, 2) * 2)
 
 
-def _quantised(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
+def _quantised(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
     """The rows of x, each quantised by its own scale, max |x| / 127: bytes for a dot product (x + 128 where it takes
     them unsigned), else whole numbers in float32."""
-    K, width = format.op.in_features, format.steps * format.terms
+    K, width = layout.op.in_features, layout.steps * layout.unit.group
     scales = T.alloc_buffer((size,), "float32")
-    rows = PackedRows(format, _allocated(format, size, "uint8" if format.dot else "float32"), scales)
-    with T.parallel(_whole(format, count)) as row:
-        source = materialize(T.min(row, count - 1)) if format.joined > 1 else row
-        largest = materialize(_largest(x, source, K, format.lanes), "float32")
+    rows = PackedRows(layout, _allocated(layout, size, "float32" if layout.widens else "uint8"), scales)
+    with T.parallel(_whole(layout, count)) as row:
+        source = materialize(T.min(row, count - 1)) if layout.unit.rows > 1 else row
+        largest = materialize(_largest(x, source, K, layout.lanes), "float32")
         store(scales, [source], largest / T.float32(LARGEST), 1)
         factor = quantising_factor(largest)
 
         def quantise(k: Expr, n: int) -> None:
             whole = nearest(load_wide(x, [source, k], n), factor, n)
-            if format.dot is None:
+            if layout.widens:
                 value = T.cast(whole, vector_type("float32", n))
             else:
-                shifted = whole + splat(T.int32(128), n) if format.offset else whole
+                shifted = whole + splat(T.int32(128), n) if layout.offset else whole
                 # Masked first: the cast is then of a number that a byte holds.
                 value = T.cast(shifted & splat(T.int32(255), n), vector_type("uint8", n))
             store(rows.data, rows.at(row, k), value, n)
 
-        each_vector(K, format.lanes, quantise)
+        each_vector(K, layout.lanes, quantise)
         for k in range(K, width):
             store(rows.data, rows.at(row, T.int64(k)), T.uint8(0), 1)  # meets weights of zero: any byte would do
     return rows

@@ -9,7 +9,6 @@ Source: panels and register tile, Goto and van de Geijn, Anatomy of High-Perform
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from math import prod
 
 from tvm.script.ir_builder import IRBuilder
@@ -21,7 +20,7 @@ from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_argum
 from mhsa_compile.kernels.cpu.linear.activations import prepared
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
-from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, format_of
+from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, layout_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
@@ -54,8 +53,8 @@ class CpuLinearKernel:
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         fixed = [dim for dim in op.rows if isinstance(dim, int)]
         count = prod(fixed) if len(fixed) == len(op.rows) else 4096
-        format = format_of(op, profile, 1)
-        float32_sums, joined = format.terms == 1, format.joined
+        unit = layout_of(op, profile, 1).unit
+        float32_sums, joined = unit.group == 1, unit.rows
         return {
             "rows": tuple(n for n in (1, 2, 4, 6, 8, 12) if n <= max(count, joined) and n % joined == 0),
             "columns": (1, 2, 3, 4, 6),
@@ -67,7 +66,7 @@ class CpuLinearKernel:
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("rows", "columns", "block", "depth", "group")):
             return reason
-        joined, rows = format_of(op, profile, 1).joined, config["rows"]
+        joined, rows = layout_of(op, profile, 1).unit.rows, config["rows"]
         if rows % joined:
             return f"a tile of {rows} rows, where an instruction takes {joined} at once"
         # So many rows of sums lie in one register, which then holds so many features fewer.
@@ -76,8 +75,8 @@ class CpuLinearKernel:
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features and the fewest loads a product; rows that
         divide the usual lengths; a block of rows of x that the caches hold."""
-        format = format_of(op, profile, 1)
-        lanes, joined = format.lanes, format.joined
+        unit = layout_of(op, profile, 1).unit
+        lanes, joined = unit.lanes, unit.rows
         registers = profile.hardware.vector_registers
         # Of sixteen registers all are used: eight sums are too few to hide the latency of two units. The same goes for
         # matrix products, of five cycles on four units.
@@ -97,35 +96,35 @@ class CpuLinearKernel:
         tiles = [register_tile(room, (1, 2, 4, 6, 8), [c * joined]) for c in reversed(fitting)]
         lines, vectors_wide = min(tiles, key=cost)
         rows, columns = lines * joined, vectors_wide // joined
-        format = format_of(op, profile, columns)
+        layout = layout_of(op, profile, columns)
         # Where a third level feeds the rows (they ask for 2 bytes a cycle) they need not stay in L2, and the panels are
         # loaded less often. A core with vectors of 256 bits or a megabyte of L2 is taken to have that level.
         hardware = profile.hardware
         levels = 8 if hardware.vector_bits >= 256 or hardware.l2_kib > 512 else 1
-        block = max(1, levels * profile.hardware.l2_kib * 1024 // (format.step_bytes * format.steps * rows))
+        block = max(1, levels * profile.hardware.l2_kib * 1024 // (layout.step_bytes * layout.steps * rows))
         cache = profile.hardware.l1d_kib * 1024
-        if format.terms == 1:
+        if unit.group == 1:
             # Float32 sums, four parts at least and six from 64 terms a part on: PyTorch's library sums a single row of
             # x in many lanes. With four parts of 128 terms the error is up to 0.98 of the budget, with six of 128 half
             # of it; with 64 at most, sums that wait take 5 to 8 % of the time on AVX2. The panel's part takes three
             # eighths of the L1 cache.
-            longest = max(64, cache * 3 // 8 // (format.step_bytes * format.panel))
-            depth = max(16, min(64, -(-format.steps // 4)), min(128, longest, format.steps // 6))
+            longest = max(64, cache * 3 // 8 // (layout.step_bytes * layout.panel))
+            depth = max(16, min(64, -(-layout.steps // 4)), min(128, longest, layout.steps // 6))
         else:  # only speed counts: half of the L1 cache
-            depth = max(32, min(128, cache // 2 // (format.step_bytes * format.panel) // 32 * 32))
+            depth = max(32, min(128, cache // 2 // (layout.step_bytes * layout.panel) // 32 * 32))
         # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
-        rest = cache * 3 // 4 - format.step_bytes * depth * format.panel
-        group = rest // (rows * (4 * format.panel + format.step_bytes * depth))
+        rest = cache * 3 // 4 - layout.step_bytes * depth * layout.panel
+        group = rest // (rows * (4 * layout.panel + layout.step_bytes * depth))
         block, group = min(512, block), max(1, min(8, group))
         return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
-        format = format_of(op, profile, config["columns"])
-        return Emitted(_linear(format, profile.hardware.cores, config), pack(format), format.packed)
+        layout = layout_of(op, profile, config["columns"])
+        return Emitted(_linear(layout, profile.hardware.cores, config), pack(layout), layout.packed)
 
 
-def _linear(format: PackedLayout, cores: int, config: Config) -> Expr:
-    op = format.op
+def _linear(layout: PackedLayout, cores: int, config: Config) -> Expr:
+    op = layout.op
     dim = Dims()
     leading = [dim(d) for d in op.rows]
     with IRBuilder() as builder:
@@ -133,17 +132,17 @@ def _linear(format: PackedLayout, cores: int, config: Config) -> Expr:
             T.func_name("linear")
             T.func_attr({"tirx.noalias": True})
             x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
-            packed = packed_arguments(format.packed)
+            packed = packed_arguments(layout.packed)
             operands = epilogue_arguments(op, leading)
             y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
             size = prod(leading[1:], start=leading[0])
             count = materialize(size)
-            with format.dot.imported() if format.dot else nullcontext():
-                rows = prepared(format, _flat(x, count, op.in_features), count, size)
-                columns = vectors.chunks(format.panel, format.lanes)
-                lines = materialize(ceil_div(count, format.joined)) if format.joined > 1 else count
+            with layout.unit.imported():
+                rows = prepared(layout, _flat(x, count, op.in_features), count, size)
+                columns = vectors.chunks(layout.panel, layout.lanes)
+                lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
                 matrices = [_flat(tensor, count, op.pitch) for tensor in (y, *operands)]
-                product = Product(format, rows, packed, matrices[0], columns, count, lines, matrices[1:])
+                product = Product(layout, rows, packed, matrices[0], columns, count, lines, matrices[1:])
                 tasks(product, cores, config)
     return builder.get()
 

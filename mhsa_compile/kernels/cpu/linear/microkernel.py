@@ -23,6 +23,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     splat,
     store,
 )
+from mhsa_compile.kernels.cpu.units.unit import Columns
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 
 PREFETCHED = 8
@@ -41,7 +42,7 @@ class Product:
     """The buffers of the product, x, y and the epilogue's operands seen as matrices, and the packed weights. `lines`
     are rows of x, or the pairs of them that are multiplied together: tiles are made of these."""
 
-    format: PackedLayout
+    layout: PackedLayout
     rows: PackedRows
     packed: list[Expr]
     y: Expr
@@ -50,60 +51,43 @@ class Product:
     lines: Expr
     operands: list[Expr]
 
-    def tile(self, lines: int) -> RegisterTile:
-        """A register tile of sums, all zero."""
-        joined, dtype = self.format.joined, self.format.accumulator
-        tile = RegisterTile(lines, [(joined * first, joined * lanes) for first, lanes in self.columns], dtype)
-        zero = T.int32(0) if dtype == "int32" else T.float32(0)
-        tile.each(lambda _, column: splat(zero, tile.columns[column][1]))
-        return tile
-
-    def runs_at_once(self, lines: int) -> int:
-        """Runs in a turn of a tile's inner loop: one where the sums of rows that are multiplied together fill the
-        registers."""
-        return 1 if self.format.joined > 1 else vectors.runs_at_once(lines * len(self.columns) * self.format.run)
-
-    def unzipped(self, sums: Expr) -> list[Expr]:
-        """The sums of each row of a line by itself."""
-        return self.format.dot.unzipped(sums) if self.format.dot else [sums]
-
     def row(self, line: Expr, number: int) -> Expr:
         """The index of row `number` of a line in x and y; that of the last row where there is no such row."""
-        joined = self.format.joined
+        joined = self.layout.unit.rows
         return line if joined == 1 else materialize(T.min(line * joined + number, self.count - 1))
 
-    def weight(self, p: Expr, step: Expr, column: int) -> Expr:
-        """A vector of panel p's weights of one step, as an instruction takes it."""
-        offset, lanes = self.columns[column]
-        read = load if self.format.dot else load_wide
-        return read(self.packed[0], [p, step, T.int64(offset)], lanes)
+    def weights(self, p: Expr) -> Columns:
+        """Panel p of the weights, as the unit takes it."""
+        read = load_wide if self.layout.widens else load
+        return Columns(self.packed[0], lambda step, column: [p, step, column], self.columns, read)
 
     def widen(self, p: Expr, part: _Part, wide: Expr) -> None:
         """Writes the part's steps of panel p to `wide`, as float32."""
+        weights = self.weights(p)
         with T.serial(part.end - part.first) as step:
             for c, (offset, lanes) in enumerate(self.columns):
-                store(wide, [step, T.int64(offset)], self.weight(p, part.first + step, c), lanes)
+                store(wide, [step, T.int64(offset)], weights.vector(part.first + step, c), lanes)
 
     def prefetch(self, p: Expr, slot: Expr) -> None:
         """Asks for PREFETCHED cache lines of the panel after p, from line `slot` * PREFETCHED on; for the last ones,
         where that panel has no more."""
-        size, line = self.format.steps * self.format.panel, self._line
+        size, line = self.layout.steps * self.layout.panel, self._line
         self._ask((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)), PREFETCHED)
 
     def prefetch_ahead(self, p: Expr, step: Expr, steps: int) -> None:
         """Asks for as many lines as `steps` steps from `step` on take, AHEAD of them: panels lie one behind the
         other."""
-        lines = -(-steps * self.format.panel // self._line)
-        ahead = AHEAD // DTYPE_BYTES[self.format.weight]
-        self._ask((p * self.format.steps + step) * self.format.panel + ahead, lines)
+        lines = -(-steps * self.layout.panel // self._line)
+        ahead = AHEAD // DTYPE_BYTES[self.layout.weight]
+        self._ask((p * self.layout.steps + step) * self.layout.panel + ahead, lines)
 
     @property
     def _line(self) -> int:
         """Elements of the packed weights in a cache line."""
-        return CACHE_LINE // DTYPE_BYTES[self.format.weight]
+        return CACHE_LINE // DTYPE_BYTES[self.layout.weight]
 
     def _ask(self, first: Expr, lines: int) -> None:
-        array, size = self.packed[0], self.format.panels * self.format.steps * self.format.panel
+        array, size = self.packed[0], self.layout.panels * self.layout.steps * self.layout.panel
         flat, start = T.decl_buffer((T.int64(size),), array.dtype, data=array.data), materialize(first)
         for i in range(lines):
             vectors.prefetch(flat, [start + i * self._line])
@@ -112,7 +96,7 @@ class Product:
         """y of a sum. The bias comes last: sums that begin with it are rounded at its magnitude at every step."""
         offset, lanes = self.columns[column]
         bias, *more = (load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:])
-        if self.format.offset:
+        if self.layout.offset:
             value = T.cast(value - more[1], vector_type("float32", lanes))
         if self.rows.scales is not None:
             value = value * (more[0] * splat(self.rows.scales[row], lanes))
@@ -120,14 +104,14 @@ class Product:
 
     def apply_epilogue(self, p: Expr, first: Expr, end: Expr) -> None:
         """Turns panel p of y, whose lines first .. end are written, into what the epilogue makes of it."""
-        steps, panel, joined = self.format.op.epilogue, self.format.panel, self.format.joined
+        steps, panel, joined = self.layout.op.epilogue, self.layout.panel, self.layout.unit.rows
         if steps is None:
             return
         rows = materialize(first * joined), materialize(T.min(end * joined, self.count))
-        whole, rest = divmod(self.format.op.out_features, panel)
+        whole, rest = divmod(self.layout.op.out_features, panel)
 
         def columns(width: int) -> None:
-            epilogue.apply(steps, self.y, self.operands, rows, (p * panel, width), self.format.lanes)
+            epilogue.apply(steps, self.y, self.operands, rows, (p * panel, width), self.layout.lanes)
 
         if rest == 0:
             columns(panel)
@@ -145,12 +129,12 @@ def tasks(task: Product, cores: int, config: Config) -> None:
     The rows that fill no tile take a tile of half height, or one that reaches beyond the last row: there the last row
     is computed again, and written again with the same values.
     """
-    rows, panels = config["rows"] // task.format.joined, T.int64(task.format.panels)
+    rows, panels = config["rows"] // task.layout.unit.rows, T.int64(task.layout.panels)
     rest = materialize(T.truncmod(task.lines, T.int64(rows)))
     tiles = materialize(T.truncdiv(task.lines, T.int64(rows)) + T.Select(rest > rows // 2, T.int64(1), T.int64(0)))
     has_half = materialize(T.Select(T.And(rest > 0, rest <= rows // 2), T.int64(1), T.int64(0)))
     # With a multiple of so many blocks, blocks * panels is a multiple of the cores.
-    fair = cores // gcd(cores, task.format.panels)
+    fair = cores // gcd(cores, task.layout.panels)
     wanted = materialize(ceil_div(ceil_div(tiles, config["block"]), fair) * fair)
     blocks = materialize(T.max(T.int64(1), T.min(tiles, wanted)))
     with T.parallel(blocks * panels) as index:
@@ -165,15 +149,15 @@ def tasks(task: Product, cores: int, config: Config) -> None:
 
 def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: Expr) -> None:
     """Tiles first .. end of x, and the half tile after them if there is one, times panel p."""
-    rows, group, steps = config["rows"] // task.format.joined, config["group"], task.format.steps
+    rows, group, steps = config["rows"] // task.layout.unit.rows, config["group"], task.layout.steps
     parts = -(-steps // config["depth"])
     # Parts of one size, rounded up to whole turns of the inner loop.
-    turn = task.format.run * task.runs_at_once(rows)
+    turn = task.layout.run * task.layout.unit.runs_at_once(rows, len(task.columns))
     depth = -(-steps // parts // turn) * turn
-    shape = (group * rows + rows // 2, task.format.joined * task.format.panel)
-    sums = _scratch(shape, task.format.accumulator) if parts > 1 else None
+    shape = (group * rows + rows // 2, task.layout.unit.rows * task.layout.panel)
+    sums = _scratch(shape, task.layout.unit.sums) if parts > 1 else None
     widens = _widens(task, rows)
-    wide = None if widens is False else _scratch((depth, task.format.panel), "float32")
+    wide = None if widens is False else _scratch((depth, task.layout.panel), "float32")
     with T.serial(T.max(T.int64(1), ceil_div(end - first, group))) as g:
         begin = materialize(first + g * group)
         full = materialize(T.min(end - begin, T.int64(group)))
@@ -213,10 +197,10 @@ def _widens(task: Product, rows: int) -> bool | None:
     """Whether the weights are too narrow to multiply, and rows enough to widen them once for a group of tiles; None if
     that is known when called only. Not where multiplications take their factors from memory: there widening costs as
     little, and the way through the cache 2 to 8 %."""
-    if task.format.dot is not None or task.format.weight == "float32" or task.format.run == 1:
+    if not task.layout.widens or task.layout.run == 1:
         return False
-    fixed = [dim for dim in task.format.op.rows if isinstance(dim, int)]
-    return prod(fixed) >= rows * WORTH_WIDENING if len(fixed) == len(task.format.op.rows) else None
+    fixed = [dim for dim in task.layout.op.rows if isinstance(dim, int)]
+    return prod(fixed) >= rows * WORTH_WIDENING if len(fixed) == len(task.layout.op.rows) else None
 
 
 def _scratch(shape: tuple[int, int], dtype: str) -> Expr:
@@ -248,27 +232,18 @@ def _tile(task: Product, part: _Part, p: Expr, first_line: Expr, lines: int, pla
     asks for the weights that come next.
     """
     at = [materialize(T.min(first_line + r, task.lines - 1)) for r in range(lines)]
-    tile = task.tile(lines)
-    columns, dot = tile.columns, task.format.dot
+    unit, wide = task.layout.unit, part.wide
+    tile, weights = unit.zeros(lines, task.columns), task.weights(p)
+    columns = tile.columns
+    if wide is not None:
+        weights = Columns(wide, lambda step, column: [step - part.first, column], task.columns)
 
-    def weight(step: Expr, column: int) -> Expr:
-        if part.wide is None:
-            return task.weight(p, step, column)
-        offset, lanes = columns[column]
-        return load(part.wide, [step - part.first, T.int64(offset)], lanes)
-
-    def multiply(first: Expr, steps: int) -> None:
+    def ask(first: Expr, steps: int) -> None:
         if ahead:
             task.prefetch_ahead(p, first, steps)
-        factors = [task.rows.steps(line, first, steps) for line in at]
-        for i in range(steps):
-            tile.outer_product(
-                lambda line: factors[line][i],
-                lambda column: weight(first + i, column),
-                dot.accumulate if dot else None,
-            )
 
-    vectors.each_run(part.first, part.end, task.format.run, multiply, at_once=task.runs_at_once(lines))
+    turn = task.layout.run, unit.runs_at_once(lines, len(columns))
+    unit.add_products(tile, task.rows.of(at), weights, (part.first, part.end), turn=turn, before=ask)
     if part.sums is None:
         _finish(task, tile, p, at)
         return
@@ -290,15 +265,17 @@ def _at(place: Expr, row: int, chunk: vectors.Chunk) -> list[Expr]:
 def _finish(task: Product, tile: RegisterTile, p: Expr, at: list[Expr]) -> None:
     """Writes the tile's part of y. The last panel is padded: only its real columns are written, the last vector of them
     in ever smaller parts."""
-    columns, panel = task.columns, task.format.panel
-    whole, rest = divmod(task.format.op.out_features, panel)
-    rows = [[task.row(line, number) for number in range(task.format.joined)] for line in at]
+    columns, panel = task.columns, task.layout.panel
+    whole, rest = divmod(task.layout.op.out_features, panel)
+    rows = [task.row(line, number) for line in at for number in range(task.layout.unit.rows)]
     # Before the branch: inside, the arithmetic would stand there twice.
-    values = [
-        (row, c, let(task.result(sums, row, p, c)))
-        for line, c in product(range(len(at)), range(len(columns)))
-        for row, sums in zip(rows[line], task.unzipped(tile.get(line, c)), strict=True)
-    ]
+    values: list[tuple[Expr, int, Expr]] = []
+
+    def take(number: int, c: int, sums: Expr) -> None:
+        row = rows[number]
+        values.append((row, c, let(task.result(sums, row, p, c))))
+
+    task.layout.unit.each_row(tile, take)
     with T.If(p < whole):
         with T.Then():
             for row, c, value in values:

@@ -52,7 +52,7 @@ class _Feature:
 class _Place:
     """One column of one panel in the packed arrays."""
 
-    format: PackedLayout
+    layout: PackedLayout
     packed: list[Expr]
     panel: Expr
     column: Expr
@@ -64,24 +64,24 @@ class _Place:
         store(self.packed[0], [self.panel, step, self.column], value, 1)
 
 
-def pack(format: PackedLayout) -> Expr:
-    """The PrimFunc (weights..., biases...) -> `format.packed`."""
-    op = format.op
+def pack(layout: PackedLayout) -> Expr:
+    """The PrimFunc (weights..., biases...) -> `layout.packed`."""
+    op = layout.op
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("pack_linear")
             T.func_attr({"tirx.noalias": True})
             weights, biases = weight_arguments(op)
-            packed = packed_arguments(format.packed)
-            with T.parallel(T.int64(format.panels)) as p, T.serial(T.int64(format.panel)) as column:
-                _pack_column(_Place(format, packed, p, column), weights, biases)
+            packed = packed_arguments(layout.packed)
+            with T.parallel(T.int64(layout.panels)) as p, T.serial(T.int64(layout.panel)) as column:
+                _pack_column(_Place(layout, packed, p, column), weights, biases)
     return builder.get()
 
 
 def _pack_column(place: _Place, weights: list[Expr], biases: list[Expr | None]) -> None:
     """Writes into a column whichever feature of the projections side by side belongs there, or zeros."""
-    op = place.format.op
-    feature = materialize(place.panel * place.format.panel + place.column)
+    op = place.layout.op
+    feature = materialize(place.panel * place.layout.panel + place.column)
     begin = 0
     for width, weight, bias, transposed in zip(op.widths, weights, biases, op.transposed, strict=True):
         with T.If(T.And(feature >= begin, feature < begin + width)), T.Then():
@@ -92,28 +92,28 @@ def _pack_column(place: _Place, weights: list[Expr], biases: list[Expr | None]) 
 
 
 def _write(place: _Place, feature: _Feature) -> None:
-    format = place.format
+    layout = place.layout
     place.store(1, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1))
-    if format.op.int8_weights:
+    if layout.op.int8_weights:
         _write_int8(place, feature)
-    elif format.dot:
+    elif layout.weight != layout.stored:
         _write_steps(place, lambda k: _bits(feature, k))
     else:
-        with T.serial(T.int64(format.steps)) as k:
-            place.store_step(k, feature.narrow(k, format.weight))
+        with T.serial(T.int64(layout.steps)) as k:
+            place.store_step(k, feature.narrow(k, layout.weight))
 
 
 def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
     """Writes each step as one word: `bits(k)` of its terms, the first lowest, zeros beyond K."""
-    format = place.format
-    size = 8 * format.step_bytes // format.terms
-    with T.serial(T.int64(format.steps)) as step:
-        word = T.cast(T.int32(0), format.weight)
-        for j in range(format.terms):
-            k = materialize(step * format.terms + j)
+    layout = place.layout
+    size = 8 * layout.step_bytes // layout.unit.group
+    with T.serial(T.int64(layout.steps)) as step:
+        word = T.cast(T.int32(0), layout.weight)
+        for j in range(layout.unit.group):
+            k = materialize(step * layout.unit.group + j)
             # Not a select: of what lies beyond K nothing may be read.
-            term = T.if_then_else(k < format.op.in_features, bits(k), T.int32(0))
-            word = word | (T.cast(term, format.weight) << T.cast(T.int32(size * j), format.weight))
+            term = T.if_then_else(k < layout.op.in_features, bits(k), T.int32(0))
+            word = word | (T.cast(term, layout.weight) << T.cast(T.int32(size * j), layout.weight))
         place.store_step(step, word)
 
 
@@ -125,10 +125,10 @@ def _bits(feature: _Feature, k: Expr) -> Expr:
 
 def _write_int8(place: _Place, feature: _Feature) -> None:
     """Writes a feature rounded to nearest even at max |w| / 127 a step, which its scale undoes."""
-    format = place.format
+    layout = place.layout
     cell = T.alloc_buffer((1,), "int32")
     store(cell, [0], T.int32(0), 1)
-    with T.serial(T.int64(format.op.in_features)) as k:
+    with T.serial(T.int64(layout.op.in_features)) as k:
         store(cell, [0], T.max(cell[0], magnitude(feature.wide(k), 1)), 1)
     largest = materialize(T.reinterpret("float32", cell[0]), "float32")
     factor = quantising_factor(largest)
@@ -137,17 +137,17 @@ def _write_int8(place: _Place, feature: _Feature) -> None:
     def whole(k: Expr) -> Expr:
         return nearest(feature.wide(k), factor, 1)
 
-    if format.dot is None:
-        with T.serial(T.int64(format.steps)) as k:
+    if layout.widens:
+        with T.serial(T.int64(layout.steps)) as k:
             place.store_step(k, T.cast(whole(k), "int8"))
         return
     # The sign bits of a byte would spill into its neighbours.
     _write_steps(place, lambda k: whole(k) & T.int32(255))
-    if not format.offset:
+    if not layout.offset:
         return
     # x goes in as x + 128; what that adds to the feature's sums is taken off again.
     total = T.alloc_buffer((1,), "int32")
     store(total, [0], T.int32(0), 1)
-    with T.serial(T.int64(format.op.in_features)) as k:
+    with T.serial(T.int64(layout.op.in_features)) as k:
         store(total, [0], total[0] + whole(k), 1)
     place.store(3, total[0] * T.int32(128))

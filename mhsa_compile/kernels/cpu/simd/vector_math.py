@@ -40,6 +40,11 @@ EXP2_COEFFICIENTS = (
 EXP2_FOR_BFLOAT16 = (0.9999280571937561, 0.6932609677314758, 0.2426111251115799, 0.0551716685295105)
 
 
+def exp2_coefficients(dtype: str) -> Sequence[float]:
+    """Of a polynomial as exact as powers are that are kept in this dtype."""
+    return EXP2_FOR_BFLOAT16 if dtype == "bfloat16" else EXP2_COEFFICIENTS
+
+
 def exp2(
     x: Expr,
     lanes: int,

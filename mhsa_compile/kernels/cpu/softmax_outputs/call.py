@@ -12,11 +12,11 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.head_layout import head_view
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
-from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
-from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
+from mhsa_compile.kernels.cpu.attention.matmuls import Products, TaskOperands, unit_for
 from mhsa_compile.kernels.cpu.score_parts import keys_of, tile_parts
-from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
+from mhsa_compile.kernels.cpu.units.choice import units
+from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -34,7 +34,7 @@ class Call(AttentionArguments):
 
     profile: CpuProfile
     config: Config
-    dot: Dot | None
+    unit: Unit
 
     def task(self, b: Expr, h: Expr, first_query: Expr, place: Expr = None) -> tuple[Products, TileMask]:
         """Allocates the scratch of one tile of query rows; `place` is that of a chosen row among those asked for."""
@@ -53,13 +53,7 @@ class Call(AttentionArguments):
         )
         parts = tile_parts(self, b, h, place)
         queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
-        products: Products
-        if self.dot is None:
-            products = Float32Products(
-                operands, queries, keys, key_tile, lanes, run=self.profile.elements_at_once("float32")
-            )
-        else:
-            products = PairedProducts(operands, queries, keys, key_tile, self.dot)
+        products = Products(operands, self.unit, queries, keys, key_tile, lanes)
         visibility = TileMask(
             op,
             queries=queries,
@@ -75,10 +69,12 @@ class Call(AttentionArguments):
 
 def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> Call:
     """The arguments that an attention and what looks into it have in common."""
-    dot, lanes = available(profile, op.dtype), profile.vector_lanes("float32")
-    fits = config["queries"] % lanes == 0 and pairs_fit(op, dot, lanes, config["key_tile"])
-    given = attention_arguments(op)
-    return Call(**vars(given), profile=profile, config=config, dot=dot if fits else None)
+    lanes, arguments = profile.vector_lanes("float32"), attention_arguments(op)
+    # Scores go from registers to whoever wants them, row by row; words need whole vectors of queries.
+    *narrow, last = units(profile, op.dtype)
+    fitting = [unit for unit in narrow if unit.rows == 1 and config["queries"] % lanes == 0]
+    unit = unit_for(op, [*fitting, last], config["key_tile"], lanes)
+    return Call(**vars(arguments), profile=profile, config=config, unit=unit)
 
 
 def function(name: str, body: Callable[[], None]) -> Expr:

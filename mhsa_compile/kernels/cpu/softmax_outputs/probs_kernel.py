@@ -7,7 +7,6 @@ for the weights, which `probs_writer` writes out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,6 @@ from mhsa_compile.kernels.cpu.attention.kernel import (
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize, store
 from mhsa_compile.kernels.cpu.softmax_outputs.call import (
     Call,
@@ -88,7 +86,7 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned:
         queries = config["queries"]
         tiles = materialize(ceil_div(call.q_length, queries))
         total = materialize(call.batch * heads * tiles)
-        with imported(call.dot) if call.dot else nullcontext(), T.parallel(total) as index:
+        with call.unit.imported(), T.parallel(total) as index:
             head_index = materialize(T.truncdiv(index, tiles))
             b, place = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
             h = materialize(T.cast(chosen[place], "int64"))

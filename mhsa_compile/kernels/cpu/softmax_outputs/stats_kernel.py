@@ -8,7 +8,6 @@ and says where everything lies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 from tvm.tirx.script import builder as T
@@ -25,7 +24,6 @@ from mhsa_compile.kernels.cpu.attention.kernel import (
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
@@ -85,7 +83,7 @@ def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, planned
         tiles = materialize(ceil_div(call.q_length, queries))
         heads = T.int64(attention.num_heads)
         total = materialize(call.batch * heads * tiles)
-        with imported(call.dot) if call.dot else nullcontext(), T.parallel(total) as index:
+        with call.unit.imported(), T.parallel(total) as index:
             head_index = materialize(T.truncdiv(index, tiles))
             b, h = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
             tile, runs = tile_and_runs(attention, materialize(T.truncmod(index, tiles)), tiles, h, views)

@@ -1,4 +1,5 @@
-"""The dot-product instructions: what they compute, what they become, and that several functions may use them."""
+"""The units that multiply: what instructions compute and become, that several functions may use them, and which one a
+machine has."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.hardware.profile import load_profile
+from mhsa_compile.hardware.profile import CpuProfile, load_profile, profile_names
 from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.cpu.simd import dot_product, vectors
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.units.choice import NARROW, units
+from mhsa_compile.kernels.cpu.units.dot_products import DotProducts
 
 INSTRUCTIONS = {  # by the feature, as assembly
     ("avx512_bf16", 1): r"vdpbf16ps\s+.*%zmm",
@@ -49,18 +52,18 @@ def runs_here(feature: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(why is not None, reason=why or "")
 
 
-def name_of(instruction: dot_product.Dot) -> str:
+def name_of(instruction: DotProducts) -> str:
     return f"{instruction.dtype}-{instruction.rows}x{instruction.lanes}-{instruction.feature}"
 
 
-def accumulating(instruction: dot_product.Dot, name: str) -> object:
+def accumulating(instruction: DotProducts, name: str) -> object:
     """total (rows * lanes,) += the products of every row of a (n, rows) and b (n, lanes)."""
     n = tirx.Var("n", "int64")
     rows, lanes = instruction.rows, instruction.lanes
     with IRBuilder() as ib, T.prim_func():
         T.func_name(name)
         a, b = (argument(x, [n, T.int64(size)], instruction.word) for x, size in (("a", rows), ("b", lanes)))
-        total = argument("total", [T.int64(rows * lanes)], instruction.accumulator)
+        total = argument("total", [T.int64(rows * lanes)], instruction.sums)
         with instruction.imported(), T.serial(n) as i:
             at = [i, T.int64(0)]
             sums = vectors.load(total, [T.int64(0)], rows * lanes)
@@ -69,12 +72,12 @@ def accumulating(instruction: dot_product.Dot, name: str) -> object:
     return ib.get().with_attr("global_symbol", name)
 
 
-def library(instruction: dot_product.Dot, *names: str):
+def library(instruction: DotProducts, *names: str):
     module = tvm.IRModule({name: accumulating(instruction, name) for name in names})
     return tvm.compile(module, target=tvm.target.Target(target(instruction.feature)))
 
 
-def factors(instruction: dot_product.Dot, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def factors(instruction: DotProducts, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(a (33, rows, group), b (33, lanes, group)); small integers are exact in bfloat16, and their sums in float32."""
     shapes = [(33, size, instruction.group) for size in (instruction.rows, instruction.lanes)]
     if instruction.dtype != "int8":
@@ -86,9 +89,7 @@ def factors(instruction: dot_product.Dot, rng: np.random.Generator) -> tuple[np.
     return a, rng.integers(-128, 128, shapes[1]).astype(np.int8)
 
 
-@pytest.mark.parametrize(
-    "instruction", [pytest.param(d, id=name_of(d), marks=runs_here(d.feature)) for d in dot_product.DOTS]
-)
+@pytest.mark.parametrize("instruction", [pytest.param(d, id=name_of(d), marks=runs_here(d.feature)) for d in NARROW])
 def test_two_functions_of_a_module_compute_it(instruction):
     """Both import the same text; what they are given is odd in every product."""
     built = library(instruction, "one", "two")
@@ -96,7 +97,7 @@ def test_two_functions_of_a_module_compute_it(instruction):
     for name in ("one", "two"):
         a, b = factors(instruction, rng)
         expected = np.einsum("nrg,nlg->rl", a.astype(np.float64), b.astype(np.float64)) + 5
-        total = tvm.runtime.tensor(np.full(expected.size, 5, instruction.accumulator))
+        total = tvm.runtime.tensor(np.full(expected.size, 5, instruction.sums))
         words = [np.ascontiguousarray(x).view(instruction.word)[..., 0] for x in (a, b)]
         built[name](*map(tvm.runtime.tensor, words), total)
         pairs = [total.numpy()] if instruction.rows == 1 else np.moveaxis(total.numpy().reshape(-1, 2, 2), 1, 0)
@@ -104,25 +105,38 @@ def test_two_functions_of_a_module_compute_it(instruction):
 
 
 @pytest.mark.thorough_only("int8-1x4-asimddp", "int8-2x4-i8mm")
-@pytest.mark.parametrize("instruction", dot_product.DOTS, ids=name_of)
+@pytest.mark.parametrize("instruction", NARROW, ids=name_of)
 def test_it_becomes_the_instruction_and_no_call(instruction):
     assembly = library(instruction, "run").mod.inspect_source("asm")
     assert re.search(INSTRUCTIONS[instruction.feature, instruction.rows], assembly)
     assert instruction.function not in re.sub(r"\.asciz.*", "", assembly)
 
 
-def test_available_asks_for_features_and_width():
-    assert dot_product.available(load_profile("znver4"), "bfloat16").lanes == 16
-    assert dot_product.available(load_profile("sapphirerapids"), "int8").feature == "avx512_vnni"
-    assert dot_product.available(load_profile("x86-64-v4"), "bfloat16") is None
-    assert dot_product.available(load_profile("neoverse-n1"), "int8").feature == "asimddp"
-    assert dot_product.matrix(load_profile("neoverse-n1"), "int8") is None
-    assert dot_product.matrix(load_profile("neoverse-v1"), "int8").feature == "i8mm"
-    assert dot_product.matrix(load_profile("neoverse-v2"), "bfloat16").rows == 2
-    assert dot_product.matrix(load_profile("sapphirerapids"), "bfloat16") is None
-    assert dot_product.available(load_profile("znver4"), "float16") is None
-    assert dot_product.available(load_profile("neoverse-n1"), "float16") is None
-    assert dot_product.available(load_profile("neoverse-v1"), "float16").group == 1
+def test_the_choice_asks_for_features_and_width():
+    def first(target: str, dtype: str) -> tuple[str, int, int]:
+        unit = units(load_profile(target), dtype)[0]
+        return unit.feature, unit.rows, unit.lanes
+
+    assert first("znver4", "bfloat16") == ("avx512_bf16", 1, 16)
+    assert first("sapphirerapids", "int8") == ("avx512_vnni", 1, 16)
+    assert first("neoverse-n1", "int8") == ("asimddp", 1, 4)
+    assert first("neoverse-v1", "int8") == ("i8mm", 2, 4)
+    assert first("neoverse-v2", "bfloat16") == ("bf16", 2, 4)
+    assert first("neoverse-v1", "float16") == ("asimdfhm", 1, 4)
+    for target, dtype in [("x86-64-v4", "bfloat16"), ("znver4", "float16"), ("neoverse-n1", "float16")]:
+        assert first(target, dtype) == ("", 1, load_profile(target).vector_lanes("float32"))
     narrow = vector_machine(256, 16, features=("avx512_bf16", "avx512_vnni", "avx_vnni"))
-    assert dot_product.available(narrow, "bfloat16") is None
-    assert dot_product.available(narrow, "int8").lanes == 8
+    assert [unit.lanes for unit in units(narrow, "int8")] == [8, 8]
+    assert [unit.dtype for unit in units(narrow, "bfloat16")] == ["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("target", profile_names())
+def test_the_last_unit_is_one_that_every_machine_has(target, dtype):
+    """And the widest comes before a narrower of its kind."""
+    if isinstance(profile := load_profile(target), CpuProfile):
+        *narrow, last = units(profile, dtype)
+        assert last.dtype == "float32" and not last.feature and last.group == 1
+        assert all(unit.dtype == dtype and unit.group * unit.rows >= 1 for unit in narrow)
+        work = [unit.rows * unit.lanes for unit in narrow]
+        assert work == sorted(work, reverse=True)
