@@ -334,3 +334,13 @@ def test_what_minus_infinity_hides_is_judged() -> None:
     assert result.ok and not result.note
     off = check(model, lambda inputs: [eager(model, inputs)[0] + np.float32(1e-4)], {"B": 2, "L": 31})
     assert not off.ok
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 5, 7)])
+def test_a_global_maximum_is_over_all_axes_behind_the_channels_and_keeps_nan(shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x[1, 2, 4] = np.nan
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in (("x", shape), ("y", None))]
+    graph = helper.make_graph([helper.make_node("GlobalMaxPool", ["x"], ["y"])], "g", infos[:1], infos[1:])
+    (y,) = oracle(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), {"x": x})
+    np.testing.assert_array_equal(y.squeeze(), x.reshape(2, 3, -1).max(axis=-1))

@@ -125,7 +125,7 @@ class Reference:
     def _rounded(self) -> ReferenceEvaluator:
         from mhsa_compile.verification.oracle.eager_operators import eager_operators  # PyTorch takes a second to load
 
-        operators = [_GatherElements, _Erf, *RECURRENT, *eager_operators(self._int8_weights)]
+        operators = [_GatherElements, _GlobalMaxPool, _Erf, *RECURRENT, *eager_operators(self._int8_weights)]
         return ReferenceEvaluator(self.model, new_ops=operators)
 
 
@@ -204,7 +204,13 @@ class _GatherElements(OpRun):  # type: ignore[misc]  # onnx's own fails on one r
         return (np.take_along_axis(data[others], indices, along),)
 
 
+class _GlobalMaxPool(OpRun):  # type: ignore[misc]  # onnx's own takes every input for an image
+    def _run(self, x: Array) -> tuple[Array]:
+        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
 _GatherElements.__name__ = "GatherElements"  # the evaluator goes by these names
+_GlobalMaxPool.__name__ = "GlobalMaxPool"
 _Erf.__name__ = "Erf"
-_EXACT = (_GatherElements, _Erf, *WIDENING, *RECURRENT)
+_EXACT = (_GatherElements, _GlobalMaxPool, _Erf, *WIDENING, *RECURRENT)
 """Operators of the float64 evaluation, beside attention."""
