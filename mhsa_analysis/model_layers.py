@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.agreement import agrees
 from mhsa_compile.conversion.attention_calls import attention_calls
 from mhsa_compile.conversion.from_torch import dtype_of
 from mhsa_compile.conversion.from_transformers import asks_by_name
@@ -24,6 +23,7 @@ from mhsa_compile.conversion.seen_keys import mask_for
 from mhsa_compile.conversion.torch_calls import TorchCall, attention_of, torch_calls
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.nn.modules import MultiHeadAttention
+from mhsa_compile.verification.error_budget import agrees
 
 KNOWN = (
     "attention as in BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, ModernBERT, GPT-2, GPT-NeoX, OPT, Llama, Mistral, "

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mhsa_analysis.head_moments import HeadMoments
+from mhsa_analysis.moments import HeadMoments
 from mhsa_analysis.pruning import HeadSet, checked_heads
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.nn.modules import MultiHeadAttention

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
-from mhsa_analysis.head_moments import HeadMoments
+from mhsa_analysis.moments import HeadMoments
 from mhsa_compile.errors import InputError
 
 _EXACT = 16

@@ -1,4 +1,5 @@
-"""An artifact's computation as ONNX graphs that runtimes read who do not know Attention, or know it under another name.
+"""An artifact's computation as ONNX graphs that runtimes read who do not know Attention, or know it under another name;
+and peers that compute those.
 
 Inputs are q, k, v, or x and context, or x, key and value, and `mask`, which is always what is added to the scores.
 Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
@@ -6,20 +7,31 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from mhsa_bench.peers.peer import Problem
+from mhsa_bench.peers.peer import Opened, Problem
 from mhsa_compile.errors import ModelError
 from mhsa_compile.verification.random_inputs import Arrays
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 OPSET = 21  # of the standard operators: the newest that every reader of these graphs knows
 INPUTS = ("q", "k", "v", "x", "context", "key", "value", "mask")
 MICROSOFT = "com.microsoft"
+
+
+Feed = Callable[[Arrays, list[str]], dict[str, np.ndarray]]
+"""(the problem's inputs, the graph's names of its inputs) -> what the graph takes."""
+OpenSession = Callable[[bytes, int, Problem, Feed], Opened]
+"""(model, threads, problem, feed) -> the peer, ready to be called."""
 
 
 class GraphBuilder:
@@ -209,3 +221,19 @@ def _causality(problem: Problem) -> tuple[int, str]:
 def _require(fits: bool, what: str) -> None:
     if not fits:
         raise ModelError("peer", f"{what}: its operator does no other", "something else")
+
+
+class RewrittenGraph:
+    """`write` says which operators; `holds_scores` whether the peer keeps all scores in memory at once."""
+
+    def __init__(
+        self, name: str, write: Callable[[Problem], ModelProto], session: OpenSession, *, holds_scores: bool
+    ) -> None:
+        self.name, self.write, self.session, self.holds_scores = name, write, session, holds_scores
+
+    @contextmanager
+    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
+        if self.holds_scores:
+            problem.check_scores_fit()  # before the graph is written, whose constants may be as large
+        model = self.write(problem).SerializeToString()
+        yield self.session(model, threads, problem, partial(inputs, problem))

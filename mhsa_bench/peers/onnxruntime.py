@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from mhsa_bench.peers import onnx_graph
+from mhsa_bench.peers.onnx_graph import Feed, RewrittenGraph
 from mhsa_bench.peers.peer import Opened, Problem
-from mhsa_bench.peers.rewritten_graph import Feed, RewrittenGraph
 from mhsa_compile.errors import ModelError
 from mhsa_compile.hardware import environment
 from mhsa_compile.runtime.artifact.manifest import MODEL, SOURCE

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mhsa_bench.peers import onnx_graph
+from mhsa_bench.peers.onnx_graph import Feed, RewrittenGraph
 from mhsa_bench.peers.peer import DTYPES, Opened, Problem
-from mhsa_bench.peers.rewritten_graph import Feed, RewrittenGraph
 from mhsa_compile.hardware import environment
 from mhsa_compile.runtime.artifact.manifest import MODEL
 

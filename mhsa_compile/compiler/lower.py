@@ -15,7 +15,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
+from mhsa_compile.compiler.codegen.build import LoweredModule
 from mhsa_compile.compiler.derived_weights import DERIVE, with_derived_weights
 from mhsa_compile.compiler.epilogues import with_epilogues
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule

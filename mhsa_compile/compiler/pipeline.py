@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import onnx
     from torch import nn
 
-    from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
+    from mhsa_compile.compiler.codegen.build import LoweredModule
     from mhsa_compile.frontend.canonicalize.canonicalize import Canonical
     from mhsa_compile.frontend.relax.imported_module import ImportedModule
     from mhsa_compile.kernels.interface.ops import Op

@@ -1,4 +1,5 @@
-"""A layer of transformers as a MultiHeadAttention, from the calls of attention that it was noted to make.
+"""A layer of transformers as a MultiHeadAttention, from the calls of attention that it was noted to make; what is
+linear in it is read off as a matrix and a bias.
 
 Notation: B batch, L query length, S key length, D embed, H heads, G key/value heads, E head dim, F value head dim.
 """
@@ -6,17 +7,16 @@ Notation: B batch, L query length, S key length, D embed, H heads, G key/value h
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.agreement import agrees
 from mhsa_compile.conversion.attention_calls import CONTEXTS, NotedCall, attention_calls, refused
 from mhsa_compile.conversion.from_torch import loaded
-from mhsa_compile.conversion.linear_maps import LinearMap, is_linear, read_maps
 from mhsa_compile.conversion.rotary import Tables, check_tables, halved, rope_of
 from mhsa_compile.conversion.seen_keys import Band, SeenKeys, constant_band, mask_for, mask_kind
 from mhsa_compile.errors import MhsaError
@@ -25,8 +25,12 @@ from mhsa_compile.nn.functional import rotated
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.position_encoding import Rope
+from mhsa_compile.verification.error_budget import agrees
 
 _TRIED = 5  # random rows on which a map has to be linear
+
+
+_ROWS = 1024  # of an identity that are given at once
 
 
 def seen_by(call: NotedCall) -> SeenKeys:
@@ -287,3 +291,37 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_converted(one, dtype) for one in value)
     return value if isinstance(value, bool | int | float | str) else None
+
+
+@dataclass(frozen=True, eq=False)
+class LinearMap:
+    """y = x W^T + b in float64: weight (out, in), bias (out,)."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+def read_maps(function: Callable[[Tensor], tuple[Tensor, ...]], width: int) -> list[LinearMap]:
+    """The map of each result (n, out) of `function(x)`, x (n, width) in float64.
+
+    The columns of W are what unit vectors give, less what zeros give. Where the weights are of a shorter dtype, that
+    is exact but for what float64 rounds, and so the very weights once rounded to their dtype.
+    """
+    zeros = torch.zeros(1, width, dtype=torch.float64)
+    biases = [result[0].double() for result in function(zeros)]
+    parts: list[list[Tensor]] = [[] for _ in biases]
+    for begin in range(0, width, _ROWS):
+        rows = min(_ROWS, width - begin)
+        units = torch.zeros(rows, width, dtype=torch.float64)
+        units[torch.arange(rows), begin + torch.arange(rows)] = 1
+        for found, bias, result in zip(parts, biases, function(units), strict=True):
+            found.append(result.double() - bias)
+    return [LinearMap(torch.cat(found).T.contiguous(), bias) for found, bias in zip(parts, biases, strict=True)]
+
+
+def is_linear(found: LinearMap, x: Tensor, result: Tensor) -> bool:
+    """Whether the map gives `result` for x (n, in), as closely as float32 computes it."""
+    return agrees(found(x), found(x.float()), result)

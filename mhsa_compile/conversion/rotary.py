@@ -15,10 +15,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.agreement import agrees
 from mhsa_compile.conversion.attention_calls import refused
 from mhsa_compile.errors import ModelError
 from mhsa_compile.spec.position_encoding import SCALINGS, Rope
+from mhsa_compile.verification.error_budget import agrees
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines, each (L, rotary_dim / 2)."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.agreement import agrees
 from mhsa_compile.conversion.attention_calls import bound, refused
 from mhsa_compile.conversion.from_torch import from_torch, joined
 from mhsa_compile.conversion.seen_keys import Band, SeenKeys, bool_where_it_hides, constant_band, mask_for, mask_kind
 from mhsa_compile.nn.modules import MultiHeadAttention
+from mhsa_compile.verification.error_budget import agrees
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,12 +1,15 @@
-"""Files from outside, opened so that none of them can hang or surprise whoever reads them. Standard library only."""
+"""Files from outside, opened so that none of them can hang or surprise whoever reads them; JSON in which
+no object names one thing twice, since readers disagree on which of the two counts. Standard library only."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from mhsa_compile.errors import MhsaError
 
@@ -63,3 +66,17 @@ def text_or_nothing(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def require_unique_keys(raw: bytes | str) -> None:
+    """Raises ValueError for JSON with an object that has two entries of one name, and for what is no JSON."""
+    json.loads(raw, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two entries of one name, {twice!r}")
+    return entries

@@ -24,9 +24,8 @@ from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, AccelerationRow
-from mhsa_compile.integrations.encoder_layer import EncoderLayerForward, is_plain
+from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayerForward, is_plain
 from mhsa_compile.integrations.first_calls import FirstCalls
-from mhsa_compile.integrations.padded_encoder import EncoderForward
 from mhsa_compile.integrations.torch_attention import LayerForward
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
 from mhsa_compile.nn.modules import MultiHeadAttention

@@ -17,9 +17,8 @@ from torch import Tensor
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.integrations.attention_check import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
-from mhsa_compile.integrations.bound_weights import no_room
-from mhsa_compile.integrations.call_plan import CallPlan
-from mhsa_compile.integrations.call_table import TABLE
+from mhsa_compile.integrations.call_table import TABLE, CallPlan
+from mhsa_compile.integrations.weight_state import no_room
 
 NAME = "mhsa::attention"
 _KNOWN_PLANS = 64

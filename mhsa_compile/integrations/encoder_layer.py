@@ -2,24 +2,34 @@
 all of them, but for calls so small that the operator is as fast. Calls with a mask stay ours, however small: the
 operator differs in rows that see no key, and in what NaN at hidden keys does.
 
-Notation: B batch, L length, D embed.
+Padded batches go through nn.TransformerEncoder without their padding, several sequences in a row. PyTorch's encoder
+turns such a batch into nested tensors, whose padding is zeros in the end. Here the sequences of a batch are laid into
+as few rows of the longest one's length as hold them, and a mask keeps them apart: linears and norms work on tokens, and
+attention stays within a row.
+
+Notation: B batch, L length, D embed, P rows, R length of a row, H heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.integrations.attention_operator import is_recorded
+from mhsa_compile.integrations.attention_operator import is_recorded, wants_gradient
+from mhsa_compile.integrations.call_context import why_not_numbers
 
 SMALL = 1_500_000
 """Multiply-adds of a call from which on the parts are faster. One thread of PyTorch's operator spends some 25 us less
 outside of its products; on two threads of a Zen 5 both take the same time at D 64 and L 30, D 128 and L 9, D 512 and
 L 1."""
 _WHY = "a layer of an encoder on so little that PyTorch's one operator is as fast"
+
+
+_WORTH = 0.9
+"""What rows may hold of a padded batch's places, so that it is worth laying it out anew."""
 
 
 class EncoderLayerForward:
@@ -70,3 +80,71 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.TransformerEncoderLayer]:
     """Whether a module is an encoder's layer that computes what PyTorch's class does."""
     own = type(layer).forward is nn.TransformerEncoderLayer.forward
     return isinstance(layer, nn.TransformerEncoderLayer) and own and "forward" not in vars(layer)
+
+
+class EncoderForward:
+    """The forward of an encoder all of whose attentions are replaced, and which PyTorch would have run on nested
+    tensors. Its result at padding is 0, as PyTorch's is."""
+
+    def __init__(self, encoder: nn.TransformerEncoder) -> None:
+        self._encoder = encoder
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._encoder,)
+
+    def __call__(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """src (B, L, D), src_key_padding_mask (B, L), True at padding -> (B, L, D)."""
+        encoder, padding = self._encoder, src_key_padding_mask
+        forward: Callable[..., Tensor] = type(encoder).forward
+        rows = _rows(padding) if padding is not None and mask is None and self._may_pack(src, padding) else None
+        if rows is None or padding is None:
+            return forward(encoder, src, mask, src_key_padding_mask, is_causal)
+        places, sequences = _layout(rows, padding)
+        tokens = src.reshape(-1, src.shape[-1])
+        packed = tokens[places.clamp(min=0)]
+        heads = encoder.layers[0].self_attn.num_heads
+        apart = sequences[:, None, :] != sequences[:, :, None]
+        y = forward(encoder, packed, apart.repeat_interleave(heads, 0), None, False)
+        result = torch.zeros_like(tokens)
+        result[places[places >= 0]] = y[places >= 0]
+        return result.view_as(src)
+
+    def _may_pack(self, src: Tensor, padding: Tensor) -> bool:
+        """Whether PyTorch would have dropped the padding of this call, and artifacts can compute it."""
+        encoder = self._encoder
+        plain = src.ndim == 3 and padding.dtype == torch.bool and padding.shape == src.shape[:2]
+        if not plain or is_recorded() or encoder.training or not torch.backends.mha.get_fastpath_enabled():
+            return False
+        return not why_not_numbers(src, padding) and not wants_gradient(src, *encoder.parameters())
+
+
+def _rows(padding: Tensor) -> list[list[int]] | None:
+    """Which sequences share a row of the longest one's length, the longest first; None where that saves little."""
+    B, L = padding.shape
+    lengths = (L - padding.sum(1)).tolist()
+    longest = max(lengths, default=0)
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for sequence in sorted(range(B), key=lambda number: -lengths[number]):
+        size = lengths[sequence]
+        row = next((i for i, left in enumerate(room) if left >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(longest)
+        rows[row].append(sequence)
+        room[row] -= size
+    return rows if longest and len(rows) * longest < _WORTH * B * L else None
+
+
+def _layout(rows: Sequence[Sequence[int]], padding: Tensor) -> tuple[Tensor, Tensor]:
+    """(places (P, R) of tokens among B * L, -1 where a row has room; sequences (P, R), -1 there)."""
+    L, kept = padding.shape[1], ~padding
+    tokens = [torch.cat([sequence * L + kept[sequence].nonzero()[:, 0] for sequence in row]) for row in rows]
+    places = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-1)
+    return places, torch.where(places < 0, -1, torch.div(places, L, rounding_mode="floor"))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from mhsa_compile.conversion.from_torch import from_torch, joined
 from mhsa_compile.errors import ModelError
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
-from mhsa_compile.integrations.bound_weights import BoundWeights
 from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.integrations.first_calls import FirstCalls
+from mhsa_compile.integrations.weight_state import BoundWeights
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 

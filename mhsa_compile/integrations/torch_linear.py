@@ -18,9 +18,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
-from mhsa_compile.integrations.bound_weights import BoundWeights
 from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.integrations.first_calls import FirstCalls
+from mhsa_compile.integrations.weight_state import BoundWeights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 LEAST_WEIGHTS = 256 * 256

@@ -24,7 +24,7 @@ from mhsa_compile.files.foreign_errors import (
     reading,
     refusal_of,
 )
-from mhsa_compile.files.hashed_file import HashedFile
+from mhsa_compile.files.opened_once import HashedFile
 from mhsa_compile.hardware import host
 from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
 from mhsa_compile.runtime.artifact.artifact import Artifact, opened, stored_weights
@@ -42,11 +42,9 @@ from mhsa_compile.runtime.cuda_launch import Launches
 from mhsa_compile.runtime.kv_cache import KVCache
 from mhsa_compile.runtime.misfits import misfit, shapes_of
 from mhsa_compile.runtime.profile.call_profile import CallProfile
-from mhsa_compile.runtime.profile.captured_call import KernelRun, capture
-from mhsa_compile.runtime.profile.profile_call import Turns, profile_call
+from mhsa_compile.runtime.profile.profile_call import KernelRun, Turns, capture, profile_call
 from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
-from mhsa_compile.runtime.weight_binding import bound
-from mhsa_compile.runtime.weights_at_load import Weights, own_weights, weight_arrays
+from mhsa_compile.runtime.weight_binding import Weights, bound, own_weights, weight_arrays
 from mhsa_compile.spec.outputs import together
 from mhsa_compile.spec.picture import card, picture_of
 

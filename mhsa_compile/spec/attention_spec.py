@@ -15,7 +15,7 @@ import msgspec
 
 from mhsa_compile.errors import SpecError
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.files.unique_json import require_unique_keys
+from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.spec.checks import (
     check_choice,
     check_dtype,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 
@@ -41,3 +46,11 @@ def max_error(expected: np.ndarray, actual: np.ndarray) -> float:
     if not np.array_equal(finite, np.isfinite(actual)):
         return np.inf
     return float(np.abs(actual[finite].astype(np.float64) - expected[finite]).max(initial=0.0))
+
+
+def agrees(expected: Tensor, own: Tensor, actual: Tensor) -> bool:
+    """Whether `actual` is as close to `expected`, in float64, as twice the error of `own` and a rounding step of its
+    dtype allow: `own` is what PyTorch's eager operators compute at that dtype."""
+    exact = expected.detach().double().numpy()
+    allowed = budget(exact, own.detach().double().numpy(), str(own.dtype).removeprefix("torch."))
+    return max_error(exact, actual.detach().double().numpy()) <= allowed

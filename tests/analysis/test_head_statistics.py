@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import mhsa_compile as mhsa
-from mhsa_analysis.head_report import HeadReport
-from mhsa_analysis.linkage import linkage_order
+from mhsa_analysis.head_report import HeadReport, linkage_order
 from mhsa_compile import analysis
 from mhsa_compile.errors import InputError, MhsaError, ModelError, SpecError
 from mhsa_compile.nn.functional import to_numpy

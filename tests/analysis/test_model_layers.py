@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 from support.attention_families import FAMILIES, REFUSED, built, given
 
 from mhsa_analysis.model_layers import TrainedLayer, trained_layers
-from mhsa_compile.conversion.agreement import agrees
 from mhsa_compile.conversion.attention_calls import NAME
 from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.verification.error_budget import agrees
 
 MASKS = {"T5": "additive"}
 BANDS: dict[str, list[Any]] = {

@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 
 from mhsa_compile import __version__
 from mhsa_compile.cli.app import app
-from mhsa_compile.cli.commands import doctor
-from mhsa_compile.cli.common import arrays, op_table
+from mhsa_compile.cli.commands import compile, doctor
+from mhsa_compile.cli.common import arrays
 from mhsa_compile.cli.common.spec_flags import SpecFlags
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.hardware import environment, host, profile
@@ -341,7 +341,7 @@ def test_a_report_of_many_operations_fits_on_a_screen() -> None:
     nothing = {"outputs": (), "weights": (), "semantics": (), "versions": {}, "files": {}, "spec": None}
     target = profile.load_profile("x86-64-v3")
     manifest = Manifest(mhsa_version="", inputs=inputs, target=target, ops=(*linears, *others), **nothing)
-    rows = op_table.rows(manifest, verbose=False)
+    rows = compile.rows(manifest, verbose=False)
     assert len(rows) == 15
     assert [row[:4] for row in rows[:3]] == [
         ("10: op_2 ... op_29", "linear", "cpu.linear", "57%"),
@@ -349,7 +349,7 @@ def test_a_report_of_many_operations_fits_on_a_screen() -> None:
         ("10: op_0 ... op_27", "linear", "cpu.linear", "14%"),
     ]
     assert rows[-1][0] == "14 others"
-    assert len(op_table.rows(manifest, verbose=True)) == 55
+    assert len(compile.rows(manifest, verbose=True)) == 55
 
 
 @pytest.mark.thorough

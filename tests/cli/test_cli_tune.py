@@ -30,7 +30,7 @@ def spec(tmp_path: Path) -> Path:
 def test_a_model_is_tuned_and_compiled_with_what_was_found(tmp_path: Path, monkeypatch):
     for name in ("FIRST", "LAST", "SECONDS"):
         monkeypatch.setattr(search, name, 0.01)
-    monkeypatch.setattr("mhsa_compile.cli.commands.tune_run.GAIN_SECONDS", 0.01)
+    monkeypatch.setattr("mhsa_compile.cli.commands.tune.GAIN_SECONDS", 0.01)
     module = ScaledDotProductAttention(AttentionSpec(embed_dim=16, num_heads=2)).eval()
     onnx.save(export(module, dims={}), tmp_path / "core.onnx")
     records = tmp_path / "records.jsonl"

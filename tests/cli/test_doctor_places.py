@@ -12,8 +12,7 @@ from support.pretended_cpu import pretend
 from support.records_made import DEVICE, made
 
 from mhsa_compile.cli.commands import doctor
-from mhsa_compile.cli.commands.findings import places
-from mhsa_compile.cli.commands.findings.finding import Finding
+from mhsa_compile.cli.commands.doctor import Finding
 from mhsa_compile.files import proc, user_folders
 from mhsa_compile.hardware import cpuid, data_paths, host
 from mhsa_compile.records import record_files
@@ -26,9 +25,9 @@ def by_name(*checks) -> dict[str, Finding]:
 
 
 def test_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert by_name(places.proc_mounted)["/proc"].status == "ok"
+    assert by_name(doctor._proc)["/proc"].status == "ok"
     monkeypatch.setattr(proc, "_SELF", "/nowhere")
-    finding = by_name(places.proc_mounted)["/proc"]
+    finding = by_name(doctor._proc)["/proc"]
     assert (finding.status, finding.found) == ("warn", "not mounted")
 
 
@@ -48,9 +47,9 @@ def test_who_tells_of_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "home" not in by_name(places.folders)
+    assert "home" not in by_name(doctor._folders)
     monkeypatch.setattr(user_folders, "has_home", lambda: False)
-    assert by_name(places.folders)["home"].status == "warn"
+    assert by_name(doctor._folders)["home"].status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_folders_into_which_nothing_can_be_written(
         raise OSError(reason, os.strerror(reason))
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    found = by_name(places.folders)
+    found = by_name(doctor._folders)
     for name, folder in (("artifact cache", "cache/mhsa_compile/artifacts"), ("own records", "data/mhsa_compile")):
         assert found[name].status == "warn" and str(tmp_path / folder) in found[name].found
         assert status in found[name].found
@@ -77,8 +76,8 @@ def test_folders_into_which_nothing_can_be_written(
 
 
 def test_a_limit_on_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "size_limit", lambda: 1000)
-    assert "1000 bytes" in by_name(places.folders)["file sizes"].found
+    monkeypatch.setattr(doctor, "size_limit", lambda: 1000)
+    assert "1000 bytes" in by_name(doctor._folders)["file sizes"].found
 
 
 def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,21 +85,21 @@ def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.setattr(user_folders.tempfile, "gettempdir", none)
-    finding = by_name(places.folders)["temporary files"]
+    finding = by_name(doctor._folders)["temporary files"]
     assert finding.status == "fail" and "No usable temporary directory" in finding.found and "TMPDIR" in finding.advice
 
 
 def test_own_records_that_do_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert by_name(places.own_records) == {}
+    assert by_name(doctor._own_records) == {}
     path = data_paths.own_records("native")
     record_files.append(path, made())
-    assert by_name(places.own_records)["records"].status == "ok"
+    assert by_name(doctor._own_records)["records"].status == "ok"
     record_files.append(path, made(device=msgspec.structs.replace(DEVICE, microarchitecture="")))
-    finding = by_name(places.own_records)["records"]
+    finding = by_name(doctor._own_records)["records"]
     assert (finding.status, finding.found) == (
         "warn", "2 of your own, 1 of which do not tell the microarchitecture, and do not count",
     )  # fmt: skip
     assert f"mhsa records measured-on {path} NAME" in finding.advice
     path.write_text("my notes\n")
-    assert "line 1" in by_name(places.own_records)["records"].found
+    assert "line 1" in by_name(doctor._own_records)["records"].found

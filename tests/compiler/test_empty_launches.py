@@ -1,4 +1,4 @@
-"""empty_launches.py: the host's code of kernels, run where no GPU is, up to the launch.
+"""empty_arrays.py: the host's code of kernels, run where no GPU is, up to the launch.
 
 The tensors that it is given say that they lie on a GPU. A launch there fails, since nothing can run the kernel: what
 comes back without an error has launched nothing.

@@ -13,7 +13,7 @@ from tvm import te, tirx
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.fallback.function_nodes import rewritten
-from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
+from mhsa_compile.compiler.fallback.hidden_values import hide_dividends
 
 SIZE = 16
 

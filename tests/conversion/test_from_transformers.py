@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 from support.attention_families import FAMILIES, REFUSED, built
 from transformers import AttentionInterface
 
-from mhsa_compile.conversion.agreement import agrees
 from mhsa_compile.conversion.from_transformers import from_llama, from_transformers
 from mhsa_compile.errors import ModelError
+from mhsa_compile.verification.error_budget import agrees
 
 
 def layer_of(name: str, number: int = 0) -> Any:

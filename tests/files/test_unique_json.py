@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from mhsa_compile.errors import ArtifactError, InputError, SpecError
-from mhsa_compile.files.unique_json import require_unique_keys
+from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.runtime.artifact.manifest import read_manifest
 from mhsa_compile.runtime.artifact.tensor_file import read_tensors
-from mhsa_compile.runtime.weights_at_load import _read
+from mhsa_compile.runtime.weight_binding import _read
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
 ENTRY = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'

@@ -27,7 +27,7 @@ import mhsa_compile as mhsa
 from fuzz import file_mutations
 from fuzz.file_mutations import Case
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.runtime.standalone import build_runtime, bundle, runtimes
+from mhsa_compile.runtime.standalone import bundle, runtimes
 
 HERE = Path(__file__).parent
 SECONDS, PATIENCE = 5, 30  # of CPU time; of the clock, for others may load the machine
@@ -75,9 +75,9 @@ def build(folder: Path, quick: bool = False) -> Path:
     words = [cxx, *_WORDS, *(("-fsanitize=address", "-O0") if quick else (_SANITIZERS, "-O1", "-g1"))]
     libraries = [ffi / "lib/libtvm_ffi.so", tvm / "lib/libtvm_runtime.so"]
     if not quick:
-        libraries = [folder / build_runtime.LIBRARY]
-        build_runtime.stage(tvm, ffi, folder / "sources")
-        own = [*words, *_RUNTIME, "-Iinclude", *build_runtime.UNITS, "-o", libraries[0]]
+        libraries = [folder / runtimes.LIBRARY]
+        runtimes.stage(tvm, ffi, folder / "sources")
+        own = [*words, *_RUNTIME, "-Iinclude", *runtimes.UNITS, "-o", libraries[0]]
         subprocess.run(list(map(str, own)), cwd=folder / "sources", check=True)
     paths = [*(f"-Wl,-rpath,{library.parent}" for library in libraries), "-Wl,--no-as-needed", *libraries]
     includes = ["-isystem", ffi / "include", "-I", Path(bundle.__file__).parent / "program"]

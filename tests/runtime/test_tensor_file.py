@@ -18,7 +18,7 @@ from support.hostile_tensors import HOSTILE, SOUND, file
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.runtime.artifact.tensor_file import read_tensors
-from mhsa_compile.runtime.weights_at_load import _read
+from mhsa_compile.runtime.weight_binding import _read
 
 
 class Trickle(BytesIO):
@@ -86,7 +86,7 @@ def test_a_file_that_ends_while_it_is_read() -> None:
 
 _PEAK = """
 import sys
-from mhsa_compile.runtime.weights_at_load import _read
+from mhsa_compile.runtime.weight_binding import _read
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 size = sum(array.nbytes for array in _read(sys.argv[1]).values())

@@ -1,4 +1,5 @@
-"""`mhsa bench`: this project and others on the same inputs, interleaved in one process."""
+"""`mhsa bench`: this project and others on the same inputs, interleaved in one process; with `--predict`, how fast a
+target's inner loops would be, by a model of its CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mhsa_bench.plots import bench_plots, figure
-from mhsa_compile.cli.commands import predict as predicting
 from mhsa_compile.cli.common import options, output, sources
 from mhsa_compile.cli.common.cases import CaseOptions
 from mhsa_compile.errors import InputError
@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
     _Compiled = tuple[str, Artifact, dict[str, int]]
     """(name, artifact, sizes of its dims)."""
+    from mhsa_bench.static.predict import KernelReport, LoopReport, Prediction
 
 _DEFAULT_WORKLOAD = "base128"
 _DEFAULT_DIMS = {"B": 1, "L": 128}  # S is L unless given
+
+
+_NOTE = """A prediction, not a measurement: of the inner loops alone, with all data in the first-level cache. Attention
+also spends multiplication slots on its exponentials, between these loops. Tails are for what fills no whole tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +111,7 @@ def _predict(source: Path | None, given: BenchOptions, stated: dict[str, int]) -
         weights=given.weights,
         seed=0,
     )
-    predicting.predict(cases, given.target or data_paths.NATIVE, given.json)
+    _show_predictions(cases, given.target or data_paths.NATIVE, given.json)
 
 
 def _checked(source: Path | None, given: BenchOptions, stated: dict[str, int]) -> tuple[str, ...]:
@@ -236,4 +241,51 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
         cell(row.share_of_limit, ".0%"),
         cell(row.error_share, ".2f"),
         row.form,
+    )
+
+
+def _show_predictions(given: CaseOptions, target: str, json: bool) -> None:
+    """Prints the prediction for each source or workload. Raises InputError, TargetError, InstallationError."""
+    from mhsa_bench.static import llvm_mca
+    from mhsa_compile.hardware.profile import load_cpu_profile
+
+    profile = load_cpu_profile(target, "predicting")
+    given.check()
+    llvm_mca.find(profile)  # what is missing is said before PyTorch is loaded
+    sources.require_compiler()
+    from mhsa_bench.static.predict import predict as predict_ops
+    from mhsa_compile.compiler import pipeline
+
+    predictions: dict[str, Prediction] = {}
+    for case in given.cases():
+        with output.stages() as stage:
+            stage(f"predict {case.name}")
+            ops = pipeline.operations(case.source, dims=case.dims, weights=case.weights)
+            predictions[case.name] = predict_ops(ops, profile)
+        if not json:
+            _show_prediction(f"{case.name} on {profile.name}", predictions[case.name])
+    if json:
+        output.print_json({"target": profile.name, "predictions": predictions})
+    else:
+        output.line(_NOTE)
+
+
+def _show_prediction(what: str, prediction: Prediction) -> None:
+    title = f"{what}, predicted by {prediction.analyzer} with LLVM's model {prediction.model}"
+    columns = ("operations", "instruction", "sums>", "loops>", "cycles>", "of its slots>", "bytes each>", "spills>", "")
+    rows = [_loop_cells(kernel, loop) for kernel in prediction.kernels for loop in kernel.loops]
+    output.print_table(title, columns, rows)
+
+
+def _loop_cells(kernel: KernelReport, loop: LoopReport) -> tuple[str, ...]:
+    return (
+        ", ".join(kernel.ops) if loop is kernel.loops[0] else "",
+        f"{loop.multiplies} {loop.instruction}",
+        str(loop.sums),
+        str(loop.loops),
+        f"{loop.cycles:.1f}",
+        f"{loop.share:.1%}",
+        f"{loop.bytes:.1f}",
+        str(loop.spills),
+        "tail" if loop.tail else "",
     )

@@ -13,8 +13,7 @@ from safetensors.numpy import save, save_file
 
 from mhsa_compile.compiler.cache import kept_artifacts
 from mhsa_compile.compiler.cache.cache_key import Asked
-from mhsa_compile.compiler.cache.kept_artifacts import MakeWeights
-from mhsa_compile.compiler.cache.turns import Turn
+from mhsa_compile.compiler.cache.kept_artifacts import MakeWeights, Turn
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 

@@ -1,24 +1,29 @@
 """The folder of artifacts that were compiled before: looked up by key, checked by hash on use, bounded in size.
 
-    ~/.cache/mhsa_compile/artifacts/KEY/    an artifact folder like any other
+    ~/.cache/mhsa_compile/artifacts/KEY/         an artifact folder like any other
+    ~/.cache/mhsa_compile/artifacts/.KEY.lock    while somebody compiles
 
 Several processes may use it at once: an entry is renamed into place whole, and renamed away before it is deleted. What
 goes wrong with the folder never stops a compilation: a damaged entry is deleted and made again, a full disk keeps
 nothing. Code is mapped from here, so a folder that others may write to is not used. Imports no TVM.
+
+Of several processes that want the same thing, one compiles it and the others wait for their turn. The lock is the
+kernel's (flock): it ends with its process, however that ends, and the next one takes its turn. One that hangs does not
+hold up the rest for ever: they compile for themselves then.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mhsa_compile.compiler.cache import turns
-from mhsa_compile.compiler.cache.turns import Turn
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.files.atomic_write import Unfinished
@@ -26,13 +31,70 @@ from mhsa_compile.hardware import data_paths
 from mhsa_compile.runtime.artifact.artifact import Artifact, opened
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 
+WAIT_SECONDS = 900.0
+"""The longest that others are waited for: a large model takes minutes on a busy machine."""
+_PAUSE_SECONDS = 0.05
+
+
 SWITCH = "MHSA_CACHE"
 LIMIT = 2 * 2**30
 """Bytes of all entries together; the least recently used go first. Layers have a few MB, small models some hundred."""
 _DROPPED = "dropped"  # the name of an entry while it is deleted
 _KEY_LENGTH = 64  # of a sha256 in hexadecimal digits
-
 MakeWeights = Callable[[Manifest, Path], None]
+
+
+class Turn:
+    """The turn to compile what has this key, until it is over."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._path = _place(folder, key)
+        self._handle = -1
+
+    def take(self) -> None:
+        """Waits until nobody else has it; not at all where there can be no lock."""
+        until = time.monotonic() + WAIT_SECONDS
+        with suppress(
+            OSError
+        ):  # a full disk, or a file system without locks: it is compiled at once, as often as asked
+            while not self._taken() and time.monotonic() < until:
+                time.sleep(_PAUSE_SECONDS)
+
+    def over(self) -> None:
+        """Lets the next one take it."""
+        if self._handle >= 0:
+            with suppress(OSError):
+                self._path.unlink()
+            os.close(self._handle)
+            self._handle = -1
+
+    def _taken(self) -> bool:
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(handle), self._path.stat())  # or the one before removed what was locked
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        except BaseException:
+            os.close(handle)
+            raise
+        if not mine:
+            os.close(handle)
+            return False
+        self._handle = handle
+        return True
+
+
+def sweep(folder: Path, key: str) -> None:
+    """Removes the lock of a process that died in its turn."""
+    turn = Turn(folder, key)
+    with suppress(OSError):
+        if _place(folder, key).exists() and turn._taken():
+            turn.over()
+
+
+def _place(folder: Path, key: str) -> Path:
+    return folder / f".{key}.lock"
 
 
 @dataclass(frozen=True)
@@ -134,7 +196,7 @@ def _bound(root: Path) -> None:
     left = {place.name.split(".")[1] for place in root.iterdir() if place.name.startswith(".")}
     for name in filter(_is_key, left):
         atomic_write.sweep(root, name)
-        turns.sweep(root, name)
+        sweep(root, name)
     atomic_write.sweep(root, _DROPPED)
     total = 0
     for entry in entries():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,48 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from mhsa_compile.compiler.codegen import (
-    caller_memory,
-    data_races,
-    embed_cubin,
-    empty_constants,
-    empty_launches,
-)
-from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
+from mhsa_compile.compiler.codegen import caller_memory, data_races, embed_cubin, empty_arrays
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code, most_bytes_of_data
 from mhsa_compile.compiler.codegen.runtime_functions import check_functions
 from mhsa_compile.files import atomic_write
 from mhsa_compile.hardware import environment, zig
 from mhsa_compile.hardware.profile import CudaProfile, TargetProfile
 from mhsa_compile.runtime import threads, tvm_runtime
+from mhsa_compile.runtime.artifact.manifest import OpReport, SlowOperation
 
 _FLOAT16, _CPU_FEATURES = (Path(__file__).with_name(name) for name in ("float16.c", "cpu_features.c"))
 POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined", "-lpthread", "-ldl", "-Wl,-z,nodelete")
 """The pool of threads that an artifact for a CPU carries: its workers never end, so the library never goes."""
+_FOR_GPUS = tuple(
+    f"s_tir.{name}"
+    for name in (
+        "InferFragment",
+        "InjectDoubleBuffer",
+        "InjectPermutedLayout",
+        "InjectSoftwarePipeline",
+        "InjectVirtualThread",
+        "LowerAutoCopy",
+        "LowerThreadAllreduce",
+        "LowerVtcmAlloc",
+        "ManifestSharedMemoryLocalStage",
+        "MergeSharedMemoryAllocations",
+        "ThreadSync",
+        "TransformMmaBufferLayout",
+    )
+)
+"""Passes about threads of a block, memory that they share, and tensor cores."""
+
+
+@dataclass
+class LoweredModule:
+    """What `build` compiles. `weights` are the initializers, of which `weight_binding` has numbers; `packed` is how
+    many parameters of main it makes of them, after the inputs."""
+
+    module: Any
+    weights: list[str]
+    packed: int
+    reports: list[OpReport]
+    slow: tuple[SlowOperation, ...] = ()
 
 
 def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> None:
@@ -42,7 +67,7 @@ def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> No
         executable = device_executable(scheduled, profile)
     else:
         with pass_context():
-            module = empty_constants.allocated(scheduled.module, "main")
+            module = empty_arrays.allocated(scheduled.module, "main")
             executable = relax.build(module, _target(profile), relax_pipeline=_pipeline())
     _export(executable, library, profile)
     check_functions(library, tvm_runtime.libraries(isinstance(profile, CudaProfile)))
@@ -52,7 +77,7 @@ def device_executable(scheduled: LoweredModule, profile: CudaProfile) -> Any:
     """The executable for a GPU; its kernels are CUDA C++ still, whether there is a GPU here or not."""
     inputs = len(scheduled.module["main"].params) - scheduled.packed
     module = caller_memory.from_caller(tvm.transform.Sequential(_planning())(scheduled.module), inputs)
-    module = empty_launches.guarded(module)
+    module = empty_arrays.guarded(module)
     with _for_kernels():
         return relax.build(module, _target(profile), relax_pipeline=tvm.transform.Sequential(_lowering()))
 
@@ -142,26 +167,6 @@ def pass_context() -> Iterator[None]:
         tvm.transform.PassContext(disabled_pass=disabled, config=config, instruments=[look]),
     ):
         yield
-
-
-_FOR_GPUS = tuple(
-    f"s_tir.{name}"
-    for name in (
-        "InferFragment",
-        "InjectDoubleBuffer",
-        "InjectPermutedLayout",
-        "InjectSoftwarePipeline",
-        "InjectVirtualThread",
-        "LowerAutoCopy",
-        "LowerThreadAllreduce",
-        "LowerVtcmAlloc",
-        "ManifestSharedMemoryLocalStage",
-        "MergeSharedMemoryAllocations",
-        "ThreadSync",
-        "TransformMmaBufferLayout",
-    )
-)
-"""Passes about threads of a block, memory that they share, and tensor cores."""
 
 
 def _pipeline() -> Any:

@@ -25,8 +25,7 @@ from mhsa_compile.compiler.fallback import traces
 from mhsa_compile.compiler.fallback.binding_order import sizes_first
 from mhsa_compile.compiler.fallback.edges import EDGES
 from mhsa_compile.compiler.fallback.function_nodes import rewritten
-from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
-from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
+from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_operands
 from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
 from mhsa_compile.compiler.fallback.top_k import with_top_k
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm

@@ -18,8 +18,7 @@ from tvm.s_tir import dlight
 
 from mhsa_compile.compiler.fallback import cpu_schedule
 from mhsa_compile.compiler.fallback.function_nodes import Nodes, rewritten
-from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
-from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
+from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_operands
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_without_sign
 from mhsa_compile.frontend.relax.sizes.call_checks import CHECK
 from mhsa_compile.hardware.profile import CudaProfile

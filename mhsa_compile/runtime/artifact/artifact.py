@@ -29,8 +29,7 @@ from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import Unfinished, replaced, unwritable
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.files.hashed_file import HashedFile
-from mhsa_compile.files.opened_once import OpenFolder
+from mhsa_compile.files.opened_once import HashedFile, OpenFolder
 from mhsa_compile.runtime.artifact.manifest import (
     MANIFEST,
     WEIGHTS,

@@ -12,7 +12,7 @@ import msgspec
 
 from mhsa_compile.errors import ArtifactError
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.files.unique_json import require_unique_keys
+from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import LARGEST

@@ -17,7 +17,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from mhsa_compile.files.unique_json import require_unique_keys
+from mhsa_compile.files.input_files import require_unique_keys
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_,

@@ -4,6 +4,10 @@ Each round makes the call as it is, then runs its kernels one after another and 
 that a call does not have are taken off: reading the clock, and calling a function of TVM's from Python with so many
 arrays, which is measured with a function that does nothing. A second pass of each round also reads the CPU time of the
 process's threads.
+
+TVM's VM tells an instrument of each of its instructions, but an instrument in Python takes several microseconds for
+each of the dozens that a call has, which is longer than a small call. So it only notes, once, what is run. The kernels
+are then run again in their order, by themselves: on the same arrays, so with the same in the CPU's caches as in a call.
 """
 
 from __future__ import annotations
@@ -21,14 +25,52 @@ import numpy as np
 from mhsa_compile.files.proc import thread_numbers
 from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
 from mhsa_compile.runtime.profile.call_profile import CallProfile, OpProfile, TraceEvent
-from mhsa_compile.runtime.profile.captured_call import KernelRun
 from mhsa_compile.runtime.profile.op_work import Work, array_bytes, work_of
-from mhsa_compile.runtime.tvm_runtime import Runtime
+from mhsa_compile.runtime.tvm_runtime import Runtime, Vm
+
+_OF_THE_VM = ("vm.builtin.", "shape_func")
+"""Instructions that are no kernels: memory, shapes, checks."""
+
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 3000
 _WARM, _WARM_SECONDS = 20, 0.2
 """Calls before the first that counts, no longer than so many seconds: the loops of a call settle how they are cut."""
 _NOTHINGS = 51
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """`run(*arguments)` computes what the call computes there.
+
+    symbol   its name in the code; operations with the same code share one
+    counts   what the arguments that are lists of integers held then, as numbers of keys: later arrays of the call may
+             lie in the same memory
+    """
+
+    symbol: str
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    counts: tuple[tuple[int, ...], ...] = ()
+
+
+def capture(runtime: Runtime, vm: Vm, arguments: Sequence[Any]) -> list[KernelRun]:
+    """The kernels that one call runs, in their order; it is made on a VM that nobody else uses."""
+    found: list[KernelRun] = []
+
+    def is_list(held: Any) -> bool:
+        return isinstance(held, runtime.ffi.Tensor) and str(held.dtype) == "int64" and len(held.shape) == 1
+
+    def note(function: Any, symbol: str, before: bool, result: Any, *held: Any) -> None:
+        if before and not symbol.startswith(_OF_THE_VM) and any(isinstance(one, runtime.ffi.Tensor) for one in held):
+            found.append(KernelRun(symbol, function, held, tuple(map(_numbers, filter(is_list, held)))))
+
+    vm.instrument(runtime.ffi.convert(note))
+    vm.main(*arguments)
+    return found
+
+
+def _numbers(tensor: Any) -> tuple[int, ...]:
+    return tuple(np.from_dlpack(tensor).tolist())
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,16 @@
 """TVM's runtime for a bundle: from the packages installed here, from others at hand, or built from the sources that
 those packages bring. Nothing is fetched from the network.
+
+It is built with Zig, for any target: one library of 2 MB that needs no C++ library on the device. The packages lack a
+few headers, most of which are there for what a compiled module never does (files of executables, tensors in JSON, a
+profiler's marks). `sources/` has small ones in their place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +18,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mhsa_compile.errors import InputError, InstallationError
-from mhsa_compile.files import input_files, places
+from mhsa_compile.files import input_files, places, user_folders
+from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.hardware import environment, host
+from mhsa_compile.hardware import environment, host, zig
 from mhsa_compile.runtime.artifact.manifest import Manifest
-from mhsa_compile.runtime.standalone import build_runtime
 
 BUILD = "build"
 LIBRARIES = {"libtvm_ffi.so": "apache_tvm_ffi", "libtvm_runtime.so": "apache_tvm"}  # and the wheels that bring them
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "arm": 40, "riscv64": 243}
+
+
+LIBRARY = "libtvm_runtime.so"
+_SOURCES = Path(__file__).parent / "sources"
+UNITS = ("tvm_runtime.cc", "tvm_ffi.cc")
+_FLAGS = (
+    *("-std=c++17", "-Os", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-ffunction-sections"),
+    *("-DTVM_FFI_EXPORTS", "-DTVM_FFI_USE_LIBBACKTRACE=0", "-DTVM_FFI_BACKTRACE_ON_SEGFAULT=0"),
+    *("-shared", "-s", f"-Wl,-soname,{LIBRARY}", "-Wl,-z,defs", "-Wl,--gc-sections"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
         return _prebuilt(architecture, folders, "the packages installed where it was made")
     if source in (None, BUILD):
         triple = manifest.target.link.triple
-        library = build_runtime.built(triple, package_folder("tvm"), package_folder("tvm_ffi"), progress)
+        library = built(triple, package_folder("tvm"), package_folder("tvm_ffi"), progress)
         origin = f"Zig, by the sources of apache-tvm {environment.TESTED_TVM}"
         return RuntimeLibraries({library.name: library.read_bytes()}, origin, f"glibc {_glibc(triple)}")
     place = Path(source)
@@ -126,3 +142,59 @@ def _is_for(architecture: str, library: bytes) -> bool:
     """Whether a library is for an architecture, by the field e_machine of its ELF header."""
     machine = next((number for name, number in _ELF_MACHINES.items() if architecture.startswith(name)), None)
     return library[:4] == b"\x7fELF" and int.from_bytes(library[18:20], "little") == machine
+
+
+def built(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str], None]) -> Path:
+    """The library for a Zig triple, from the user's cache if it was built before: it takes a minute or two.
+
+    tvm, tvm_ffi   the folders of the two packages
+
+    Raises InstallationError and BuildError.
+    """
+    environment.require("ziglang", extra="compile")
+    environment.check_tvm_pair()
+    home = user_folders.cache_home() / "mhsa_compile" / "runtimes"
+    folder = (home if user_folders.can_write(home) else user_folders.spare() / "runtimes") / f"{triple}-{_recipe()}"
+    library = folder / LIBRARY
+    if not library.is_file():
+        progress(f"build TVM's runtime for {triple}: a minute or two, once")
+        folder.mkdir(parents=True, exist_ok=True)
+        with Unfinished(folder, "build") as place:
+            made = _build(triple, tvm, tvm_ffi, place)
+            made.replace(library)  # two builds at once give the same bytes
+    return library
+
+
+def _recipe() -> str:
+    """A hash of all that the library is made of: another one for another library."""
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for path in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
+        digest.update(path.read_bytes())
+    for package in ("apache-tvm", "apache-tvm-ffi", "ziglang"):
+        digest.update((environment.installed_version(package) or "").encode())
+    return digest.hexdigest()[:12]
+
+
+def _build(triple: str, tvm: Path, tvm_ffi: Path, place: Path) -> Path:
+    stage(tvm, tvm_ffi, place)
+    # In that folder: absolute paths would be in the bytes.
+    zig.run("c++", triple, [*_FLAGS, "-Iinclude", *UNITS, "-o", LIBRARY], "TVM's runtime", folder=place)
+    return place / LIBRARY
+
+
+def stage(tvm: Path, tvm_ffi: Path, place: Path) -> None:
+    """Makes one tree of the packages' sources and ours, which include each other by relative names, with UNITS to
+    compile.
+
+    Raises InstallationError.
+    """
+    try:
+        for source, target in (
+            *((tvm / "include", place / "include"), (tvm / "src/runtime", place / "src/runtime")),
+            *((tvm_ffi / "include", place / "include"), (tvm_ffi / "src/ffi", place / "src/ffi")),
+            (_SOURCES, place),
+        ):
+            shutil.copytree(source, target, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        hint = "Reinstall it, or name wheels or libraries: --runtime FOLDER."
+        raise InstallationError("apache-tvm", "the sources of its runtime in its package", str(error), hint) from error

@@ -32,7 +32,7 @@ from mhsa_compile.errors import BundleError
 from mhsa_compile.files import input_files as files
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.files.unique_json import require_unique_keys
+from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.hardware.profile import Count
 from mhsa_compile.records.record import Isa
 from mhsa_compile.runtime.artifact.manifest import Digest, TensorDType

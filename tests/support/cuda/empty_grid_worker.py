@@ -10,7 +10,7 @@ import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
-from mhsa_compile.compiler.codegen.empty_launches import guarded
+from mhsa_compile.compiler.codegen.empty_arrays import guarded
 from mhsa_compile.hardware.profile import load_profile
 
 os.environ["TVM_COMPILE_FORCE_FALLBACK"] = "1"  # kernels stay source, which nothing runs

@@ -1,4 +1,8 @@
-"""No kernel is launched without blocks: CUDA refuses such a launch, where nothing to compute is nothing wrong.
+"""Arrays without elements, which neither TVM nor CUDA takes.
+
+Constants without elements TVM writes into a library and then cannot read: a call allocates them instead.
+
+No kernel is launched without blocks: CUDA refuses such a launch, where nothing to compute is nothing wrong.
 
 Sizes of 0 come with calls: a batch of nobody, no keys, a cache that holds nothing yet. What all outputs are empty of
 never gets here; what makes only one kernel's grid empty does.
@@ -10,7 +14,8 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import tirx
+from tvm import relax, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
 
 
 def guarded(module: Any) -> Any:
@@ -65,3 +70,30 @@ def _is_binding(statement: Any) -> bool:
 def _tag(binding: Any) -> str:
     axis = binding.node if isinstance(binding, tirx.AttrStmt) else binding.thread_binding
     return str(axis.thread_tag)
+
+
+def allocated(module: Any, main: str) -> Any:
+    """The module whose function `main` reads no constant without elements."""
+    function = module[main]
+    empty: list[Any] = []
+
+    def note(expression: Any) -> None:
+        if isinstance(expression, tvm.ir.GenericConst) and isinstance(expression.ty, relax.TensorType):
+            empty.extend([expression] if 0 in expression.value.shape else [])
+
+    relax.analysis.post_order_visit(function, note)
+    if not empty:
+        return module
+    changed = _Allocating(module)
+    changed.builder_.update_func(module.get_global_var(main), changed.visit_expr(function))
+    return changed.builder_.get()
+
+
+@mutator
+class _Allocating(PyExprMutator):  # type: ignore[misc]
+    def visit_generic_const_(self, constant: Any) -> Any:
+        if not isinstance(constant.ty, relax.TensorType) or 0 not in constant.value.shape:
+            return constant
+        shape = relax.ShapeExpr(list(map(int, constant.value.shape)))
+        allocation = relax.op.builtin.alloc_tensor(shape, str(constant.ty.dtype), 0)
+        return self.builder_.emit(allocation)

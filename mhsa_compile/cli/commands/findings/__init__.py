@@ -1,1 +1,0 @@
-"""What `mhsa doctor` looks at beside packages and processors: where files go."""
