@@ -1,12 +1,9 @@
-"""The core of attention in PyTorch: where queries and keys stand, what each query sees, and what it gets.
+"""The core of attention in PyTorch: what each query gets of the values.
 
 Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
 """
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -15,63 +12,39 @@ from torch import Tensor
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.nn import softmax_outputs
-from mhsa_compile.nn.score_functions import Functions
+from mhsa_compile.nn.score_features import Call, Held, Scoring, scoring_of
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.spec.mask_patterns import Pattern
+from mhsa_compile.spec.field_notes import formulas_of
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 
-ScoreMod = Callable[[Tensor], Tensor]
+FORMULAS = formulas_of(AttentionSpec)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    score_mod: ScoreMod | None = None,
-) -> Tensor:
-    """softmax(mod(cap(q k^T * scale)) + bias) v over the visible keys.
+def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, scale: float, dropout: float = 0.0) -> Tensor:
+    """softmax(scores) v over the visible keys, scores being q k^T * scale after all that `scoring` does to them.
 
-    q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> (B, H, L, F)
-    visible     bool, broadcastable to (B, H, L, S), or None: all are
-    bias        of q's dtype, broadcastable to (B, H, L, S), or None; -inf masks
-    softcap     cap(s) = softcap * tanh(s / softcap), where it is not 0
-    sinks       (H,) or None: for each head one more score of the softmax, of no value
-    dropout     the probability with which a weight becomes 0; the others grow by 1 / (1 - dropout)
-    score_mod   what becomes of scores (B, H, L, S), or None; one of -inf hides its key
+    q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> (B, H, L, F); `dropout` is the probability with which a weight
+    becomes 0; the others grow by 1 / (1 - dropout).
 
     The textbook form ("Attention Is All You Need", eq. 1; https://arxiv.org/abs/1706.03762), as PyTorch's eager one.
     """
     v = _for_each_query_head(v, q)
-    scores, visible = _scores(q, k, visible, bias, scale, softcap, score_mod)
+    scores, visible = _scores(q, k, scoring, scale)
     if visible is None:
-        return _dropped(_softmax(scores, sinks), dropout) @ v
+        return _dropped(_softmax(scores, scoring.no_key), dropout) @ v
     blind = ~visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0)  # 0: a softmax of -inf alone is NaN
-    weights = _dropped(_softmax(scores, sinks), dropout).masked_fill(~visible, 0.0)
+    weights = _dropped(_softmax(scores, scoring.no_key), dropout).masked_fill(~visible, 0.0)
     return _weighted_sum(weights, v, visible)
 
 
 def softmax_outputs_of(
-    q: Tensor,
-    k: Tensor,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    wanted: SoftmaxOutputs,
-    score_mod: ScoreMod | None = None,
+    q: Tensor, k: Tensor, scoring: Scoring, scale: float, wanted: SoftmaxOutputs
 ) -> dict[str, Tensor]:
     """What the rows of `attend`'s softmax are like: the arrays `wanted.names`, as `outputs` says."""
-    scores, visible = _scores(q, k, visible, bias, scale, softcap, score_mod)
+    scores, visible = _scores(q, k, scoring, scale)
     return softmax_outputs.softmax_outputs_of_rows(
-        scores if visible is None else scores.masked_fill(~visible, -torch.inf), sinks, wanted
+        scores if visible is None else scores.masked_fill(~visible, -torch.inf), scoring.no_key, wanted
     )
 
 
@@ -81,21 +54,15 @@ def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(group, dim=1) if group > 1 else x
 
 
-def _scores(
-    q: Tensor,
-    k: Tensor,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float,
-    score_mod: ScoreMod | None,
-) -> tuple[Tensor, Tensor | None]:
-    """(capped and biased scores, what is visible once the bias has masked as well)."""
+def _scores(q: Tensor, k: Tensor, scoring: Scoring, scale: float) -> tuple[Tensor, Tensor | None]:
+    """(scores as the softmax takes them, what is visible once the bias has masked as well)."""
     scores = (q * scale) @ _for_each_query_head(k, q).transpose(-1, -2)
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    if score_mod is not None:
-        scores = score_mod(scores)
+    visible, bias = scoring.visible, scoring.bias
+    for name, formula in FORMULAS.items():
+        if name in scoring.limits:
+            scores = formula(torch, scores, scoring.limits[name])
+    if scoring.score_mod is not None:
+        scores = scoring.score_mod(scores)
         seen = scores != -torch.inf
         visible = seen if visible is None else visible & seen
     if bias is None:
@@ -104,10 +71,10 @@ def _scores(
     return scores + bias, seen if visible is None else visible & seen
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    if sinks is None:
+def _softmax(scores: Tensor, no_key: Tensor | None) -> Tensor:
+    if no_key is None:
         return scores.softmax(dim=-1)
-    extra = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    extra = no_key.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
 
 
@@ -134,77 +101,24 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    held: Held,
     *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
     lengths: Tensor | None = None,
     dropout: float = 0.0,
-    functions: Functions | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The eager core: what each query sees is resolved, then `attend`; and what `spec.outputs` wants of the softmax.
+    """The eager core: what features do to scores is resolved, then `attend`; and what `spec.outputs` wants of the
+    softmax.
 
-    sinks, slopes   (H,), of a spec with `sinks` and `alibi`
+    held            what the module holds for its features
     lengths         int64 (B,): how many of the S keys are valid; the queries are the last of them
     dropout         of the weights that meet the values; what `spec.outputs` wants is of those before it
-    functions       the spec's mask_mod and score_mod, traced
     """
-    B, H, L, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-    mask = checked_mask(spec, mask)
-    if mask is not None:
-        _check_broadcast(spec, mask, (B, H, L, S))
-    visible = None if spec.mask == "additive" else mask
-    bias = mask if spec.mask == "additive" else None
-    stated = [] if visible is None else [visible]
-    distance = _distance(spec, L, S, lengths, q.device)
-    if spec.band is not None:
-        stated.append(_within(distance, *spec.band[:2]))
-    if lengths is not None:
-        stated.append(torch.arange(S, device=q.device) < lengths.view(-1, 1, 1, 1))
-    if spec.static_mask is not None:
-        stated.append(_static_mask(spec.static_mask, L, S).to(q.device))
-    if slopes is not None:  # the product has more bits than a place in 16-bit floats
-        wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
-        alibi = (wide.view(-1, 1, 1) * distance).to(q.dtype)
-        bias = alibi if bias is None else bias + alibi
-    score_mod = None
-    if functions is not None:
-        places = _places(distance, B, H, S)
-        stated += functions.visible(places)
-        score_mod = functions.score_function(places)
-    visible = functools.reduce(torch.logical_and, stated) if stated else None
+    sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    scoring = scoring_of(Call(spec, sizes, q.dtype, q.device, held, mask, lengths))
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-    seen, softcap = (visible, bias, scale), spec.softcap or 0.0
     wanted = inside_of(spec.outputs)
-    extra = softmax_outputs_of(q, k, *seen, softcap, sinks, wanted, score_mod) if wanted.names else {}
-    return attend(q, k, v, *seen, softcap, sinks, dropout, score_mod), extra
-
-
-def _places(distance: Tensor, B: int, H: int, S: int) -> dict[str, Tensor]:
-    """What functions are told of a pair, each broadcastable to (B, H, L, S); `distance` is that of `_distance`."""
-    device = distance.device
-    keys = torch.arange(S, device=device)
-    return {
-        "b": torch.arange(B, device=device).view(-1, 1, 1, 1),
-        "h": torch.arange(H, device=device).view(-1, 1, 1),
-        "q_idx": (keys - distance)[..., :1] if S else distance,
-        "kv_idx": keys,
-    }
-
-
-def _distance(spec: AttentionSpec, L: int, S: int, lengths: Tensor | None, device: torch.device) -> Tensor:
-    """(1 or B, 1, L, S): how far each key stands behind each query's place; see AttentionSpec."""
-    i, j = torch.arange(L, device=device).view(1, 1, L, 1), torch.arange(S, device=device)
-    if lengths is not None:
-        return j - (i + lengths.view(-1, 1, 1, 1) - L)
-    return j - (i + S - L) if spec.causal == "bottom_right" else j - i
-
-
-def _within(distance: Tensor, left: int, right: int) -> Tensor:
-    """What a window lets a query see; -1 is unbounded."""
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if right >= 0:
-        visible = distance <= right
-    return visible & (-distance <= left) if left >= 0 else visible
+    extra = softmax_outputs_of(q, k, scoring, scale, wanted) if wanted.names else {}
+    return attend(q, k, v, scoring, scale, dropout), extra
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -227,52 +141,6 @@ def written(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
         raise InputError("length", expected, str(first.tolist()), "Make the caches larger.")
     place = first.view(-1, 1, 1, 1) + torch.arange(L, device=rows.device).view(1, 1, L, 1)
     return cache.scatter(2, place.expand_as(rows), rows)
-
-
-def _static_mask(pattern: Pattern, L: int, S: int) -> Tensor:
-    return torch.from_numpy(pattern.array(L, S))
-
-
-# Or torch.compile would trace NumPy code. As torch.compiler.assume_constant_result does, which loads Dynamo: a second.
-_static_mask._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
-    """The mask, broadcastable to (B, H, L, S), after the checks that need no sizes."""
-    if spec.mask is None:
-        if mask is not None:
-            raise InputError("mask", "None", "a tensor", 'Set mask="bool", "additive" or "key_padding" in the spec.')
-        return None
-    if mask is None:
-        raise InputError("mask", f'a tensor: the spec has mask="{spec.mask}"', "None")
-    if spec.mask == "additive" and not mask.is_floating_point():
-        raise InputError("mask", "floating point: it is additive", str(mask.dtype), 'Or set mask="bool" in the spec.')
-    if spec.mask != "additive" and mask.dtype != torch.bool:
-        mask = _truths(mask)
-    if spec.mask != "key_padding":
-        return mask
-    if mask.ndim != 2:
-        raise InputError("mask", "shape (B, S): it is key_padding", str(tuple(mask.shape)))
-    return mask.unsqueeze(1).unsqueeze(1)  # as an index it would export as a dozen operators
-
-
-def _truths(mask: Tensor) -> Tensor:
-    """A mask of integers 0 and 1, as tokenizers give it, as bool."""
-    expected = "bool, True takes part, or integers 0 and 1"
-    if mask.is_floating_point() or mask.is_complex():
-        raise InputError("mask", expected, str(mask.dtype))
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        raise InputError("mask", expected, f"integers from {int(mask.min())} to {int(mask.max())}")
-    return mask != 0
-
-
-def _check_broadcast(spec: AttentionSpec, mask: Tensor, full: tuple[int, int, int, int]) -> None:
-    exact = spec.mask == "key_padding" and mask.shape != (full[0], 1, 1, full[3])
-    pairs = zip(reversed(mask.shape), reversed(full), strict=False)
-    if exact or mask.ndim > 4 or any(size not in (1, whole) for size, whole in pairs):
-        wanted = f"(B, S) = {(full[0], full[3])}" if spec.mask == "key_padding" else f"broadcastable to {full}"
-        shape = (mask.shape[0], mask.shape[3]) if spec.mask == "key_padding" else tuple(mask.shape)
-        raise InputError("mask", wanted, str(shape))
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -4,37 +4,34 @@ It is ONNX's Attention with more inputs (sinks, slopes) and more outputs, behind
 6 top_k_weights, 7 top_k_keys, 8 weights, as `outputs` says. Attributes: top_k, the number of keys; weights_heads and
 weights_rows, which of them output 8 holds, all where they are absent.
 
-A node with functions of scores (FUNCTIONS) has no definition. That of any other is a function, so that any ONNX tool
-can run the file. A bias that grows with the distance is an additive mask. A sink takes its share of the softmax: the
-output is the one without it, times the share of the others,
+A node with an attribute that is neither the standard's nor one of these has no definition: functions of scores, and
+formulas that the standard does not know. That of any other is a function, so that any ONNX tool can run the file. A
+bias that grows with the distance is an additive mask. A sink takes its share of the softmax: the output is the one
+without it, times the share of the others,
 sum exp(score) / (sum exp(score) + exp(sink)).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Sequence
 
-import msgspec
 import onnx
 from onnx import FunctionProto, NodeProto, parser
 
-from mhsa_compile.errors import SpecError
-from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
-from mhsa_compile.spec.score_functions import ScoreFunction
 
 FIRST = 4
 """The number of the first output of our own. Those before it are the standard's: Y, present_key, present_value,
 qk_matmul_output."""
 NAMES = ("lse", "entropy", "top_k_weights", "top_k_keys", "weights")
-FUNCTIONS = ("mask_mod", "score_mod")
-"""Attributes that hold a traced ScoreFunction each, as JSON. What they capture are the inputs from FIRST_TENSOR on,
-that of score_mod first."""
 FIRST_TENSOR = 10
+"""From this input on there is what functions of scores capture, each an attribute of their name: a traced ScoreFunction
+as JSON. That of score_mod comes first."""
 ATTRIBUTES = ("top_k", "weights_heads", "weights_rows")
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
+STANDARD_INPUTS = 7
+STANDARD_ATTRIBUTES = frozenset(onnx.defs.get_schema("Attention", 25, "").attributes)
 _BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just before the softmax
 
 
@@ -47,22 +44,14 @@ def attributes_of(wanted: SoftmaxOutputs) -> dict[str, int | list[int]]:
     return said
 
 
-def function_attributes(mask_mod: ScoreFunction | None, score_mod: ScoreFunction | None) -> dict[str, str]:
-    """The attributes by which a node says its functions."""
-    given = zip(FUNCTIONS, (mask_mod, score_mod), strict=True)
-    return {name: msgspec.json.encode(function).decode() for name, function in given if function is not None}
+def is_standard(attributes: Collection[str], inputs: Sequence[object]) -> bool:
+    """Whether a node of these attributes and inputs is one of the standard's operator, but for its outputs."""
+    return set(attributes) <= STANDARD_ATTRIBUTES and all(value is None for value in inputs[STANDARD_INPUTS:])
 
 
-def functions_of(said: Mapping[str, Any]) -> tuple[ScoreFunction | None, ScoreFunction | None]:
-    """(mask_mod, score_mod) of a node's attributes. Raises SpecError where they are none."""
-    return tuple(_function(name, said.get(name)) for name in FUNCTIONS)  # type: ignore[return-value]
-
-
-def _function(name: str, text: bytes | str | None) -> ScoreFunction | None:
-    if not text:
-        return None
-    with reading(SpecError, name, "the steps of a traced function"):
-        return msgspec.json.decode(text, type=ScoreFunction)
+def has_definition(node: onnx.NodeProto) -> bool:
+    """Whether standard operators can say what a node says."""
+    return {attribute.name for attribute in node.attribute} <= STANDARD_ATTRIBUTES.union(ATTRIBUTES)
 
 
 def wanted_of(node: onnx.NodeProto) -> SoftmaxOutputs:

@@ -26,13 +26,11 @@ from mhsa_compile.nn.functional import (
     to_numpy,
     written,
 )
-from mhsa_compile.nn.score_functions import Functions
-from mhsa_compile.nn.score_tracing import traced
+from mhsa_compile.nn.score_features import FEATURES, Held
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
 from mhsa_compile.spec.picture import picture_of
-from mhsa_compile.spec.position_encoding import Rope, alibi_slopes
-from mhsa_compile.spec.score_functions import ScoreFunction
+from mhsa_compile.spec.position_encoding import Rope
 
 _Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
 _Arrays = dict[str, Tensor]  # by the names of `outputs.array_names`
@@ -40,26 +38,28 @@ _Result = tuple[Tensor, _Arrays, tuple[Tensor, Tensor] | None]  # y, what else i
 
 
 class _AttentionModule(nn.Module):
-    """What both modules hold beside projections: the sinks, and the tables that follow from the spec."""
+    """What both modules hold beside projections: tables that follow from the spec, and what features of scores need."""
 
-    sinks: nn.Parameter | None
     rope_cos: Tensor
     rope_sin: Tensor
-    alibi_slopes: Tensor
 
     def __init__(self, spec: AttentionSpec, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.spec = spec
         self.dropout = _probability(dropout)
         dtype = getattr(torch, spec.dtype)
-        self.register_parameter("sinks", nn.Parameter(torch.randn(spec.num_heads, dtype=dtype)) if spec.sinks else None)
         if spec.rope is not None:
             for name, table in zip(("rope_cos", "rope_sin"), spec.rope.tables(), strict=True):
                 self.register_buffer(name, torch.from_numpy(table).to(dtype), persistent=False)
-        for name in ("mask_mod", "score_mod"):
-            self._trace(name)
-        if spec.alibi:
-            self.register_buffer("alibi_slopes", torch.tensor(alibi_slopes(spec.num_heads), dtype=dtype), False)
+        self._held: list[str] = []
+        for feature in FEATURES:
+            self.spec, held = feature.resolved(self.spec)
+            self._held += held
+            for name, tensor in held.items():
+                if tensor is None or isinstance(tensor, nn.Parameter):
+                    self.register_parameter(name, tensor)
+                else:
+                    self.register_buffer(name, tensor, persistent=False)
 
     def with_outputs(self, *words: str) -> Self:
         """A module with the same weights, not copies of them, that returns `words`: see AttentionSpec's `outputs`.
@@ -92,34 +92,9 @@ class _AttentionModule(nn.Module):
         return picture_of(type(self).__name__, self.spec, projections=projections, more=training)
 
     @property
-    def _extra(self) -> dict[str, Any]:
-        slopes = self.alibi_slopes if self.spec.alibi else None
-        return {"sinks": self.sinks, "slopes": slopes, "functions": self.functions}
-
-    def _trace(self, name: str) -> None:
-        """Makes the spec's function a traced one, and what it captures buffers: `score_mod_0`, `score_mod_1`, ..."""
-        function = getattr(self.spec, name)
-        if isinstance(function, ScoreFunction):
-            if function.tensors:
-                got = f"one of {len(function.tensors)} captured tensors, without their values"
-                raise SpecError(name, "the function itself", got, "A spec that was written down does not hold them.")
-        elif function is not None:
-            function, tensors = traced(name, function)
-            for i, tensor in enumerate(tensors):
-                self.register_buffer(f"{name}_{i}", tensor, persistent=False)
-        self.spec = msgspec.structs.replace(self.spec, **{name: function})
-
-    @property
-    def functions(self) -> Functions | None:
-        """The spec's mask_mod and score_mod with what they capture; None if it has neither."""
-        spec = self.spec
-        if spec.mask_mod is None and spec.score_mod is None:
-            return None
-        tensors = (
-            tuple(getattr(self, f"{name}_{i}") for i in range(len(function.tensors))) if function is not None else ()
-            for name, function in (("mask_mod", spec.mask_mod), ("score_mod", spec.score_mod))
-        )
-        return Functions(spec.mask_mod, spec.score_mod, *tensors)
+    def held(self) -> Held:
+        """What features of scores need."""
+        return {name: getattr(self, name) for name in self._held}
 
     @property
     def _dropout_now(self) -> float:
@@ -219,7 +194,7 @@ class MultiHeadAttention(_AttentionModule):
             past_key, past_value, length = cache
             k, v = written(past_key, k, length), written(past_value, v, length)
             lengths = length + L
-        y, arrays = attention(spec, q, k, v, mask, lengths=lengths, dropout=self._dropout_now, **self._extra)
+        y, arrays = attention(spec, q, k, v, mask, self.held, lengths=lengths, dropout=self._dropout_now)
         return y.transpose(1, 2).flatten(2), {**arrays, "heads": y}, None if cache is None else (k, v)
 
     def _in_operators(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
@@ -232,7 +207,7 @@ class MultiHeadAttention(_AttentionModule):
             q = onnx_symbolic.rotary_node(spec.rope, q, spec.num_heads, *tables, positions)
             k = onnx_symbolic.rotary_node(spec.rope, k, spec.num_kv_heads, *tables, positions)
         if cache is None:
-            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, free_lengths=spec.is_cross, **self._extra)
+            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, self.held, free_lengths=spec.is_cross)
             if "heads" in spec.outputs:
                 arrays["heads"] = onnx_symbolic.split_heads(y, spec.num_heads)
             return y, arrays, None
@@ -240,7 +215,7 @@ class MultiHeadAttention(_AttentionModule):
         k = onnx_symbolic.scatter_node(past_key, onnx_symbolic.split_heads(k, spec.num_kv_heads), first)
         v = onnx_symbolic.scatter_node(past_value, onnx_symbolic.split_heads(v, spec.num_kv_heads), first)
         q = onnx_symbolic.split_heads(q, spec.num_heads)
-        y, arrays = onnx_symbolic.attention_node(spec, q, k, v, lengths=lengths, **self._extra)
+        y, arrays = onnx_symbolic.attention_node(spec, q, k, v, None, self.held, lengths=lengths)
         return onnx_symbolic.joined_heads(y), {**arrays, "heads": y}, (k, v)
 
 
@@ -301,9 +276,9 @@ class ScaledDotProductAttention(_AttentionModule):
             if value.ndim != 4 or (value.shape[1], value.shape[3]) != (heads, width):
                 raise InputError(name, f"shape (B, {heads}, length, {width})", str(tuple(value.shape)))
         if torch.onnx.is_in_onnx_export():
-            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, free_lengths=True, **self._extra)
+            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, self.held, free_lengths=True)
         else:
-            y, arrays = attention(spec, q, k, v, mask, dropout=self._dropout_now, **self._extra)
+            y, arrays = attention(spec, q, k, v, mask, self.held, dropout=self._dropout_now)
         return _results(spec, {**arrays, "y": y}, None)
 
 

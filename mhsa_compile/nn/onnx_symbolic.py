@@ -1,9 +1,8 @@
 """ONNX operators as an exported graph holds them, written by name instead of being traced.
 
-What ONNX Attention has no word for (sinks, ALiBi, what the softmax is like) is one operator of the domain "mhsa", also
-named Attention: inputs 0 to 6, attributes and outputs 0 to 3 as the standard's, input 7 the sinks (H,), input 8 the
-slopes (H,), from input 10 on what mask_mod and score_mod capture; `mhsa_operator` says the rest.
-`mhsa_operator.attention_function` defines it for everybody else.
+What ONNX Attention has no word for is one operator of the domain "mhsa", also named Attention: inputs 0 to 6,
+attributes and outputs 0 to 3 as the standard's, then inputs by `mhsa_operator.INPUTS`, and from FIRST_TENSOR on what
+functions of scores capture; `mhsa_operator` says the rest, and defines it for everybody else.
 
 Notation: B batch, L query length, S key length, C capacity of a cache, H heads, G key/value heads, E head dim.
 """
@@ -17,8 +16,7 @@ from torch import Tensor
 from torch.onnx.ops import symbolic, symbolic_multi_out
 
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.nn.functional import checked_mask
-from mhsa_compile.nn.score_functions import Functions
+from mhsa_compile.nn.score_features import FEATURES, Held, checked_mask, limits_of
 from mhsa_compile.spec.attention_spec import DOMAIN, AttentionSpec
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.spec.position_encoding import Rope
@@ -26,11 +24,8 @@ from mhsa_compile.spec.position_encoding import Rope
 
 def attention_opset(spec: AttentionSpec, *, free_lengths: bool) -> int:
     """The first opset that has the words for `spec`."""
-    if spec.window is not None:
-        return 25
-    if spec.kv_cache or spec.sinks or inside_of(spec.outputs).names:
-        return 24
-    return 24 if free_lengths and spec.causal == "bottom_right" else 23
+    numbered = inside_of(spec.outputs).names or (free_lengths and spec.causal == "bottom_right")
+    return max(24 if numbered else 23, *(feature.opset(spec) for feature in FEATURES))
 
 
 def attention_node(
@@ -38,33 +33,40 @@ def attention_node(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor | None,
+    held: Held,
     *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
     lengths: Tensor | None = None,
-    functions: Functions | None = None,
     free_lengths: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Attention in the 3-D form (heads side by side) or the 4-D one, by the rank of q; and what `spec.outputs` wants of
     its softmax.
 
+    held           what the module holds for the features of scores
     lengths        the operator's nonpad_kv_seqlen, int64 (B,)
-    functions      the spec's mask_mod and score_mod, traced
     free_lengths   whether S may differ from L
     """
-    attributes = _attributes(spec, by_rows=q.ndim == 3)
+    attributes: dict[str, Any] = {}
+    if q.ndim == 3:
+        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
+    if spec.scale is not None:
+        attributes["scale"] = spec.scale
+    attributes |= limits_of(spec)
+    for feature in FEATURES:
+        attributes |= feature.words(spec)
     if lengths is None and free_lengths and spec.causal == "bottom_right":
         # The operator's offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
         lengths = _key_lengths(k)
-    inputs = [q, k, v, checked_mask(spec, mask), None, None, lengths, sinks, slopes]
-    if functions is not None:
-        attributes |= mhsa_operator.function_attributes(functions.mask_mod, functions.score_mod)
-        inputs += [None, *functions.tensors]
+    places = {"Q": q, "K": k, "V": v, "attn_mask": checked_mask(spec, mask), "nonpad_kv_seqlen": lengths}
+    places |= {feature.role: feature.input(spec, held) for feature in FEATURES if feature.role}
+    captured = [tensor for feature in FEATURES for tensor in feature.captured(spec, held)]
+    inputs = [places.get(role) for role in mhsa_operator.INPUTS]
+    inputs += [None] * (mhsa_operator.FIRST_TENSOR - len(inputs))
+    inputs += captured
     while inputs[-1] is None and len(inputs) > 4:
         inputs.pop()
     wanted = inside_of(spec.outputs)
-    own = sinks is not None or slopes is not None or wanted.names != () or functions is not None
+    own = wanted.names != () or not mhsa_operator.is_standard(attributes, inputs)
     name = f"{DOMAIN}::Attention" if own else "Attention"
     version = 1 if own else attention_opset(spec, free_lengths=free_lengths)
     shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)
@@ -78,22 +80,6 @@ def attention_node(
         name, inputs, attributes, dtypes=[q.dtype, *dtypes], shapes=[shape, *extra.values()], version=version
     )
     return y, dict(zip(extra, found, strict=True))
-
-
-def _attributes(spec: AttentionSpec, *, by_rows: bool) -> dict[str, Any]:
-    """What the spec says of the standard's operator; `by_rows` is its 3-D form."""
-    attributes: dict[str, Any] = {}
-    if by_rows:
-        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
-    if spec.causal is not None:
-        attributes["is_causal"] = 1
-    if spec.window is not None:
-        attributes |= dict(zip(("left_window_size", "right_window_size"), spec.window, strict=True))
-    if spec.scale is not None:
-        attributes["scale"] = spec.scale
-    if spec.softcap is not None:
-        attributes["softcap"] = spec.softcap
-    return attributes
 
 
 _INSIDE_DTYPES = {"top_k_keys": torch.int64}

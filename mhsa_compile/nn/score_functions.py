@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mhsa_compile.spec.score_functions import Kind, ScoreFunction, Step, constant_value
-
-
-@dataclass(frozen=True)
-class Functions:
-    """The mask_mod and score_mod of a spec, and the tensors that each captures."""
-
-    mask_mod: ScoreFunction | None
-    score_mod: ScoreFunction | None
-    mask_tensors: tuple[Tensor, ...]
-    score_tensors: tuple[Tensor, ...]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All captured tensors, as an operator takes them: those of score_mod, then those of mask_mod."""
-        return (*self.score_tensors, *self.mask_tensors)
-
-    def visible(self, places: Mapping[str, Tensor]) -> list[Tensor]:
-        """What mask_mod lets queries see, broadcastable to (B, H, L, S); nothing where there is none."""
-        return [] if self.mask_mod is None else [computed(self.mask_mod, self.mask_tensors, places)]
-
-    def score_function(self, places: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor] | None:
-        """What score_mod makes of scores (B, H, L, S): computed in float32 at least."""
-        function, tensors = self.score_mod, self.score_tensors
-        if function is None:
-            return None
-
-        def applied(scores: Tensor) -> Tensor:
-            wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-            made = computed(function, tensors, {**places, "score": wide})
-            return made.to(scores.dtype).expand_as(scores)
-
-        return applied
 
 
 def computed(function: ScoreFunction, tensors: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> Tensor:

@@ -11,15 +11,16 @@ from torch import Tensor
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 
 
-def softmax_outputs_of_rows(scores: Tensor, sinks: Tensor | None, wanted: SoftmaxOutputs) -> dict[str, Tensor]:
-    """The arrays `wanted.names` of scores (B, H, L, S), -inf where hidden, as the softmax takes them; sinks (H,).
+def softmax_outputs_of_rows(scores: Tensor, no_key: Tensor | None, wanted: SoftmaxOutputs) -> dict[str, Tensor]:
+    """The arrays `wanted.names` of scores (B, H, L, S), -inf where hidden, as the softmax takes them; `no_key`
+    (H,) are scores of no key.
 
     Statistics are float32 at least, like the largest weights; the weights themselves are of the scores' dtype.
     """
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     everything = wide
-    if sinks is not None:
-        everything = torch.cat((wide, sinks.to(wide.dtype).view(-1, 1, 1).expand(*wide.shape[:-1], 1)), dim=-1)
+    if no_key is not None:
+        everything = torch.cat((wide, no_key.to(wide.dtype).view(-1, 1, 1).expand(*wide.shape[:-1], 1)), dim=-1)
     lse = everything.logsumexp(dim=-1, keepdim=True)
     level = lse.masked_fill(lse == -torch.inf, 0.0)
     weights = (wide - level).exp().masked_fill(wide == -torch.inf, 0.0)  # hidden is 0, also in a row with NaN

@@ -9,7 +9,8 @@ import difflib
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -17,25 +18,35 @@ from mhsa_compile.errors import SpecError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.spec.checks import (
+    ALIGNMENTS,
+    DTYPES,
     check_choice,
     check_dtype,
-    check_flag,
     check_positive_int,
+    checked_flag,
     checked_positive_float,
     checked_window,
+    parse_causal,
+    parse_window,
     resolve_cached_causal,
     resolve_causal,
 )
-from mhsa_compile.spec.mask_patterns import AnyPattern, Pattern, checked_static_mask
-from mhsa_compile.spec.outputs import checked_outputs
-from mhsa_compile.spec.position_encoding import Rope, checked_rope
+from mhsa_compile.spec.field_notes import Note, noted_fields
+from mhsa_compile.spec.mask_patterns import AnyPattern, Pattern, checked_static_mask, parse_pattern
+from mhsa_compile.spec.outputs import checked_outputs, split_words
+from mhsa_compile.spec.position_encoding import Rope, checked_rope, parse_rope
 from mhsa_compile.spec.score_functions import ScoreFunction, checked_function
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MASKS = ("bool", "additive", "key_padding")
+MASKS = {
+    "bool": "bool, True takes part",
+    "additive": "added to the scores",
+    "key_padding": "which keys are no padding",
+}
+"""What a call may take as its mask, in words."""
 SPEC_KEY = "mhsa.spec"
 """The entry of metadata_props in which an exported ONNX model keeps its spec as JSON."""
 LIMITS_KEY = "mhsa.limits"  # JSON, symbol -> its largest size
@@ -45,6 +56,23 @@ IN_PLACE_KEY = "mhsa.in_place"
 DOMAIN = "mhsa"
 """The domain of the ONNX operators that are this library's own."""
 _ROWS = 512  # of a constant mask that are looked at together
+_OUTPUTS = (
+    "What a call returns, such as y,lse,entropy,top_k:5,weights:heads=0,3,rows=0,-1; y if not given. Of an .onnx "
+    "SOURCE beside its own outputs: of every layer (weights), or of one (weights@3)."
+)
+
+
+def _window_words(window: tuple[int, int]) -> str:
+    left, right = ("all" if side < 0 else str(side) for side in window)
+    return f"a window of {left} keys to the left, {right} to the right"
+
+
+def _mask_words(kind: str) -> str:
+    return f"what the mask of a call says: {MASKS[kind]}"
+
+
+def _capped(xp: Any, scores: Any, cap: Any) -> Any:
+    return xp.tanh(scores / cap) * cap
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,28 +125,115 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     mhsa_compile.errors.SpecError: head_dim: expected an explicit value, as num_heads does not divide embed_dim
     """
 
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int = None  # type: ignore[assignment]  # None is resolved in __post_init__, as for the next two
-    head_dim: int = None  # type: ignore[assignment]
-    v_head_dim: int = None  # type: ignore[assignment]
-    kv_embed_dim: int | None = None
-    v_embed_dim: int | None = None
-    bias: bool = True
-    dtype: str = "float32"
-    causal: str | None = None
-    window: tuple[int, int] | None = None
-    static_mask: AnyPattern | None = None
-    mask_mod: Any = None  # a function as it was given, or a ScoreFunction: what modules make of it
-    score_mod: Any = None
-    mask: str | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    rope: Rope | None = None
-    alibi: bool = False
-    sinks: bool = False
-    kv_cache: bool = False
-    outputs: tuple[str, ...] = ("y",)
+    embed_dim: Annotated[int, Note("D, the width of the activations.")]
+    num_heads: Annotated[int, Note("H, query heads.")]
+    # None is resolved in __post_init__, for this one and the next two.
+    num_kv_heads: Annotated[int, Note("G, key and value heads; H if not given.")] = None  # type: ignore[assignment]
+    head_dim: Annotated[int, Note("E, the width of a query or key head; D / H if not given.")] = None  # type: ignore[assignment]
+    v_head_dim: Annotated[int, Note("F, the width of a value head; E if not given.")] = None  # type: ignore[assignment]
+    kv_embed_dim: Annotated[int | None, Note("Cross-attention: the width of the second input.")] = None
+    v_embed_dim: Annotated[
+        int | None, Note("The width of a third input, of values; the second is then of keys alone.")
+    ] = None
+    bias: Annotated[bool, Note("Biases of the four projections.", check=checked_flag)] = True
+    dtype: Annotated[str, Note("Of activations and weights.", choices=DTYPES)] = "float32"
+    causal: Annotated[
+        str | None,
+        Note(
+            "Which keys a query sees.",
+            choices=("true", *ALIGNMENTS),
+            parse=parse_causal,
+            row="sees",
+            words="itself and what is before it (causal, {})".format,
+        ),
+    ] = None
+    window: Annotated[
+        tuple[int, int] | None,
+        Note(
+            "LEFT,RIGHT: the keys a query sees on each side of itself; -1 is unbounded.",
+            parse=parse_window,
+            row="sees",
+            words=_window_words,
+        ),
+    ] = None
+    static_mask: Annotated[
+        AnyPattern | None,
+        Note(
+            "A constant mask, such as longformer:window=256,global_tokens=1.",
+            parse=parse_pattern,
+            row="sees",
+            words=lambda pattern: f"a constant mask, {type(pattern).__name__}",
+        ),
+    ] = None
+    # A function as it was given, or a ScoreFunction: what modules make of it.
+    mask_mod: Annotated[
+        Any, Note(check=checked_function, row="sees", words=lambda _: "what its mask_mod lets it see")
+    ] = None
+    score_mod: Annotated[Any, Note(check=checked_function, row="scores", words=lambda _: "a score_mod", turn=1)] = None
+    mask: Annotated[
+        str | None,
+        Note(
+            "The mask a call takes.",
+            choices=tuple(MASKS),
+            row="sees",
+            words=_mask_words,
+        ),
+    ] = None
+    scale: Annotated[
+        float | None,
+        Note(
+            "Factor of the scores; 1 / sqrt(E) if not given.",
+            check=partial(checked_positive_float, otherwise="1 / sqrt(head_dim)"),
+            row="scores",
+            words="times {:g}".format,
+        ),
+    ] = None
+    softcap: Annotated[
+        float | None,
+        Note(
+            "c: scores become c * tanh(score / c).",
+            check=partial(checked_positive_float, otherwise="no cap"),
+            row="scores",
+            words="capped at {:g}".format,
+            formula=_capped,
+        ),
+    ] = None
+    rope: Annotated[
+        Rope | None,
+        Note(
+            "Rotary positions: default, or such as theta=500000,scaling=llama3,factor=8,original_max_length=8192.",
+            parse=parse_rope,
+            row="positions",
+            words=Rope.in_words,
+        ),
+    ] = None
+    alibi: Annotated[
+        bool,
+        Note(
+            "A bias that falls with the distance, a slope for each head.",
+            names=("--alibi",),
+            check=checked_flag,
+            row="positions",
+            words=lambda _: "ALiBi, a slope for each head",
+        ),
+    ] = False
+    sinks: Annotated[
+        bool,
+        Note(
+            "One more learned score for each head, of no value.",
+            names=("--sinks",),
+            check=checked_flag,
+            row="scores",
+            words=lambda _: "a sink for each head",
+            turn=1,
+            parameters="num_heads",
+        ),
+    ] = False
+    kv_cache: Annotated[
+        bool,
+        Note("Keys and values go into a cache; needs --causal true.", names=("--kv-cache",), check=checked_flag),
+    ] = False
+    outputs: Annotated[tuple[str, ...], Note(_OUTPUTS, parse=split_words)] = ("y",)
 
     if TYPE_CHECKING:  # the fields are typed as resolved; this is what the constructor takes
 
@@ -158,22 +273,18 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.v_embed_dim is not None and self.kv_embed_dim is None:
             hint = f"State the width of the keys' input, too: kv_embed_dim={self.embed_dim} if it is that of x."
             raise SpecError("v_embed_dim", "None without kv_embed_dim", str(self.v_embed_dim), hint)
-        for name in ("bias", "alibi", "sinks", "kv_cache"):
-            check_flag(name, getattr(self, name))
+        for name, field in noted_fields(type(self)).items():
+            value = getattr(self, name)
+            if field.note.check is not None and not (value is None and field.may_be_none):
+                self._set(name, field.note.check(name, value))
         check_dtype(self.dtype)
-        check_choice("mask", self.mask, MASKS)
+        check_choice("mask", self.mask, tuple(MASKS))
         self._resolve_heads()
         self._set("outputs", checked_outputs(self.outputs, self.num_heads))
         self._resolve_causal()
         self._set("window", checked_window(self.window))
         self._resolve_static_mask()
-        for name in ("mask_mod", "score_mod"):
-            self._set(name, checked_function(name, getattr(self, name)))
         self._resolve_rope()
-        if self.scale is not None:
-            self._set("scale", checked_positive_float("scale", self.scale, "1 / sqrt(head_dim)"))
-        if self.softcap is not None:
-            self._set("softcap", checked_positive_float("softcap", self.softcap, "no cap"))
 
     def _set(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -249,6 +360,12 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Width of what values are projected from: v_embed_dim, or that of the keys."""
         return self.source_dim if self.v_embed_dim is None else self.v_embed_dim
 
+    @property
+    def functions(self) -> dict[str, ScoreFunction]:
+        """The functions of scores that a module has traced, by their fields."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in values.items() if isinstance(value, ScoreFunction)}
+
     def attention_flops(self, B: int, L: int, S: int) -> int:
         """FLOPs of q k^T and of weights v, 2 per multiply-add; of a causal attention only the visible pairs count."""
         return 2 * B * self.num_heads * self._visible_pairs(L, S) * (self.head_dim + self.v_head_dim)
@@ -291,11 +408,11 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises SpecError for a function that no module has traced yet.
         """
-        for name in ("mask_mod", "score_mod"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, ScoreFunction):
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if callable(value):
                 hint = "A module has it so: MultiHeadAttention(spec).spec."
-                raise SpecError(name, "a traced function, to be written down", f"{given!r}", hint)
+                raise SpecError(name, "a traced function, to be written down", f"{value!r}", hint)
         return dict(_stated(msgspec.to_builtins(self)))
 
     @classmethod

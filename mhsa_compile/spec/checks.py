@@ -55,9 +55,10 @@ def check_positive_int(name: str, value: object) -> None:
         raise SpecError(name, f"at most {LARGEST}", value_text(value))
 
 
-def check_flag(name: str, value: object) -> None:
+def checked_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SpecError(name, "true or false", value_text(value))
+    return value
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -84,6 +85,19 @@ def checked_window(window: object) -> tuple[int, int] | None:
         expected = "(left, right): numbers of keys on each side of a query, -1 for unbounded"
         raise SpecError("window", expected, value_text(window), "(256, 0) sees itself and 256 keys before it.")
     return None if sizes == (-1, -1) else (sizes[0], sizes[1])
+
+
+def parse_causal(text: str) -> str | bool:
+    """`causal` as a command line states it."""
+    return True if text == "true" else text
+
+
+def parse_window(text: str) -> list[int]:
+    """`window` as a command line states it: "256,0"."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise SpecError("--window", "LEFT,RIGHT, such as 256,0", repr(text)) from None
 
 
 def checked_positive_float(name: str, value: object, otherwise: str = "") -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mhsa_compile.errors import MhsaError
+from mhsa_compile.spec.field_notes import noted_fields
 
 if TYPE_CHECKING:
     from mhsa_compile.spec.attention_spec import AttentionSpec
@@ -21,11 +22,6 @@ _FEW = 3  # cells that stand for a window
 _MOST_STRIPES = 64  # beyond that they are too thin to see
 _TOKENS = 128  # that FLOPs are counted for
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MASKS = {
-    "bool": "bool, True takes part",
-    "additive": "added to the scores",
-    "key_padding": "which keys are no padding",
-}
 _STYLE = "font:13px/1.5 system-ui,sans-serif;max-width:680px;color:inherit"
 _FRAME = 'fill="none" stroke="currentColor" stroke-opacity=".45"'
 
@@ -47,12 +43,14 @@ def card(title: str, rows: Rows, drawing: str = "") -> str:
 
 
 def parameters_of(spec: AttentionSpec) -> int:
-    """How many numbers the projections and sinks of a spec's module hold."""
+    """How many numbers a spec's module holds: its projections, and what its fields take beside them."""
     queries, joined = spec.num_heads * spec.head_dim, spec.num_heads * spec.v_head_dim
     shared = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
     weights = spec.embed_dim * (queries + joined) + spec.source_dim * shared
     biases = queries + shared + spec.embed_dim if spec.bias else 0
-    return weights + biases + (spec.num_heads if spec.sinks else 0)
+    fields = noted_fields(type(spec)).items()
+    more = (field.note.parameters for name, field in fields if field.note.parameters and getattr(spec, name))
+    return weights + biases + sum(int(getattr(spec, name)) for name in more)
 
 
 def shortened(number: float) -> str:
@@ -76,10 +74,9 @@ def _said(spec: AttentionSpec, projections: bool) -> Rows:
         heads += f"; values have {spec.v_head_dim} dims"
     yield "heads", heads
     yield "sees", "; ".join(_seen(spec))
-    if positions := _positions(spec):
-        yield "positions", "; ".join(positions)
-    if scores := _scores(spec):
-        yield "scores", "; ".join(scores)
+    for row in ("positions", "scores"):
+        if words := _words(spec, row):
+            yield row, "; ".join(words)
     if spec.kv_cache:
         yield "cache", "calls write into one, and see those before"
     if spec.outputs != ("y",):
@@ -97,39 +94,16 @@ def _said(spec: AttentionSpec, projections: bool) -> Rows:
 
 
 def _seen(spec: AttentionSpec) -> list[str]:
-    said = []
-    if spec.causal is not None:
-        said.append(f"itself and what is before it (causal, {spec.causal})")
-    if spec.window is not None:
-        left, right = ("all" if side < 0 else str(side) for side in spec.window)
-        said.append(f"a window of {left} keys to the left, {right} to the right")
-    if spec.static_mask is not None:
-        said.append(f"a constant mask, {type(spec.static_mask).__name__}")
-    if spec.mask_mod is not None:
-        said.append("what its mask_mod lets it see")
-    if spec.mask is not None:
-        said.append(f"what the mask of a call says: {_MASKS[spec.mask]}")
-    return said or ["all keys"]
+    return _words(spec, "sees") or ["all keys"]
 
 
-def _positions(spec: AttentionSpec) -> list[str]:
-    said = []
-    if spec.rope is not None:
-        pairs = "neighbours" if spec.rope.interleaved else "halves"
-        said.append(f"rotary, {spec.rope.rotary_dim} dims in {pairs}, theta {spec.rope.theta:g}")
-        said.append(f"up to {spec.rope.max_length}")
-        if spec.rope.scaling != "linear" or spec.rope.factor != 1:
-            said.append(f"scaled: {spec.rope.scaling}, factor {spec.rope.factor:g}")
-    if spec.alibi:
-        said.append("ALiBi, a slope for each head")
-    return said
-
-
-def _scores(spec: AttentionSpec) -> list[str]:
-    said = [] if spec.scale is None else [f"times {spec.scale:g}"]
-    said += [] if spec.softcap is None else [f"capped at {spec.softcap:g}"]
-    said += ["a score_mod"] if spec.score_mod is not None else []
-    return said + (["a sink for each head"] if spec.sinks else [])
+def _words(spec: AttentionSpec, row: str) -> list[str]:
+    """What the fields that are set say in a row."""
+    values = [(getattr(spec, name), field.note) for name, field in noted_fields(type(spec)).items()]
+    stated = [
+        (note.turn, note.words(value)) for value, note in values if note.row == row and value not in (None, False)
+    ]
+    return [words for _, words in sorted(stated, key=lambda one: one[0])]
 
 
 def _drawing(spec: AttentionSpec, projections: bool) -> str:

@@ -15,8 +15,8 @@ import msgspec
 from mhsa_compile.errors import SpecError
 from mhsa_compile.spec.checks import (
     check_choice,
-    check_flag,
     check_positive_int,
+    checked_flag,
     checked_positive_float,
     value_text,
 )
@@ -82,11 +82,18 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("theta", "factor"):
             msgspec.structs.force_setattr(self, name, checked_positive_float(f"rope.{name}", getattr(self, name)))
-        check_flag("rope.interleaved", self.interleaved)
+        checked_flag("rope.interleaved", self.interleaved)
         check_positive_int("rope.max_length", self.max_length)
         if self.rotary_dim is not None:
             check_positive_int("rope.rotary_dim", self.rotary_dim)
         self._resolve_scaling()
+
+    def in_words(self) -> str:
+        pairs = "neighbours" if self.interleaved else "halves"
+        words = [f"rotary, {self.rotary_dim} dims in {pairs}, theta {self.theta:g}", f"up to {self.max_length}"]
+        if self.scaling != "linear" or self.factor != 1:
+            words.append(f"scaled: {self.scaling}, factor {self.factor:g}")
+        return "; ".join(words)
 
     def _resolve_scaling(self) -> None:
         if self.scaling is None:
@@ -103,7 +110,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
             if name == "original_max_length":
                 check_positive_int(f"rope.{name}", value)
             elif name == "truncate":
-                check_flag(f"rope.{name}", value)
+                checked_flag(f"rope.{name}", value)
             else:
                 value = checked_positive_float(f"rope.{name}", self._own_factor() if value is None else value)
             msgspec.structs.force_setattr(self, name, value)

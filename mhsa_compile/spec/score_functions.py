@@ -107,6 +107,15 @@ class ScoreFunction(msgspec.Struct, frozen=True):
             for step in floats
         )
 
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, name: str, text: str | bytes) -> ScoreFunction:
+        """Raises SpecError, of the function `name`."""
+        with reading(SpecError, name, "the steps of a traced function"):
+            return msgspec.json.decode(text, type=ScoreFunction)
+
     def dependences(self) -> list[frozenset[str]]:
         """Which of LEAVES each step depends on."""
         found: list[frozenset[str]] = []

@@ -30,6 +30,7 @@ from mhsa_compile.kernels.interface.ops import (
 )
 from mhsa_compile.kernels.interface.score_step import SomeRows
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
+from mhsa_compile.nn.score_features import Scoring
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
@@ -140,14 +141,15 @@ class _AttentionJob:
         visible = _visible([meaning.visible for meaning in meanings if meaning.visible is not None])
         biases = [to_torch(np.ascontiguousarray(m.bias)) for m in meanings if m.bias is not None]
         scores = sum(biases[1:], start=biases[0]) if biases else None
-        softcap = max((meaning.softcap for meaning in meanings), default=0.0)
-        sinks = next((meaning.sinks for meaning in meanings if meaning.sinks is not None), None)
+        limits = {name: limit for meaning in meanings for name, limit in meaning.limits.items()}
+        no_key = next((to_torch(meaning.no_key) for meaning in meanings if meaning.no_key is not None), None)
 
         def at(dtype: torch.dtype) -> np.ndarray:
             given = [to_torch(np.ascontiguousarray(x[entries])).to(dtype) for x in (q[:, :, rows], k, v)]
             bias = None if scores is None else scores.to(dtype)
-            sink = None if sinks is None else to_torch(sinks).to(dtype)
-            return to_numpy(attend(given[0], given[1], given[2], visible, bias, op.scale, softcap, sink))
+            extra = None if no_key is None else no_key.to(dtype)
+            scoring = Scoring(visible, bias, limits, no_key=extra)
+            return to_numpy(attend(given[0], given[1], given[2], scoring, op.scale))
 
         expected = at(torch.float64)
         shape, places = self._places(entries, rows)

@@ -117,7 +117,7 @@ class SelfCheckInputs:
     def _functions(self) -> list[ScoreFunction]:
         """The functions of scores in the spec."""
         spec = self.manifest.spec
-        return [] if spec is None else [given for given in (spec.mask_mod, spec.score_mod) if given is not None]
+        return [] if spec is None else list(spec.functions.values())
 
     @property
     def why_no_batch(self) -> str:

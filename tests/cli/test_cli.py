@@ -70,7 +70,7 @@ def test_every_field_of_a_spec_has_a_flag_that_knows_its_choices() -> None:
     assert {flag.name for flag in fields(SpecFlags)} == set(AttentionSpec.__struct_fields__) - functions
     types = get_type_hints(SpecFlags)
     choices = {name: get_args(get_args(types[name])[0]) for name in ("causal", "mask", "dtype")}
-    assert choices == {"causal": ("true", *checks.ALIGNMENTS), "mask": MASKS, "dtype": checks.DTYPES}
+    assert choices == {"causal": ("true", *checks.ALIGNMENTS), "mask": tuple(MASKS), "dtype": checks.DTYPES}
 
 
 def test_flags_become_what_a_spec_takes() -> None:

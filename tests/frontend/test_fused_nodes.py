@@ -23,8 +23,8 @@ ROWS, HEADS = HeadLayout(1, "rows", 96, 32), HeadLayout(0, "heads", 0)
 ATTENTION = FusedAttention(
     num_heads=6, num_kv_heads=2, head_dim=16, v_head_dim=5, query=ROWS, key=HEADS, value=HEADS, output_layout="rows",
     gives=("y", "lse", "weights"), wanted=SoftmaxOutputs(lse=True, weights=True, heads=(0, 3), rows=(-1,)),
-    left=-1, right=0, alignment="bottom_right", softcap=2.5, softmax="float32", stage=0, key_mask=False, pads_mask=True,
-    mask=2,
+    left=-1, right=0, alignment="bottom_right", softmax="float32", stage=0, key_mask=False, pads_mask=True,
+    words={"softcap": 2.5, "score_mod": "{}"}, roles={"attn_mask": (2,), "score_mod": (4, 3)},
 )  # fmt: skip
 NODES = {
     "linear": FusedLinear((64, 32), (True, False), (False, False), 0),
@@ -33,7 +33,7 @@ NODES = {
     "scatter": FusedScatter(2, circular=False, in_place=True, indices_name="a", update_name="b"),
     "scatter of rows": FusedScatter(1, circular=True, in_place=False, indices_name="", update_name="b", update=ROWS),
     "attention": ATTENTION,
-    "attention, scaled": replace(ATTENTION, scale=0.25, mask=None, past_key=0, past_value=1),
+    "attention, scaled": replace(ATTENTION, scale=0.25, roles={}, past_key=0, past_value=1),
 }
 
 
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(fused: FusedNode) -> None:
 
 def test_a_constant_mask() -> None:
     visible = np.tri(3, 5, dtype=np.bool_)[None]
-    found = read_back(replace(ATTENTION, static_mask=visible))
-    assert isinstance(found, FusedAttention) and found.static_mask is not None
-    assert found.static_mask.dtype == np.bool_
-    assert np.array_equal(found.static_mask, visible)
+    found = read_back(replace(ATTENTION, pairs=visible))
+    assert isinstance(found, FusedAttention) and found.pairs is not None
+    assert found.pairs.dtype == np.bool_
+    assert np.array_equal(found.pairs, visible)

@@ -59,7 +59,7 @@ class _Plain:
         for step, own in zip(op.scores, self.own, strict=True):
             own += [next(rest)] if step.pairs is not None else []
         tasks = [(step, PlainTask(op, own, self._place)) for step, own in zip(op.scores, self.own, strict=True)]
-        self.parts = [step.plain(task) or PlainPart(step, task) for step, task in tasks]
+        self.parts = [(step.plain or PlainPart)(step, task) for step, task in tasks]
         query, key = self.buffers[op.query.buffer], self.buffers[op.key.buffer]
         self.batch, self.queries = query.shape[0], _length(query, op.query)
         self.keys = _length(key, op.key)

@@ -26,9 +26,10 @@ class Definitions:
         self._functions: list[onnx.FunctionProto] = []
 
     def define(self, node: onnx.NodeProto, *, bool_mask: bool) -> None:
-        """Makes a node one of our domain and gives it its definition. One with functions of scores has none."""
+        """Makes a node one of our domain and gives it its definition. One that standard operators cannot say has
+        none."""
         node.domain = DOMAIN
-        if any(attribute.name in mhsa_operator.FUNCTIONS for attribute in node.attribute):
+        if not mhsa_operator.has_definition(node):
             return
         function = mhsa_operator.attention_function(node, self._opset, bool_mask=bool_mask)
         text = function.SerializeToString(deterministic=True)

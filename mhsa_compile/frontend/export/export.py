@@ -169,10 +169,8 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
         _set_mask(model, mask)
     _define_own_operator(model, module.spec)
     said = {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__}
-    if module.functions is not None:
-        limits = sizes_within(module.spec, module.functions, _places(module, signature))
-        if limits:
-            said[LIMITS_KEY] = json.dumps(limits)
+    if limits := sizes_within(module.spec, _places(module, signature)):
+        said[LIMITS_KEY] = json.dumps(limits)
     if module.spec.kv_cache:
         said[IN_PLACE_KEY] = json.dumps(IN_PLACE)
     onnx.helper.set_model_props(model, said)
@@ -236,7 +234,7 @@ def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
     for node in model.graph.node:
         if node.domain == DOMAIN:
             mhsa_operator.put_in_place(node, inside_of(spec.outputs))
-            if any(attribute.name in mhsa_operator.FUNCTIONS for attribute in node.attribute):
+            if not mhsa_operator.has_definition(node):
                 continue
             standard = next(entry.version for entry in model.opset_import if entry.domain == "")
             model.functions.append(attention_function(node, standard, bool_mask=spec.mask != "additive"))

@@ -178,7 +178,7 @@ def _operator(
         name, version = "Attention", 23
     else:
         name, version = f"{DOMAIN}::Attention", 1
-        attributes |= mhsa_operator.function_attributes(functions["mask_mod"], functions["score_mod"])
+        attributes |= {name: function.to_json() for name, function in functions.items() if function is not None}
         if tensors:
             inputs += [*[None] * (mhsa_operator.FIRST_TENSOR - len(inputs)), *tensors]
     shape = (*query.shape[:-1], value.shape[-1])

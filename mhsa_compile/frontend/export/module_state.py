@@ -21,7 +21,7 @@ def state_of(module: object) -> State | None:
     it computes is known only by exporting it."""
     if type(module) is not MultiHeadAttention and type(module) is not ScaledDotProductAttention:
         return None
-    if module.functions is not None:  # what they capture is no part of the spec
+    if module.spec.functions:  # what they capture is no part of the spec
         return None
     with torch.device("meta"):
         new = type(module)(module.spec)

@@ -16,15 +16,18 @@ from onnx import TensorProto
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.kernels.interface.score_step import NodeScores
+from mhsa_compile.kernels.scores.order import STEPS
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.checks import DTYPES, LONGEST
 from mhsa_compile.spec.outputs import SoftmaxOutputs
-from mhsa_compile.spec.score_functions import ScoreFunction
 
 INPUTS = mhsa_operator.INPUTS
 OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
 """The outputs of an Attention in their order, as INPUTS are its inputs. The last of both are those of our own operator
 of this name; see `operators`."""
+_STANDARD_INPUTS = ("past_key", "past_value")  # from number 4 on
+_STANDARD_OUTPUTS = ("present_key", "present_value", "qk_matmul_output")  # from number 1 on
 _PRECISIONS = {
     TensorProto.FLOAT: "float32",
     TensorProto.FLOAT16: "float32",  # asked for less: the kernels compute in float32, which is more exact
@@ -40,7 +43,8 @@ class AttentionNode:
 
     `outputs` are the names of those of OUTPUTS that the node has; `wanted` is what our own operator's say. `left` and
     `right` are the window, -1 unbounded, with causality in it. `keys` is the number of keys that attention runs
-    over, those of the past included.
+    over, those of the past included. `words` are the attributes of the steps of its scores, and `roles` the tensors
+    that these take.
     """
 
     node: onnx.NodeProto
@@ -51,12 +55,9 @@ class AttentionNode:
     mask: str
     past: tuple[str, ...]
     lengths: str
-    sinks: str
-    slopes: str
     outputs: dict[str, str]
     heads: tuple[int, int] | None  # of queries and of keys, for operands of three axes
     scale: float | None
-    softcap: float
     left: int
     right: int
     softmax: Literal["float32", "float64"]
@@ -64,9 +65,8 @@ class AttentionNode:
     wanted: SoftmaxOutputs
     query_length: Dim
     keys: Dim
-    mask_mod: ScoreFunction | None
-    score_mod: ScoreFunction | None
-    tensors: tuple[str, ...]
+    words: dict[str, int | float | str]
+    roles: dict[str, tuple[str, ...]]
 
     def refusal(self, expected: str, got: str, next_step: str = "") -> ModelError:
         return refusal(self.node, expected, got, next_step)
@@ -87,12 +87,10 @@ def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
     past = tuple(names[role] for role in ("past_key", "past_value") if names[role])
     past_axes = [_axes(_ranked(graph, node, name, (4,)), 0) for name in past]
     _check_shapes(graph, node, names, axes, past_axes)
-    for role in ("sinks", "slopes"):
-        found = graph.dtype(names[role]), graph.shape(names[role])
-        if names[role] and found != (dtype, (axes[0][1],)):
-            raise refusal(node, f"{role} of {dtype}, one for each of {axes[0][1]} heads", f"{found[0]} of {found[1]}")
-    left, right = _window(node, said)
-    mask_mod, score_mod = _functions(graph, node, said, names)
+    words = {kind.attribute: said[kind.attribute] for kind in STEPS if said.get(kind.attribute)}
+    roles = _roles(node, names, words)
+    _check_scores(graph, node, said, roles, dtype, axes[0])
+    left, right = _window(said)
     return AttentionNode(
         node=node,
         dtype=dtype,
@@ -102,12 +100,9 @@ def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
         mask=names["attn_mask"],
         past=past,
         lengths=names["nonpad_kv_seqlen"],
-        sinks=names["sinks"],
-        slopes=names["slopes"],
         outputs={role: name for role, name in zip(OUTPUTS, node.output, strict=False) if name},
         heads=heads,
         scale=_scale(node, said),
-        softcap=_number(node, said, "softcap", 0.0),
         left=left,
         right=right,
         softmax=_choice(node, said, "softmax_precision", _PRECISIONS, TensorProto.FLOAT),
@@ -115,33 +110,35 @@ def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
         wanted=_wanted(node, said, int(axes[0][1] or 0)),
         query_length=axes[0][2],
         keys=_sum(axes[1][2], past_axes[0][2] if past else 0),
-        mask_mod=mask_mod,
-        score_mod=score_mod,
-        tensors=tuple(node.input[mhsa_operator.FIRST_TENSOR :]),
+        words=words,
+        roles=roles,
     )
 
 
-def _functions(
-    graph: GraphView, node: onnx.NodeProto, said: dict[str, Any], names: dict[str, str]
-) -> tuple[ScoreFunction | None, ScoreFunction | None]:
-    """(mask_mod, score_mod), once their tensors are what they say."""
-    mask_mod, score_mod = functions = mhsa_operator.functions_of(said)
-    if mask_mod is None and score_mod is None:
-        return functions
-    if names["past_key"] or (len(node.output) > 3 and node.output[3]):
-        got = "past_key" if names["past_key"] else "qk_matmul_output"
-        raise refusal(node, "mask_mod and score_mod without a past and without scores as they are", f"both and {got}")
-    wanted = [kind for function in (score_mod, mask_mod) if function is not None for kind in function.tensors]
-    given = node.input[mhsa_operator.FIRST_TENSOR :]
-    if len(given) != len(wanted):
-        raise refusal(node, f"{len(wanted)} tensors that mask_mod and score_mod capture", str(len(given)))
-    for name, kind in zip(given, wanted, strict=True):
-        if graph.dtype(name) != kind.dtype or len(graph.shape(name) or ()) != len(kind.shape):
-            got = f"{graph.dtype(name)} of {graph.shape(name)}"
-            raise refusal(
-                node, f"{name!r} of {kind.dtype} and {len(kind.shape)} axes, as mask_mod or score_mod says", got
-            )
-    return functions
+def _roles(node: onnx.NodeProto, names: dict[str, str], words: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The tensors that steps of the scores take: those with a place of their own, then those that functions capture."""
+    roles: dict[str, tuple[str, ...]] = {kind.role: (name,) for kind in STEPS if (name := names.get(kind.role, ""))}
+    tensors = list(node.input[mhsa_operator.FIRST_TENSOR :])
+    counts = {kind.role: kind.captured(words[kind.attribute]) for kind in STEPS if kind.attribute in words}
+    if len(tensors) != sum(counts.values()):
+        raise refusal(node, f"{sum(counts.values())} tensors that its functions of scores capture", str(len(tensors)))
+    for role, count in counts.items():
+        if count:
+            roles[role], tensors = tuple(tensors[:count]), tensors[count:]
+    return roles
+
+
+def _check_scores(
+    graph: GraphView, node: onnx.NodeProto, said: dict[str, Any], roles: dict[str, tuple[str, ...]], dtype: str, q: Axes
+) -> None:
+    """Asks the steps of scores whether they are said rightly."""
+    beside = [role for role, name in zip(_STANDARD_INPUTS, node.input[4:], strict=False) if name]
+    beside += [role for role, name in zip(_STANDARD_OUTPUTS, node.output[1:], strict=False) if name]
+    inputs = {role: [(graph.dtype(name), graph.shape(name)) for name in names] for role, names in roles.items()}
+    scores = NodeScores(dtype, q[0], int(q[1] or 0), said, inputs, tuple(beside))
+    for kind in STEPS:
+        if (mistake := kind.mistake(scores)) is not None:
+            raise refusal(node, *mistake)
 
 
 def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> SoftmaxOutputs:
@@ -167,11 +164,6 @@ def _check_company(node: onnx.NodeProto, names: dict[str, str]) -> None:
     if pasts and len(presents) < 2:
         got = f"past_key and past_value with {presents[0] if presents else 'neither'} alone"
         raise refusal(node, "present_key and present_value wherever there is a past", got)
-    if names["slopes"] and pasts:
-        raise refusal(node, "slopes without a past", "both", "Keep the cache outside: TensorScatter, nonpad_kv_seqlen.")
-    if names["nonpad_kv_seqlen"] and (pasts or presents):
-        got = f"nonpad_kv_seqlen with {', '.join([*pasts, *presents])}"
-        raise refusal(node, "a cache inside (past, present) or outside (nonpad_kv_seqlen) of the operator", got)
 
 
 def _dtype(graph: GraphView, node: onnx.NodeProto, names: dict[str, str]) -> str:
@@ -181,11 +173,6 @@ def _dtype(graph: GraphView, node: onnx.NodeProto, names: dict[str, str]) -> str
     if dtype not in DTYPES or len(set(dtypes.values())) > 1:
         got = ", ".join(f"{role} of {found or 'unknown dtype'}" for role, found in dtypes.items())
         raise refusal(node, f"{_listed(present)} all of {', or all of '.join(DTYPES)}", got)
-    mask, lengths = names["attn_mask"], names["nonpad_kv_seqlen"]
-    if mask and graph.dtype(mask) not in ("bool", dtype):
-        raise refusal(node, f"a bool or {dtype} attn_mask", str(graph.dtype(mask)))
-    if lengths and graph.dtype(lengths) != "int64":
-        raise refusal(node, "nonpad_kv_seqlen of int64", str(graph.dtype(lengths)))
     return dtype
 
 
@@ -250,21 +237,13 @@ def _check_shapes(
             pairs.append((f"{what} of {past_role} and {role}", past[axis], new[axis]))
     if past_axes:
         pairs.append(("lengths of past_key and past_value", past_axes[0][2], past_axes[1][2]))
-    if lengths := names["nonpad_kv_seqlen"]:
-        pairs.append(("batch sizes of nonpad_kv_seqlen and Q", _ranked(graph, node, lengths, (1,))[0], q[0]))
     for what, one, other in pairs:
         if isinstance(one, int) and isinstance(other, int) and one != other:
             raise refusal(node, f"equal {what}", f"{one} and {other}")
 
 
-def _window(node: onnx.NodeProto, said: dict[str, Any]) -> tuple[int, int]:
-    sizes = []
-    for name in ("left_window_size", "right_window_size"):
-        sizes.append(said.get(name, -1))
-        if sizes[-1] < -1:
-            raise refusal(node, f"{name} of -1 or more", str(sizes[-1]))
-    if said.get("is_causal", 0) not in (0, 1):
-        raise refusal(node, "is_causal of 0 or 1", str(said["is_causal"]))
+def _window(said: dict[str, Any]) -> tuple[int, int]:
+    sizes = (said.get(name, -1) for name in ("left_window_size", "right_window_size"))
     left, right = (-1 if size >= LONGEST else size for size in sizes)  # no key lies so far away
     return left, 0 if said.get("is_causal") else right
 
@@ -274,13 +253,6 @@ def _scale(node: onnx.NodeProto, said: dict[str, Any]) -> float | None:
     if scale is not None and not math.isfinite(scale):
         raise refusal(node, "a scale that is a finite number, or none for 1 / sqrt(head size)", str(scale))
     return scale
-
-
-def _number(node: onnx.NodeProto, said: dict[str, Any], name: str, default: float) -> float:
-    value = float(said.get(name, default))
-    if not 0 <= value < float("inf"):
-        raise refusal(node, f"{name} of 0 (none) or more", str(value))
-    return value
 
 
 def _choice(node: onnx.NodeProto, said: dict[str, Any], name: str, choices: dict[int, Any], default: int) -> Any:

@@ -14,8 +14,11 @@ from mhsa_compile.frontend.fusion import attention_node
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, split_rows
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.kernels.interface.score_step import ScoreStep
+from mhsa_compile.kernels.scores.order import STEPS
 from mhsa_compile.spec.attention_spec import SPEC_KEY
 from mhsa_compile.spec.masks import HIDES, causal
+from mhsa_compile.spec.score_functions import ScoreFunction
 
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -33,17 +36,19 @@ class AttentionPattern:
         ]
         self.lengths, self.alignment = self._find_lengths()
         self.output, self.output_layout = self._find_output()
-        self.static_mask = self._find_static_mask()
-        self.mask_mod, self.tensors = asked.mask_mod, asked.tensors
-        if (evaluated := self._evaluated_mask()) is not None:
-            self.static_mask = evaluated if self.static_mask is None else self.static_mask & evaluated
-            self.mask_mod, self.tensors = None, self._apart()[0]
-        self.mask, self.key_mask = ("", False) if self.static_mask is not None else self._find_mask()
-        if self.static_mask is not None and self.static_mask.all():
-            self.static_mask = None  # what hides nothing is no mask: the one row of a causal one that a step needs
+        self.pairs = self._constant_pairs()
+        self.words, self.roles = dict(asked.words), dict(asked.roles)
+        for kind in STEPS:
+            if kind.foreseeable and (pairs := self._foreseen(kind)) is not None:
+                self.pairs = pairs if self.pairs is None else self.pairs & pairs
+                self.words.pop(kind.attribute)
+                self.roles.pop(kind.role, None)
+        self.mask, self.key_mask = ("", False) if self.pairs is not None else self._find_mask()
+        if self.pairs is not None and self.pairs.all():
+            self.pairs = None  # what hides nothing is no mask: the one row of a causal one that a step needs
         self.right = asked.right
         if self._is_causal():
-            self.static_mask, self.right = None, 0
+            self.pairs, self.right = None, 0
 
     @property
     def _is_ours(self) -> bool:
@@ -105,7 +110,7 @@ class AttentionPattern:
             self.absorbed += [expand, *(node for node in shapes if node is not None)]
         return "", "bottom_right"
 
-    def _find_static_mask(self) -> np.ndarray[Any, Any] | None:
+    def _constant_pairs(self) -> np.ndarray[Any, Any] | None:
         """A constant attn_mask that only hides or shows, as bool (1 or H, L, S); None for any other.
 
         What stands for -inf does so where every query sees a key; in a row of nothing else it is a number.
@@ -130,31 +135,31 @@ class AttentionPattern:
             raise self.asked.refusal(f"an attn_mask that broadcasts to {(1, *full)}", str(mask.shape))
         return np.broadcast_to(visible, (len(visible), L, S))
 
-    def _apart(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(what score_mod captures, what mask_mod captures)."""
-        asked = self.asked
-        count = 0 if asked.score_mod is None else len(asked.score_mod.tensors)
-        return asked.tensors[:count], asked.tensors[count:]
-
-    def _evaluated_mask(self) -> np.ndarray[Any, Any] | None:
-        """What mask_mod says of every pair, bool (1 or H, L, S), where all that it asks for is known now."""
+    def _foreseen(self, kind: type[ScoreStep]) -> np.ndarray[Any, Any] | None:
+        """What a function of places says of every pair, bool (1 or H, L, S), where all that it asks for is known."""
         asked = self.asked
         L, S = asked.query_length, asked.keys
-        arrays = [self.graph.constant(name) for name in self._apart()[1]]
-        of_call = self.lengths or (asked.mask and self.static_mask is None)
-        if asked.mask_mod is None or of_call or not isinstance(L, int) or not isinstance(S, int):
-            return None
+        arrays = [self.graph.constant(name) for name in asked.roles.get(kind.role, ())]
+        of_call = self.lengths or (asked.mask and self.pairs is None)
         known = [array for array in arrays if array is not None]
-        if len(known) < len(arrays):
+        unknown = of_call or len(known) < len(arrays)
+        if kind.attribute not in asked.words or unknown or not isinstance(L, int) or not isinstance(S, int):
             return None
         from mhsa_compile.nn.score_masks import fixed_mask  # PyTorch is needed here only
 
+        function = ScoreFunction.from_json(kind.attribute, str(asked.words[kind.attribute]))
         offset = S - L if self.alignment == "bottom_right" else 0
-        return fixed_mask(asked.mask_mod, known, heads=self.operands[0].heads, L=L, S=S, offset=offset)
+        return fixed_mask(function, known, heads=self.operands[0].heads, L=L, S=S, offset=offset)
+
+    def _step_tensors(self) -> dict[str, tuple[str, ...]]:
+        """The tensors of the steps of scores, of which two are looked through; the mask and lengths come first."""
+        return {"attn_mask": (self.mask,), "nonpad_kv_seqlen": (self.lengths,)} | {
+            role: names for role, names in self.roles.items() if role not in ("attn_mask", "nonpad_kv_seqlen")
+        }
 
     def _is_causal(self) -> bool:
         """Whether the constant mask says no more than is_causal would."""
-        asked, mask = self.asked, self.static_mask
+        asked, mask = self.asked, self.pairs
         if mask is None or asked.past or asked.lengths or (asked.left, asked.right) != (-1, -1):
             return False
         _, L, S = mask.shape
@@ -191,7 +196,8 @@ class AttentionPattern:
     def fused_node(self) -> onnx.NodeProto:
         asked, (q, k, v) = self.asked, self.operands
         past_key, past_value = asked.past or ("", "")
-        others = (self.mask, self.lengths, asked.sinks, asked.slopes, past_key, past_value, *self.tensors)
+        roles = {role: names for role, names in self._step_tensors().items() if any(names)}
+        others = (*(name for names in roles.values() for name in names), past_key, past_value)
         names = dict.fromkeys((q.source, k.source, v.source, *filter(None, others)))
         inputs = {name: number for number, name in enumerate(names)}
         outputs = {**asked.outputs, "y": self.output}
@@ -209,22 +215,16 @@ class AttentionPattern:
             left=asked.left,
             right=self.right,
             alignment=self.alignment,
-            softcap=asked.softcap,
             softmax=asked.softmax,
             stage=asked.stage,
             key_mask=self.key_mask,
             pads_mask=self._pads_mask,
-            mask=inputs.get(self.mask),
-            lengths=inputs.get(self.lengths),
-            sinks=inputs.get(asked.sinks),
-            slopes=inputs.get(asked.slopes),
+            words=self.words,
+            roles={role: tuple(inputs[name] for name in names) for role, names in roles.items()},
             past_key=inputs.get(past_key),
             past_value=inputs.get(past_value),
             scale=asked.scale,
-            static_mask=self.static_mask,
-            mask_mod=self.mask_mod,
-            score_mod=asked.score_mod,
-            tensors=tuple(inputs[name] for name in self.tensors) or None,
+            pairs=self.pairs,
         )
         return fused.to_node(self.node, list(inputs), list(outputs.values()))
 

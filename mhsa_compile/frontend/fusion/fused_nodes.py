@@ -17,7 +17,6 @@ from onnx import numpy_helper
 from mhsa_compile.kernels.interface.ops import HeadLayout
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
-from mhsa_compile.spec.score_functions import ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,11 @@ class FusedAttention(FusedNode):
     stage               the qk_matmul_output_mode of "scores"
     key_mask            whether the mask is (B, S): one flag a key
     pads_mask           whether a mask over fewer keys than there are hides the rest
-    mask to past_value  the numbers of these inputs; None of those that are not there
+    words               the attributes that steps of scores are read from
+    roles               the numbers of the inputs of these steps
+    past_key, _value    the numbers of these inputs; None of those that are not there
     scale               None is 1 / sqrt(E)
-    static_mask         bool (1 or H, L, S)
-    tensors             the numbers of the inputs that score_mod captures, then of those that mask_mod does
+    pairs               those that are known now, bool (1 or H, L, S)
     """
 
     op_type = "MhsaAttention"
@@ -142,19 +142,13 @@ class FusedAttention(FusedNode):
     left: int
     right: int
     alignment: Literal["top_left", "bottom_right"]
-    softcap: float
     softmax: Literal["float32", "float64"]
     stage: int
     key_mask: bool
     pads_mask: bool
-    mask: int | None = None
-    lengths: int | None = None
-    sinks: int | None = None
-    slopes: int | None = None
+    words: dict[str, int | float | str]
+    roles: dict[str, tuple[int, ...]]
     past_key: int | None = None
     past_value: int | None = None
     scale: float | None = None
-    static_mask: np.ndarray[Any, Any] | None = None
-    mask_mod: ScoreFunction | None = None
-    score_mod: ScoreFunction | None = None
-    tensors: tuple[int, ...] | None = None
+    pairs: np.ndarray[Any, Any] | None = None

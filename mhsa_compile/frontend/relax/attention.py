@@ -30,23 +30,14 @@ from mhsa_compile.kernels.interface.ops import (
     KvConcatOp,
     ScoresOp,
     SoftmaxStatsOp,
-    TensorInput,
     WindowSpec,
 )
-from mhsa_compile.kernels.interface.score_step import ScoreStep
-from mhsa_compile.kernels.scores.band import Band
-from mhsa_compile.kernels.scores.call_mask import CallMask
-from mhsa_compile.kernels.scores.lengths import Lengths
-from mhsa_compile.kernels.scores.mask_mod import MaskMod
-from mhsa_compile.kernels.scores.order import in_order
-from mhsa_compile.kernels.scores.score_mod import ScoreMod
-from mhsa_compile.kernels.scores.sinks import Sinks
-from mhsa_compile.kernels.scores.slopes import Slopes
-from mhsa_compile.kernels.scores.softcap import Softcap
-from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.kernels.interface.score_step import NodeScores, ScoreStep
+from mhsa_compile.kernels.scores.order import STEPS, steps_of
 
 WEIGHTS = 3
 """The qk_matmul_output_mode of what the softmax gives, for which there are kernels."""
+_MASK = "attn_mask"
 _LENGTH_AXIS = {"rows": 1, "heads": 2}
 
 
@@ -64,7 +55,7 @@ class AttentionImport:
         """The shapes of Q, K, V and a mask that is computed, and how their sizes must fit."""
         shapes = [list(dims(self.operands[role])) for role in "qkv"]
         equal = [(shapes[0][0], shape[0]) for shape in shapes[1:]] + [(self._length("k"), self._length("v"))]
-        mask, past = self._input(self.fused.mask), self.fused.past_key
+        mask, past = self._mask_input(), self.fused.past_key
         if mask is None or past is not None or self.context.input_name(mask) is not None:
             return shapes, Demand(equal)
         full = [shapes[0][0], self.fused.num_heads, self._length("q"), self._length("k")]
@@ -75,6 +66,10 @@ class AttentionImport:
 
     def _input(self, number: int | None) -> Value | None:
         return None if number is None else self.inputs[number]
+
+    def _mask_input(self) -> Value | None:
+        (number,) = self.fused.roles.get(_MASK, (None,))
+        return self._input(number)
 
     def results(self) -> Any:
         """What the node gives: Y, or a tuple of it and present keys and values, scores, and what these are like.
@@ -185,40 +180,40 @@ class AttentionImport:
     def _steps(self, full: list[Size]) -> list[tuple[ScoreStep, list[Value]]]:
         """The steps of the scores, in their order, each with its inputs."""
         fused, dim = self.fused, self.context.dim
-        band, mask = self._band(full, self._mask(full))
-        lengths, sinks, slopes = map(self._input, (fused.lengths, fused.sinks, fused.slopes))
-        if lengths is not None and (name := self.context.input_name(lengths)) is not None:
-            self.context.result.limits[name] = stated(full[3])
-        values: dict[ScoreStep, list[Value]] = {}
-        if fused.softcap:
-            values[Softcap(fused.softcap)] = []
-        tensors = iter([self._as_captured(self.inputs[number]) for number in fused.tensors or ()])
-        for kind, function in ((ScoreMod, fused.score_mod), (MaskMod, fused.mask_mod)):
-            if function is not None:
-                own = [next(tensors) for _ in function.tensors]
-                kinds = (TensorInput(str(value.ty.dtype), tuple(map(dim, dims(value)))) for value in own)
-                values[kind(function, tuple(kinds))] = own
-        if fused.static_mask is not None:
-            values[StaticMask(fused.static_mask)] = []
+        values = {role: [self.inputs[number] for number in numbers] for role, numbers in fused.roles.items()}
+        window, mask = self._band(full, self._mask(full))
         if mask is not None:
-            values[CallMask(str(mask.ty.dtype), tuple(map(dim, dims(mask))))] = [mask]  # type: ignore[arg-type]
-        for step, value in ((Lengths(), lengths), (Sinks(), sinks), (Slopes(), slopes)):
-            if value is not None:
-                values[step] = [value]
-        if band is None and any(step.from_places for step in values):
-            band = WindowSpec(None, None, fused.alignment)
-        if band is not None:
-            values[Band(band)] = []
-        return [(step, values[step]) for step in in_order(*values)]
+            values[_MASK] = [mask]
+        for kind in STEPS:
+            if kind.role in values:
+                values[kind.role] = [self._read_as(kind, value) for value in values[kind.role]]
+                for name in filter(None, map(self.context.input_name, values[kind.role] if kind.counts_keys else [])):
+                    self.context.result.limits[name] = stated(full[3])
+        node = NodeScores(
+            dtype=str(self.operands["q"].ty.dtype),
+            batch=dim(full[0]),
+            heads=fused.num_heads,
+            words=fused.words,
+            inputs={
+                role: [(str(value.ty.dtype), tuple(map(dim, dims(value)))) for value in own]
+                for role, own in values.items()
+            },
+            pairs=fused.pairs,
+            window=window,
+        )
+        steps = steps_of(node)
+        if window is None and any(step.from_places for step in steps):
+            steps = steps_of(replace(node, window=WindowSpec(None, None, fused.alignment)))
+        return [(step, values.get(step.role, [])) for step in steps]
 
-    def _as_captured(self, value: Value) -> Value:
-        """A tensor that a function reads, of a dtype that kernels gather."""
-        wanted = {"bool": "int32", "bfloat16": "float32", "float16": "float32"}.get(str(value.ty.dtype))
-        return value if wanted is None else self.bb.emit(relax.op.astype(value, wanted))
+    def _read_as(self, kind: type[ScoreStep], value: Value) -> Value:
+        """An input of a dtype that the step takes."""
+        dtype = kind.read_as.get(str(value.ty.dtype))
+        return value if dtype is None else self.bb.emit(relax.op.astype(value, dtype))
 
     def _mask(self, full: list[Size]) -> Value | None:
         """The mask with four axes. One from the call is checked there; a computed one here, as far as that goes."""
-        mask = self._input(self.fused.mask)
+        mask = self._mask_input()
         if mask is None:
             return None
         name, key_mask, pads = self.context.input_name(mask), self.fused.key_mask, self.fused.pads_mask

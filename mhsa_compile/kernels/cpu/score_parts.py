@@ -126,7 +126,7 @@ class TilePart:
 def tile_parts(given: AttentionArguments, b: Expr, h: Expr, place: Expr = None) -> list[TilePart]:
     """The parts of all steps, in their order."""
     tasks = [(step, TileTask(given.op, own, b, h, place)) for step, own in given.steps()]
-    return [step.cpu_tile(task) or TilePart(step, task) for step, task in tasks]
+    return [(step.cpu_tile or TilePart)(step, task) for step, task in tasks]
 
 
 def keys_of(given: AttentionArguments, b: Expr) -> Expr:
@@ -220,4 +220,4 @@ def row_parts(
 ) -> list[RowPart]:
     """The parts of all steps, in their order."""
     tasks = [(step, RowTask(given.op, own, b, first_head, layout, kv_length)) for step, own in given.steps()]
-    return [step.cpu_rows(task) or RowPart(step, task) for step, task in tasks]
+    return [(step.cpu_rows or RowPart)(step, task) for step, task in tasks]

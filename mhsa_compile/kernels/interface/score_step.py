@@ -8,7 +8,7 @@ family of kernels its part of a task; what it does not say is the identity.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Expr = Any  # TVM has no type stubs
 Part = Any
-"""A step's part of a task: of a class of its family of kernels."""
+"""What a step does in a task: a class of its family of kernels, of (step, task); or None."""
 
 
 class ScoreMath(Protocol):
@@ -39,6 +39,37 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
+class NodeScores:
+    """What a node Attention says, of ONNX or of our domain, as far as it is of its scores.
+
+    dtype      of queries, keys and values
+    batch      None where it is not known yet
+    heads      of queries
+    words      its attributes, by their names
+    inputs     (dtype, dims) of what there is for each step's `role`; None where it is not known yet
+    beside     the standard's inputs and outputs that it has beside: "past_key", "present_key", "qk_matmul_output"
+    pairs      the pairs that are known when it is compiled, bool (1 or H, L, S)
+    window     the keys that a query sees by its place
+    """
+
+    dtype: str
+    batch: int | str | None
+    heads: int
+    words: Mapping[str, Any]
+    inputs: Mapping[str, Sequence[tuple[Any, Any]]]
+    beside: tuple[str, ...] = ()
+    pairs: Array | None = None
+    window: WindowSpec | None = None
+
+    def mistake_of_heads(self, role: str) -> tuple[str, str] | None:
+        """Where an input of one number for each head is none."""
+        ((dtype, dims),) = self.inputs.get(role, ((self.dtype, (self.heads,)),))
+        if (dtype, dims) == (self.dtype, (self.heads,)):
+            return None
+        return f"{role} of {self.dtype}, one for each of {self.heads} heads", f"{dtype} of {dims}"
+
+
+@dataclass(frozen=True)
 class SomeRows:
     """Some queries of some batch entries; `distance` (rows, S) is from the place of a query to a key."""
 
@@ -50,17 +81,21 @@ class SomeRows:
 @dataclass(frozen=True)
 class RowMeaning:
     """Which of the scores of some rows are visible, and what is added to them: each of (1 or entries, 1 or H, rows, S),
-    None where that is nothing; the softcap, 0 for none; scores of no key, (H,)."""
+    None where that is nothing; numbers by the names of the formulas that they are of; scores of no key, (H,)."""
 
     visible: Array | None = None
     bias: Array | None = None
-    softcap: float = 0.0
-    sinks: Array | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+    no_key: Array | None = None
 
 
 class ScoreStep:
     """A feature of scores; all that is here says: no change.
 
+    attribute    of a node Attention, by which it says the step; "" for none
+    role         of the node's inputs that are the step's; "" for none
+    read_as      dtypes of these inputs that become others before the step takes them
+    foreseeable  whether what it hides is a function of places, which may have its values before any call
     hides        whether it may hide a key from a query
     blind        whether what it hides is known of no pair before it is looked at in the call
     elementwise  whether `score` is all that it does to scores
@@ -74,8 +109,19 @@ class ScoreStep:
     not_beside   of families of kernels: what the step is called that cannot stand beside pairs known in advance there
     extra        its word in a tuner's key, where it has no more to say there
     absent_key   what a tuner's key says where the step is missing
+
+    Its parts of tasks are classes of what each family of kernels has them do; None: nothing but what `score` says.
+
+    cpu_tile     a `TilePart`: many queries, along the lanes
+    cpu_rows     a `RowPart`: few queries, against keys that lie along the lanes
+    cuda_rows    a `ThreadPart`: the rows of a thread
+    plain        a `PlainPart`: single scores in float64, for attention that no kernel takes
     """
 
+    attribute: ClassVar[str] = ""
+    role: ClassVar[str] = ""
+    read_as: ClassVar[Mapping[str, str]] = {}
+    foreseeable: ClassVar[bool] = False
     hides: bool = False
     blind: bool = False
     elementwise: ClassVar[bool] = False
@@ -86,12 +132,33 @@ class ScoreStep:
     not_beside: ClassVar[Mapping[str, str]] = {}
     extra: ClassVar[str] = ""
     absent_key: ClassVar[Mapping[str, Any]] = {}
+    cpu_tile: ClassVar[Part] = None
+    cpu_rows: ClassVar[Part] = None
+    cuda_rows: ClassVar[Part] = None
+    plain: ClassVar[Part] = None
     function: Any = None
     window: WindowSpec | None = None
 
     @property
     def pairs(self) -> np.ndarray[Any, Any] | None:
         return None
+
+    # How a node says it.
+
+    @classmethod
+    def captured(cls, word: Any) -> int:
+        """How many inputs it takes behind those that have a place of their own, where the node says so much."""
+        return 0
+
+    @classmethod
+    def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
+        """Where a node says it wrongly: what is expected, what there is, and perhaps a way out."""
+        return None
+
+    @classmethod
+    def read(cls, node: NodeScores) -> ScoreStep | None:
+        """The step of a node; None: it has none. Of one with a `role` alone, where there is an input."""
+        return cls() if cls.role in node.inputs else None
 
     # What it takes, and whether kernels can do it.
 
@@ -153,21 +220,3 @@ class ScoreStep:
         """Registers that it takes of a thread of tensor cores, by what they are for; what serves several steps counts
         once."""
         return {}
-
-    # Its parts of tasks; None: nothing but what `score` says.
-
-    def cpu_tile(self, task: Any) -> Part | None:
-        """A `TilePart`: many queries, along the lanes."""
-        return None
-
-    def cpu_rows(self, task: Any) -> Part | None:
-        """A `RowPart`: few queries, against keys that lie along the lanes."""
-        return None
-
-    def cuda_rows(self, task: Any) -> Part | None:
-        """A `ThreadPart`: the rows of a thread."""
-        return None
-
-    def plain(self, task: Any) -> Part | None:
-        """A `PlainPart`: single scores in float64, for attention that no kernel takes."""
-        return None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mhsa_compile.kernels.interface.ops import WindowSpec
-from mhsa_compile.kernels.interface.score_step import Array, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.kernels.interface.score_step import Array, NodeScores, RowMeaning, ScoreStep, SomeRows
 from mhsa_compile.spec.semantics import BandMeaning
 
 
@@ -21,6 +21,18 @@ class Band(ScoreStep):
     window: WindowSpec
     hides = True
     absent_key = {"band": None}  # noqa: RUF012
+
+    @classmethod
+    def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
+        for name in ("left_window_size", "right_window_size"):
+            if (size := node.words.get(name, -1)) < -1:
+                return f"{name} of -1 or more", str(size)
+        causal = node.words.get("is_causal", 0)
+        return None if causal in (0, 1) else ("is_causal of 0 or 1", str(causal))
+
+    @classmethod
+    def read(cls, node: NodeScores) -> Band | None:
+        return None if node.window is None else Band(node.window)
 
     def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
         left, right = self.window.left, self.window.right

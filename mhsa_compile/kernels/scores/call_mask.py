@@ -11,7 +11,7 @@ import numpy as np
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart, PlainTask
+from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart
 from mhsa_compile.kernels.common.score_scale import LARGEST, LOG2_E
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask
@@ -26,83 +26,10 @@ from mhsa_compile.kernels.cuda.primitives.inputs import wide
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, TensorInput
-from mhsa_compile.kernels.interface.score_step import Array, Expr, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.kernels.interface.score_step import Array, Expr, NodeScores, RowMeaning, ScoreStep, SomeRows
 
 Reader = Callable[[Expr, Expr, Expr], Expr]
 """(head, query, key) -> the mask's element, a bool or a float32."""
-
-
-@dataclass(frozen=True)
-class CallMask(ScoreStep):
-    """A mask (mB, mH, mL, mS), each axis 1 or full; True takes part, floats are added."""
-
-    dtype: Literal["bool", "float32", "bfloat16", "float16"]
-    dims: tuple[Dim, Dim, Dim, Dim]
-    hides = True
-    blind = True
-    not_beside = dict.fromkeys(("cpu", "cuda"), "one that the call brings")
-    absent_key = {"mask": None}  # noqa: RUF012
-
-    @property
-    def bends(self) -> bool:  # type: ignore[override]
-        return self.dtype != "bool"
-
-    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
-        return (("mask", TensorInput(self.dtype, self.dims)),)
-
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
-        if self.dtype == "bool":
-            return [rng.random(shape) < 0.9 for _, shape in kinds]
-        return super().drawn(rng, kinds)
-
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
-        (mask,) = own
-        mask = mask[rows.entries] if len(mask) > 1 else mask
-        mask = mask[:, :, rows.rows] if mask.shape[2] > 1 else mask
-        return RowMeaning(mask) if self.dtype == "bool" else RowMeaning(bias=mask.astype(np.float64))
-
-    def semantics(self) -> dict[str, Any]:
-        return {"mask": f"{self.dtype} {list(self.dims)}"}
-
-    def key(self) -> dict[str, Any]:
-        return {"mask": [self.dtype, *(dim != 1 for dim in self.dims)]}
-
-    def cpu_reader(self, own: tuple[Expr, ...], b: Expr) -> Reader:
-        """Reads an element; clamping each index makes an axis of 1 broadcast."""
-        (mask,) = own
-        last = [let(size - 1) for size in mask.shape]
-
-        def read(head: Expr, query: Expr, key: Expr) -> Expr:
-            at = [T.min(i, end) for i, end in zip((b, head, query, key), last, strict=True)]
-            return mask[tuple(at)] if mask.dtype == "bool" else load_wide(mask, at, 1)
-
-        return read
-
-    def bias(self, element: Expr) -> Expr:
-        """An element as a number to add to a score, in units of log2; -inf where it hides."""
-        if self.dtype == "bool":
-            return T.Select(element, T.float32(0), T.float32(-math.inf))
-        return element * T.float32(LOG2_E)
-
-    def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
-        if self.dtype != "bool":
-            needed = row_tiles * (keys // 2 + 16)
-            # What elements wait in is more than a softcap takes beside them, so nothing is added for one.
-            shared = max(0, min(40, needed - 24))
-            return {"masks": needed - shared, "softcap": shared}
-        return {"masks": 24 + (8 * row_tiles if stages > 1 else 0)}
-
-    def plain(self, task: PlainTask) -> PlainPart:
-        return _Plain(self, task)
-
-    def cpu_tile(self, task: TileTask) -> TilePart:
-        return CallMaskTile(self, task)
-
-    def cpu_rows(self, task: RowTask) -> RowPart:
-        return _Rows(self, task)
-
-    def cuda_rows(self, task: ThreadTask) -> ThreadPart:
-        return _Thread(self, task)
 
 
 class _Plain(PlainPart):
@@ -255,3 +182,78 @@ class _Thread(ThreadPart):
         bias = materialize(wide(element), "float32")
         # What overflows to -inf in units of log2 hides as -inf does, whatever the score.
         return T.Select(bias < T.float32(-LARGEST / LOG2_E), T.float32(-math.inf), score + bias * T.float32(LOG2_E))
+
+
+@dataclass(frozen=True)
+class CallMask(ScoreStep):
+    """A mask (mB, mH, mL, mS), each axis 1 or full; True takes part, floats are added."""
+
+    dtype: Literal["bool", "float32", "bfloat16", "float16"]
+    dims: tuple[Dim, Dim, Dim, Dim]
+    hides = True
+    blind = True
+    not_beside = dict.fromkeys(("cpu", "cuda"), "one that the call brings")
+    absent_key = {"mask": None}  # noqa: RUF012
+    role = "attn_mask"
+    plain = _Plain
+    cpu_tile = CallMaskTile
+    cpu_rows = _Rows
+    cuda_rows = _Thread
+
+    @classmethod
+    def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
+        ((dtype, _),) = node.inputs.get(cls.role, ((node.dtype, None),))
+        return None if dtype in ("bool", node.dtype) else (f"a bool or {node.dtype} {cls.role}", str(dtype))
+
+    @classmethod
+    def read(cls, node: NodeScores) -> CallMask | None:
+        return None if cls.role not in node.inputs else CallMask(*node.inputs[cls.role][0])
+
+    @property
+    def bends(self) -> bool:  # type: ignore[override]
+        return self.dtype != "bool"
+
+    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
+        return (("mask", TensorInput(self.dtype, self.dims)),)
+
+    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
+        if self.dtype == "bool":
+            return [rng.random(shape) < 0.9 for _, shape in kinds]
+        return super().drawn(rng, kinds)
+
+    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+        (mask,) = own
+        mask = mask[rows.entries] if len(mask) > 1 else mask
+        mask = mask[:, :, rows.rows] if mask.shape[2] > 1 else mask
+        return RowMeaning(mask) if self.dtype == "bool" else RowMeaning(bias=mask.astype(np.float64))
+
+    def semantics(self) -> dict[str, Any]:
+        return {"mask": f"{self.dtype} {list(self.dims)}"}
+
+    def key(self) -> dict[str, Any]:
+        return {"mask": [self.dtype, *(dim != 1 for dim in self.dims)]}
+
+    def cpu_reader(self, own: tuple[Expr, ...], b: Expr) -> Reader:
+        """Reads an element; clamping each index makes an axis of 1 broadcast."""
+        (mask,) = own
+        last = [let(size - 1) for size in mask.shape]
+
+        def read(head: Expr, query: Expr, key: Expr) -> Expr:
+            at = [T.min(i, end) for i, end in zip((b, head, query, key), last, strict=True)]
+            return mask[tuple(at)] if mask.dtype == "bool" else load_wide(mask, at, 1)
+
+        return read
+
+    def bias(self, element: Expr) -> Expr:
+        """An element as a number to add to a score, in units of log2; -inf where it hides."""
+        if self.dtype == "bool":
+            return T.Select(element, T.float32(0), T.float32(-math.inf))
+        return element * T.float32(LOG2_E)
+
+    def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
+        if self.dtype != "bool":
+            needed = row_tiles * (keys // 2 + 16)
+            # What elements wait in is more than a softcap takes beside them, so nothing is added for one.
+            shared = max(0, min(40, needed - 24))
+            return {"masks": needed - shared, "softcap": shared}
+        return {"masks": 24 + (8 * row_tiles if stages > 1 else 0)}

@@ -4,7 +4,8 @@ captures. Places of queries are counted as windows count them, from the first or
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, Self
 
 from tvm.tirx.script import builder as T
 
@@ -18,7 +19,7 @@ from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.score_functions import ThreadFunction
 from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart, ThreadTask
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import Expr, ScoreStep
+from mhsa_compile.kernels.interface.score_step import Expr, NodeScores, ScoreStep
 from mhsa_compile.spec.score_functions import ScoreFunction
 
 
@@ -28,12 +29,36 @@ class FunctionStep(ScoreStep):
 
     function: ScoreFunction
     tensors: tuple[TensorInput, ...] = ()
-    name: ClassVar[str]
+    read_as = MappingProxyType({"bool": "int32", "bfloat16": "float32", "float16": "float32"})
     from_places = True
     bends = True
 
+    @classmethod
+    def captured(cls, word: Any) -> int:
+        return len(ScoreFunction.from_json(cls.attribute, word).tensors)
+
+    @classmethod
+    def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
+        if not (word := node.words.get(cls.attribute)):
+            return None
+        if beside := [what for what in node.beside if what in ("past_key", "qk_matmul_output")]:
+            return "mask_mod and score_mod without a past and without scores as they are", f"both and {beside[0]}"
+        kinds = ScoreFunction.from_json(cls.attribute, word).tensors
+        for i, ((dtype, dims), kind) in enumerate(zip(node.inputs.get(cls.role, ()), kinds, strict=False)):
+            if dtype != kind.dtype or len(dims or ()) != len(kind.shape):
+                expected = f"tensor {i} of {cls.attribute} of {kind.dtype} and {len(kind.shape)} axes, as it says"
+                return expected, f"{dtype} of {dims}"
+        return None
+
+    @classmethod
+    def read(cls, node: NodeScores) -> Self | None:
+        if not (word := node.words.get(cls.attribute)):
+            return None
+        tensors = tuple(TensorInput(*kind) for kind in node.inputs.get(cls.role, ()))
+        return cls(ScoreFunction.from_json(cls.attribute, word), tensors)
+
     def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
-        return tuple((f"{self.name}_{i}", tensor) for i, tensor in enumerate(self.tensors))
+        return tuple((f"{self.attribute}_{i}", tensor) for i, tensor in enumerate(self.tensors))
 
     def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
         return {"functions": row_tiles * keys + 32}
@@ -42,10 +67,10 @@ class FunctionStep(ScoreStep):
         return TracedFunction(task.op, self.function, self.tensors, task.own)
 
     def summary(self) -> str:
-        return self.name
+        return self.attribute
 
     def semantics(self) -> dict[str, str]:
-        return {self.name: self.function.text()}
+        return {self.attribute: self.function.text()}
 
 
 class FunctionTile(TilePart):

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart, PlainTask, plain_function
+from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart, plain_function
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_functions import HIDDEN, SEEN, number
-from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
     RegisterTile,
@@ -23,31 +22,9 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     splat,
     store,
 )
-from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, ThreadPart, ThreadTask
+from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore
 from mhsa_compile.kernels.interface.score_step import Expr
 from mhsa_compile.kernels.scores.function_step import FunctionRows, FunctionStep, FunctionThread, FunctionTile
-
-
-@dataclass(frozen=True)
-class MaskMod(FunctionStep):
-    """Whether a query sees a key, beside all else that hides some."""
-
-    name = "mask_mod"
-    hides = True
-    blind = True
-    not_beside = {"cpu": "a mask_mod"}  # noqa: RUF012
-
-    def plain(self, task: PlainTask) -> PlainPart:
-        return _Plain(self, task)
-
-    def cpu_tile(self, task: TileTask) -> TilePart:
-        return _Tile(self, task)
-
-    def cpu_rows(self, task: RowTask) -> RowPart:
-        return _Rows(self, task)
-
-    def cuda_rows(self, task: ThreadTask) -> ThreadPart:
-        return _Thread(self, task)
 
 
 class _Plain(PlainPart):
@@ -121,3 +98,18 @@ class _Thread(FunctionThread):
     def of_row(self, row: int, first_key: Expr) -> CellScore:
         of_row = self.computed.of_row(self.mask, row)
         return lambda score, offset: of_row.hidden(score, first_key + self.mask.cells.first + offset)
+
+
+@dataclass(frozen=True)
+class MaskMod(FunctionStep):
+    """Whether a query sees a key, beside all else that hides some."""
+
+    attribute = role = "mask_mod"
+    foreseeable = True
+    hides = True
+    blind = True
+    not_beside = {"cpu": "a mask_mod"}  # noqa: RUF012
+    plain = _Plain
+    cpu_tile = _Tile
+    cpu_rows = _Rows
+    cuda_rows = _Thread

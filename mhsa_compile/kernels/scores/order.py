@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mhsa_compile.kernels.interface.score_step import ScoreStep
+from mhsa_compile.kernels.interface.score_step import NodeScores, ScoreStep
 from mhsa_compile.kernels.scores.band import Band
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.lengths import Lengths
@@ -24,6 +24,11 @@ STEPS: tuple[type[ScoreStep], ...] = (
     Sinks,
     Slopes,
 )
+
+
+def steps_of(node: NodeScores) -> tuple[ScoreStep, ...]:
+    """The steps that a node says."""
+    return in_order(*(kind.read(node) for kind in STEPS))
 
 
 def in_order(*steps: ScoreStep | None) -> tuple[ScoreStep, ...]:

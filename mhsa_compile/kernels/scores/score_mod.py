@@ -8,41 +8,13 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart, PlainTask, plain_function
+from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart, plain_function
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_functions import HIDDEN, number
-from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, materialize, store
-from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, ThreadPart, ThreadTask
+from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore
 from mhsa_compile.kernels.interface.score_step import Expr
 from mhsa_compile.kernels.scores.function_step import FunctionRows, FunctionStep, FunctionThread, FunctionTile
-
-
-@dataclass(frozen=True)
-class ScoreMod(FunctionStep):
-    """What a score becomes; one of -inf hides its key."""
-
-    name = "score_mod"
-
-    @property
-    def hides(self) -> bool:  # type: ignore[override]
-        return self.function.may_be_infinite
-
-    @property
-    def blind(self) -> bool:  # type: ignore[override]
-        return self.hides
-
-    def plain(self, task: PlainTask) -> PlainPart:
-        return _Plain(self, task)
-
-    def cpu_tile(self, task: TileTask) -> TilePart:
-        return _Tile(self, task)
-
-    def cpu_rows(self, task: RowTask) -> RowPart:
-        return _Rows(self, task)
-
-    def cuda_rows(self, task: ThreadTask) -> ThreadPart:
-        return _Thread(self, task)
 
 
 class _Plain(PlainPart):
@@ -88,3 +60,22 @@ class _Thread(FunctionThread):
     def of_row(self, row: int, first_key: Expr) -> CellScore:
         of_row = self.computed.of_row(self.mask, row)
         return lambda score, offset: of_row.score(score, first_key + self.mask.cells.first + offset)
+
+
+@dataclass(frozen=True)
+class ScoreMod(FunctionStep):
+    """What a score becomes; one of -inf hides its key."""
+
+    attribute = role = "score_mod"
+    plain = _Plain
+    cpu_tile = _Tile
+    cpu_rows = _Rows
+    cuda_rows = _Thread
+
+    @property
+    def hides(self) -> bool:  # type: ignore[override]
+        return self.function.may_be_infinite
+
+    @property
+    def blind(self) -> bool:  # type: ignore[override]
+        return self.hides

@@ -8,48 +8,16 @@ from typing import Any
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.plain_parts import PlainMath, PlainPart, PlainTask
+from mhsa_compile.kernels.common.plain_parts import PlainMath, PlainPart
 from mhsa_compile.kernels.common.score_scale import LARGEST
-from mhsa_compile.kernels.cpu.score_parts import CpuMath, RowPart, RowTask, TilePart, TileTask
+from mhsa_compile.kernels.cpu.score_parts import CpuMath, RowPart, TilePart, TileTask
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, splat
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as kept
-from mhsa_compile.kernels.cuda.attention.thread_parts import CudaMath, ThreadPart, ThreadTask
+from mhsa_compile.kernels.cuda.attention.thread_parts import CudaMath, ThreadPart
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import Array, Expr, RowMeaning, ScoreStep, SomeRows
-
-
-@dataclass(frozen=True)
-class Sinks(ScoreStep):
-    """An input (H,) of the attention's dtype holds for each head one more score that every query sees, after all that
-    is done to the others."""
-
-    extra = "sinks"
-
-    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
-        return (("sinks", TensorInput(op.dtype, (op.num_heads,))),)
-
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
-        return RowMeaning(sinks=own[0])
-
-    def summary(self) -> str:
-        return "sinks"
-
-    def semantics(self) -> dict[str, Any]:
-        return {"sinks": True}
-
-    def plain(self, task: PlainTask) -> PlainPart:
-        return _Plain(self, task)
-
-    def cpu_tile(self, task: TileTask) -> TilePart:
-        return _Tile(self, task)
-
-    def cpu_rows(self, task: RowTask) -> RowPart:
-        return _Rows(self, task)
-
-    def cuda_rows(self, task: ThreadTask) -> ThreadPart:
-        return _Thread(self, task)
+from mhsa_compile.kernels.interface.score_step import Array, Expr, NodeScores, RowMeaning, ScoreStep, SomeRows
 
 
 def _held(sink: Expr) -> Expr:
@@ -90,3 +58,32 @@ class _Thread(ThreadPart):
 
     def sink(self, row: int) -> Expr:
         return of_row(self._sinks, row)
+
+
+@dataclass(frozen=True)
+class Sinks(ScoreStep):
+    """An input (H,) of the attention's dtype holds for each head one more score that every query sees, after all that
+    is done to the others."""
+
+    role = "sinks"
+    extra = "sinks"
+    plain = _Plain
+    cpu_tile = _Tile
+    cpu_rows = _Rows
+    cuda_rows = _Thread
+
+    @classmethod
+    def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
+        return node.mistake_of_heads(cls.role)
+
+    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
+        return (("sinks", TensorInput(op.dtype, (op.num_heads,))),)
+
+    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+        return RowMeaning(no_key=own[0])
+
+    def summary(self) -> str:
+        return "sinks"
+
+    def semantics(self) -> dict[str, Any]:
+        return {"sinks": True}

@@ -19,9 +19,9 @@ import numpy as np
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.plain_parts import EXACT, Pair, PlainMath, PlainPart, PlainTask
+from mhsa_compile.kernels.common.plain_parts import EXACT, Pair, PlainMath, PlainPart
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
-from mhsa_compile.kernels.cpu.score_parts import CpuMath, FadingPart, RowPart, RowTask, TilePart, TileTask, place_of
+from mhsa_compile.kernels.cpu.score_parts import CpuMath, FadingPart, TilePart, TileTask, place_of
 from mhsa_compile.kernels.cpu.simd.dtypes import vector_type
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
@@ -35,53 +35,19 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as kept
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, CudaMath, ThreadPart, ThreadTask
+from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, CudaMath, ThreadPart
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import Array, Expr, RowMeaning, ScoreMath, ScoreStep, SomeRows
-
-
-@dataclass(frozen=True)
-class Slopes(ScoreStep):
-    """An input (H,) of the attention's dtype holds for each head what is added to a score for each key further on."""
-
-    from_places = True
-    fades = True
-    extra = "slopes"
-    bends = True
-
-    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
-        return (("slopes", TensorInput(op.dtype, (op.num_heads,))),)
-
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
-        """A power of two for each head, as in the paper."""
-        ((dtype, (count,)),) = kinds
-        return [(2.0 ** (-8 * np.arange(1, count + 1) / count)).astype(np.dtype(dtype))]
-
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
-        return RowMeaning(bias=own[0].astype(np.float64)[None, :, None, None] * rows.distance)
-
-    def summary(self) -> str:
-        return "ALiBi"
-
-    def semantics(self) -> dict[str, Any]:
-        return {"alibi": True}
-
-    def tilt(self, math: ScoreMath, own: Sequence[Expr], head: Expr) -> Expr:
-        return math.element(own[0], [head])
-
-    def plain(self, task: PlainTask) -> PlainPart:
-        return _Plain(self, task)
-
-    def cpu_tile(self, task: TileTask) -> TilePart:
-        return _Tile(self, task)
-
-    def cpu_rows(self, task: RowTask) -> RowPart:
-        return _Rows(self, task)
-
-    def cuda_rows(self, task: ThreadTask) -> ThreadPart:
-        return _Thread(self, task)
+from mhsa_compile.kernels.interface.score_step import (
+    Array,
+    Expr,
+    NodeScores,
+    RowMeaning,
+    ScoreMath,
+    ScoreStep,
+    SomeRows,
+)
 
 
 class _Plain(PlainPart):
@@ -244,3 +210,44 @@ class _Thread(ThreadPart):
 
     def tilt(self) -> Expr:
         return self._slopes
+
+
+@dataclass(frozen=True)
+class Slopes(ScoreStep):
+    """An input (H,) of the attention's dtype holds for each head what is added to a score for each key further on."""
+
+    from_places = True
+    fades = True
+    role = "slopes"
+    extra = "slopes"
+    bends = True
+    plain = _Plain
+    cpu_tile = _Tile
+    cpu_rows = _Rows
+    cuda_rows = _Thread
+
+    @classmethod
+    def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
+        if cls.role in node.inputs and "past_key" in node.beside:
+            return "slopes without a past", "both", "Keep the cache outside: TensorScatter, nonpad_kv_seqlen."
+        return node.mistake_of_heads(cls.role)
+
+    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
+        return (("slopes", TensorInput(op.dtype, (op.num_heads,))),)
+
+    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
+        """A power of two for each head, as in the paper."""
+        ((dtype, (count,)),) = kinds
+        return [(2.0 ** (-8 * np.arange(1, count + 1) / count)).astype(np.dtype(dtype))]
+
+    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+        return RowMeaning(bias=own[0].astype(np.float64)[None, :, None, None] * rows.distance)
+
+    def summary(self) -> str:
+        return "ALiBi"
+
+    def semantics(self) -> dict[str, Any]:
+        return {"alibi": True}
+
+    def tilt(self, math: ScoreMath, own: Sequence[Expr], head: Expr) -> Expr:
+        return math.element(own[0], [head])

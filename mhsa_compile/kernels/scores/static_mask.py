@@ -12,11 +12,36 @@ import numpy as np
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.plain_parts import Pair, PlainPart, PlainTask
-from mhsa_compile.kernels.cpu.score_parts import TilePart, TileTask
+from mhsa_compile.kernels.common.plain_parts import Pair, PlainPart
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import Array, Expr, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.kernels.interface.score_step import Array, Expr, NodeScores, RowMeaning, ScoreStep, SomeRows
 from mhsa_compile.kernels.scores.call_mask import CallMask, CallMaskTile, Reader
+
+
+class _Plain(PlainPart):
+    """Its own input is the mask itself, behind those of the call."""
+
+    def sees(self, pair: Pair) -> Expr:
+        (mask,) = self.task.own
+        return mask[tirx.min(pair.h, mask.shape[0] - 1), pair.i, pair.j]
+
+
+class _ChosenRowsTile(CallMaskTile):
+    def reader(self) -> Reader:
+        """Reads the chosen row, whichever query asks."""
+        bits: Expr = self.task.own[0]
+        one_for_all = int(bits.shape[0]) == 1
+        return lambda head, _, key: bits[T.int64(0) if one_for_all else head, self.task.place, key]
+
+
+class ChosenRows(CallMask):
+    """Rows of a static mask, nothing for one that is not there: a constant (1 or H, rows, S). A row of it is as a mask
+    that is the same for all queries."""
+
+    cpu_tile = _ChosenRowsTile
+
+    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
+        return ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +51,15 @@ class StaticMask(ScoreStep):
     visible: np.ndarray[Any, Any]
     hides = True
     absent_key = {"static_mask": None}  # noqa: RUF012
+    plain = _Plain
 
     @property
     def pairs(self) -> np.ndarray[Any, Any]:
         return self.visible
+
+    @classmethod
+    def read(cls, node: NodeScores) -> StaticMask | None:
+        return None if node.pairs is None else StaticMask(node.pairs)
 
     def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
         return RowMeaning(self.visible[None, :, rows.rows])
@@ -44,9 +74,6 @@ class StaticMask(ScoreStep):
     def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
         return {"masks": 24}
 
-    def plain(self, task: PlainTask) -> PlainPart:
-        return _Plain(self, task)
-
     def _digest(self) -> str:
         return sha256(self.visible.tobytes()).hexdigest()
 
@@ -57,30 +84,3 @@ class StaticMask(ScoreStep):
             if -L <= row < L:
                 visible[:, i] = self.visible[:, row]
         return ChosenRows("bool", (1, heads, 1, S)), visible
-
-
-class _Plain(PlainPart):
-    """Its own input is the mask itself, behind those of the call."""
-
-    def sees(self, pair: Pair) -> Expr:
-        (mask,) = self.task.own
-        return mask[tirx.min(pair.h, mask.shape[0] - 1), pair.i, pair.j]
-
-
-class ChosenRows(CallMask):
-    """Rows of a static mask, nothing for one that is not there: a constant (1 or H, rows, S). A row of it is as a mask
-    that is the same for all queries."""
-
-    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
-        return ()
-
-    def cpu_tile(self, task: TileTask) -> TilePart:
-        return _ChosenRowsTile(self, task)
-
-
-class _ChosenRowsTile(CallMaskTile):
-    def reader(self) -> Reader:
-        """Reads the chosen row, whichever query asks."""
-        bits: Expr = self.task.own[0]
-        one_for_all = int(bits.shape[0]) == 1
-        return lambda head, _, key: bits[T.int64(0) if one_for_all else head, self.task.place, key]

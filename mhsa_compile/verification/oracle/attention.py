@@ -7,7 +7,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.mhsa_operator import FIRST_TENSOR
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
+from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.verification.oracle import softmax_outputs
 from mhsa_compile.verification.oracle.scores import (
+    FUNCTIONS,
     Array,
     Scoring,
     View,
-    ViewFunctions,
     padded,
     stages,
 )
@@ -41,21 +42,8 @@ class Arithmetic(NamedTuple):
     softmax_outputs_of: Callable[[Array, Array, Scoring, SoftmaxOutputs], dict[str, Array]]
 
 
-class _Inputs(NamedTuple):
-    """The inputs of both operators. Number 9 is of evaluations only: keys (B, H, L, n) int64 whose weights are asked
-    for."""
-
-    q: Array
-    k: Array
-    v: Array
-    mask: Array | None = None
-    past_key: Array | None = None
-    past_value: Array | None = None
-    lengths: Array | None = None
-    sinks: Array | None = None
-    slopes: Array | None = None
-    probe: Array | None = None
-    tensors: tuple[Array, ...] = ()
+PROBE = 9
+"""The number of an input of evaluations only: keys (B, H, L, n) int64 whose weights are asked for."""
 
 
 def attention_operators(arithmetic: Arithmetic) -> list[type]:
@@ -66,8 +54,7 @@ def attention_operators(arithmetic: Arithmetic) -> list[type]:
 
     class Attention(OpRun):  # type: ignore[misc]  # the evaluator goes by this name
         def _run(self, *inputs: Any, **attributes: Any) -> tuple[Array, ...]:
-            given = _Inputs(*inputs[:FIRST_TENSOR])._replace(tensors=inputs[FIRST_TENSOR:])
-            evaluation = _Evaluation.of(given, attributes, self.run_params["opsets"][""], arithmetic)
+            evaluation = _Evaluation.of(inputs, attributes, self.run_params["opsets"][""], arithmetic)
             return evaluation.outputs(self.onnx_node)
 
         def run(self, *inputs: Any, **context: Any) -> tuple[Array | None, ...]:
@@ -81,33 +68,40 @@ def attention_operators(arithmetic: Arithmetic) -> list[type]:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """One call of an operator. q, k and v lie by heads, the past before the new keys."""
+    """One call of an operator. q, k and v lie by heads, the past before the new keys; Q did not where
+    `by_rows`."""
 
     q: Array
     k: Array
     v: Array
-    inputs: _Inputs
+    by_rows: bool
+    probe: Array | None
     attributes: Mapping[str, Any]
     view: View
     arithmetic: Arithmetic
 
     @classmethod
-    def of(cls, inputs: _Inputs, attributes: Mapping[str, Any], opset: int, arithmetic: Arithmetic) -> _Evaluation:
-        q, k, v = inputs[:3]
-        if q.ndim == 3:
+    def of(
+        cls, inputs: Sequence[Array | None], attributes: Mapping[str, Any], opset: int, arithmetic: Arithmetic
+    ) -> _Evaluation:
+        named = {name: value for name, value in zip(mhsa_operator.INPUTS, inputs, strict=False) if value is not None}
+        q, k, v = named["Q"], named["K"], named["V"]
+        if by_rows := q.ndim == 3:
             q = _split_heads(q, attributes["q_num_heads"])
             k, v = (_split_heads(array, attributes["kv_num_heads"]) for array in (k, v))
-        offset = 0 if inputs.lengths is None else inputs.lengths.reshape(-1, 1, 1, 1) - q.shape[2]
-        if inputs.past_key is not None and inputs.past_value is not None:
-            offset = inputs.past_key.shape[2]
-            k = np.concatenate((inputs.past_key, k), axis=2)
-            v = np.concatenate((inputs.past_value, v), axis=2)
-        S, mask = k.shape[2], inputs.mask
-        if mask is not None:
+        offset: int | Array = 0
+        if (lengths := named.get("nonpad_kv_seqlen")) is not None:
+            offset = lengths.reshape(-1, 1, 1, 1) - q.shape[2]
+        if "past_key" in named:
+            offset = named["past_key"].shape[2]
+            k = np.concatenate((named["past_key"], k), axis=2)
+            v = np.concatenate((named["past_value"], v), axis=2)
+        S = k.shape[2]
+        if (mask := named.get("attn_mask")) is not None:
             mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-            mask = padded(mask, S) if opset >= 24 else mask
-        view = View(S, offset, inputs.lengths, mask, inputs.slopes, attributes, _functions(inputs, attributes))
-        return cls(q, k, v, inputs, attributes, view, arithmetic)
+            named["attn_mask"] = padded(mask, S) if opset >= 24 else mask
+        view = View(S, offset, named, attributes, _captured(inputs, attributes))
+        return cls(q, k, v, by_rows, inputs[PROBE] if len(inputs) > PROBE else None, attributes, view, arithmetic)
 
     def outputs(self, node: onnx.NodeProto) -> tuple[Array, ...]:
         """All that the node names, in the operator's order; an empty array where it names none."""
@@ -122,8 +116,8 @@ class _Evaluation:
             stage = scores[self.attributes["qk_matmul_output_mode"]]
         wanted = mhsa_operator.wanted_of(node)
         inside = softmax_outputs.collected(self._look, blocks, L, self.view.S, wanted)
-        if self.inputs.probe is not None:
-            inside["probe"] = softmax_outputs.probed(self._look, blocks, self.view.S, self.inputs.probe)
+        if self.probe is not None:
+            inside["probe"] = softmax_outputs.probed(self._look, blocks, self.view.S, self.probe)
         named = (inside.get(name, nothing) for name in (*mhsa_operator.NAMES, "probe"))
         return (*standard, stage, *named)[: len(node.output)]
 
@@ -135,7 +129,7 @@ class _Evaluation:
             q, k, v = self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys]
             parts.append(self.arithmetic.attend(q, k, v, scoring))
         y: Array = np.concatenate(parts, axis=2)
-        return y.swapaxes(1, 2).reshape(*y.shape[0:3:2], -1) if self.inputs.q.ndim == 3 else y
+        return y.swapaxes(1, 2).reshape(*y.shape[0:3:2], -1) if self.by_rows else y
 
     def _look(self, rows: slice, wanted: SoftmaxOutputs) -> tuple[dict[str, Array], int]:
         keys, scoring = self._of_seen_keys(rows)
@@ -153,9 +147,7 @@ class _Evaluation:
         stated = self.attributes.get("scale")
         scale = self.q.shape[3] ** -0.5 if stated is None else stated
         B, H = self.q.shape[:2]
-        visible, bias = self.view.of(rows, B, H)
-        terms = scale, self.attributes.get("softcap") or 0.0, self.inputs.sinks
-        return Scoring(visible, bias, *terms, self.view.score_mod(rows, B, H))
+        return self.view.scoring(rows, B, H, scale)
 
     def _blocks(self) -> Iterator[slice]:
         L = self.q.shape[2]
@@ -163,10 +155,14 @@ class _Evaluation:
             yield slice(first, min(first + QUERIES, L))
 
 
-def _functions(inputs: _Inputs, attributes: Mapping[str, Any]) -> ViewFunctions:
-    mask_mod, score_mod = mhsa_operator.functions_of(attributes)
-    count = 0 if score_mod is None else len(score_mod.tensors)
-    return ViewFunctions(mask_mod, score_mod, inputs.tensors[count:], inputs.tensors[:count])
+def _captured(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> dict[str, Sequence[Array]]:
+    """What each function of scores captures, by its name."""
+    captured, rest = {}, inputs[FIRST_TENSOR:]
+    for name in FUNCTIONS:
+        if text := attributes.get(name):
+            count = len(ScoreFunction.from_json(name, text).tensors)
+            captured[name], rest = rest[:count], rest[count:]
+    return captured
 
 
 def _split_heads(array: Array, heads: int) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from onnx.reference.op_run import OpRun
 from torch import Tensor
 
+from mhsa_compile.nn import score_features
 from mhsa_compile.nn.functional import (
     attend,
     softmax_outputs_of,
@@ -29,24 +29,25 @@ def eager_operators(int8_weights: bool) -> list[type[OpRun]]:
 
 
 def _attend(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
-    return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), *_arguments(scoring), score_mod=_score_mod(scoring)))
+    return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), _eager(scoring), scoring.scale))
 
 
 def _look(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    found = softmax_outputs_of(to_torch(q), to_torch(k), *_arguments(scoring), wanted, _score_mod(scoring))
+    found = softmax_outputs_of(to_torch(q), to_torch(k), _eager(scoring), scoring.scale, wanted)
     return {name: to_numpy(tensor) for name, tensor in found.items()}
 
 
-def _score_mod(scoring: Scoring) -> Callable[[Tensor], Tensor] | None:
-    """The score_mod of a scoring, computed in float32 at least, and rounded to the dtype of the scores."""
+def _eager(scoring: Scoring) -> score_features.Scoring:
+    """The scoring in PyTorch. Its score_mod is computed in float32 at least, and rounded to the dtype of the scores."""
+    bias, no_key = (None if array is None else to_torch(array) for array in (scoring.bias, scoring.no_key))
     score_mod = scoring.score_mod
-    return None if score_mod is None else lambda scores: to_torch(score_mod(to_numpy(scores)))
-
-
-def _arguments(scoring: Scoring) -> tuple[Tensor, Tensor | None, float, float, Tensor | None]:
-    """The scoring as the arguments that `functional` takes: visible, bias, scale, softcap, sinks."""
-    bias, sinks = (None if array is None else to_torch(array) for array in (scoring.bias, scoring.sinks))
-    return to_torch(scoring.visible), bias, scoring.scale, scoring.softcap, sinks
+    return score_features.Scoring(
+        visible=to_torch(scoring.visible),
+        bias=bias,
+        limits=scoring.limits,
+        score_mod=None if score_mod is None else lambda scores: to_torch(score_mod(to_numpy(scores))),
+        no_key=no_key,
+    )
 
 
 class _MatMul(OpRun):  # type: ignore[misc]

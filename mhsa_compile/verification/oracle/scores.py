@@ -5,29 +5,26 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.field_notes import formulas_of
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.verification.oracle import score_functions, softmax_outputs
 
 Array = np.ndarray
+FORMULAS = formulas_of(AttentionSpec)
+FUNCTIONS = ("score_mod", "mask_mod")
+"""Attributes that are functions of scores, in the order of what they capture."""
 LARGEST_FILL = -1e4
 """What is added to hide a key is no more than this."""
-
-
-@dataclass(frozen=True)
-class ViewFunctions:
-    """mask_mod and score_mod of `mhsa.Attention`, and what each captures."""
-
-    mask_mod: ScoreFunction | None
-    score_mod: ScoreFunction | None
-    mask_tensors: Sequence[Array]
-    score_tensors: Sequence[Array]
 
 
 @dataclass(frozen=True)
@@ -56,16 +53,16 @@ class Scoring:
 
     visible  bool (1 or B, 1 or H, queries, keys)
     bias     what is added to the scores, as `visible` but for its dtype; -inf hides
-    softcap  0 is none
-    sinks    (H,)
-    score_mod   what becomes of scores within their softcap; one of -inf hides its key
+    limits   numbers by the names of the formulas of AttentionSpec that they are of
+    no_key   (H,): for each head one more score, of no value; None is none
+    score_mod   what becomes of scores after the formulas; one of -inf hides its key
     """
 
     visible: Array
     bias: Array | None
     scale: float
-    softcap: float
-    sinks: Array | None
+    limits: Mapping[str, float]
+    no_key: Array | None
     score_mod: ScoreMod | None = None
 
     @property
@@ -93,80 +90,121 @@ class Scoring:
 
 @dataclass(frozen=True)
 class View:
-    """What queries see of S keys, and what their scores gain; as inputs and attributes of ONNX Attention say it.
+    """Attention of S keys, as a node says it.
 
-    offset   query i stands at i + offset among the keys; (B, 1, 1, 1) where it is each entry's own
-    lengths  (B,): the number of keys of each entry
-    mask     of four axes, over all S keys
-    slopes   (H,), as in `mhsa.Attention`
+    offset      query i stands at i + offset among the keys; (B, 1, 1, 1) where it is each entry's own
+    inputs      those of `mhsa.Attention` that there are, by its names; the mask of four axes, over all S keys
+    captured    what functions of scores capture, by their names
     """
 
     S: int
     offset: int | Array
-    lengths: Array | None
-    mask: Array | None
-    slopes: Array | None
+    inputs: Mapping[str, Array]
     attributes: Mapping[str, Any]
-    functions: ViewFunctions
+    captured: Mapping[str, Sequence[Array]]
 
-    def of(self, rows: slice, B: int, H: int) -> tuple[Array, Array | None]:
-        """What these queries see, bool (1 or B, 1 or H, rows, S), and what is added to their scores."""
-        visible = self._band(rows)
-        mask_mod = self.functions.mask_mod
-        if mask_mod is not None:
-            places = self._places(rows, B, H)
-            visible = visible & score_functions.evaluated(mask_mod, self.functions.mask_tensors, places)
-        if self.lengths is not None:
-            visible = visible & (np.arange(self.S) < self.lengths.reshape(-1, 1, 1, 1))
-        bias = None if self.mask is None else _take(self.mask, 2, rows)
-        if bias is not None and bias.dtype == np.bool_:
-            visible, bias = visible & bias, None
-        return visible, bias if self.slopes is None else self._with_slopes(bias, rows, self.slopes)
-
-    def score_mod(self, rows: slice, B: int, H: int) -> ScoreMod | None:
+    def scoring(self, rows: slice, B: int, H: int, scale: float) -> Scoring:
         """What becomes of these queries' scores of all S keys."""
-        given = self.functions
-        if given.score_mod is None and given.mask_mod is None:
-            return None
-        places, broken = self._places(rows, B, H), np.zeros((), np.bool_)
-        if given.mask_mod is not None:
-            broken = score_functions.broken_pairs(given.mask_mod, given.mask_tensors, places)
-        return ScoreMod(given.score_mod, given.score_tensors, places, broken)
+        pairs = Pairs(self, rows, B, H)
+        seen = [array for hides in HIDING if (array := hides(pairs)) is not None]
+        biases = [array for adds in ADDING if (array := adds(pairs)) is not None]
+        limits = {name: self.attributes[name] for name in FORMULAS if self.attributes.get(name)}
+        bias = functools.reduce(np.add, biases) if biases else None
+        return Scoring(functools.reduce(np.logical_and, seen), bias, scale, limits, _no_key(self), _score_mod(pairs))
 
-    def _places(self, rows: slice, B: int, H: int) -> dict[str, Array]:
-        """What functions are told of a pair, each broadcastable to (B, H, rows, S)."""
-        q_idx = np.arange(rows.start, rows.stop)[:, np.newaxis] + self.offset
-        return {
-            "b": np.arange(B).reshape(-1, 1, 1, 1),
-            "h": np.arange(H).reshape(-1, 1, 1),
-            "q_idx": np.asarray(q_idx, np.int64),
-            "kv_idx": np.arange(self.S),
-        }
+    def function(self, name: str) -> ScoreFunction | None:
+        text = self.attributes.get(name)
+        return ScoreFunction.from_json(name, text) if text else None
 
-    def _band(self, rows: slice) -> Array:
-        """Causality and windows, (1 or B, 1, rows, S)."""
-        distance = self._distance(rows)
-        left, right = (self.attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
-        visible = np.ones((1, 1, *distance.shape[-2:]), dtype=np.bool_)
-        if self.attributes.get("is_causal"):
-            visible = visible & (distance >= 0)
-        if left is not None and left >= 0:
-            visible = visible & (distance <= left)
-        if right is not None and right >= 0:
-            visible = visible & (-distance <= right)
-        return visible
 
-    def _distance(self, rows: slice) -> Array:
-        """(1 or B, 1, rows, S): how far query i, which stands at i + offset among the keys, is behind each key."""
-        distance: Array = np.arange(rows.start, rows.stop)[:, np.newaxis] + self.offset - np.arange(self.S)
+@dataclass(frozen=True)
+class Pairs:
+    """Some queries and all S keys of an attention; what is said of them is (1 or B, 1 or H, rows, S)."""
+
+    view: View
+    rows: slice
+    B: int
+    H: int
+
+    @functools.cached_property
+    def distance(self) -> Array:
+        """How far query i, which stands at i + offset among the keys, is behind each key."""
+        queries = np.arange(self.rows.start, self.rows.stop)[:, np.newaxis]
+        distance: Array = queries + self.view.offset - np.arange(self.view.S)
         return distance if distance.ndim == 4 else distance[np.newaxis, np.newaxis]
 
-    def _with_slopes(self, bias: Array | None, rows: slice, slopes: Array) -> Array:
-        """The bias with slope * (key - place of the query) on top, (1 or B, H, rows, S); at least in float32."""
-        wide = slopes.astype(np.promote_types(np.float32, slopes.dtype))
-        alibi = (wide.reshape(-1, 1, 1) * -self._distance(rows)).astype(slopes.dtype)
-        result: Array = alibi if bias is None else bias + alibi
-        return result
+    @property
+    def places(self) -> dict[str, Array]:
+        """What functions are told of a pair."""
+        q_idx = np.arange(self.rows.start, self.rows.stop)[:, np.newaxis] + self.view.offset
+        return {
+            "b": np.arange(self.B).reshape(-1, 1, 1, 1),
+            "h": np.arange(self.H).reshape(-1, 1, 1),
+            "q_idx": np.asarray(q_idx, np.int64),
+            "kv_idx": np.arange(self.view.S),
+        }
+
+
+def _band(pairs: Pairs) -> Array:
+    """Causality and windows."""
+    left, right = (pairs.view.attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
+    distance = pairs.distance
+    visible = np.ones((1, 1, *distance.shape[-2:]), dtype=np.bool_)
+    if pairs.view.attributes.get("is_causal"):
+        visible = visible & (distance >= 0)
+    if left is not None and left >= 0:
+        visible = visible & (distance <= left)
+    if right is not None and right >= 0:
+        visible = visible & (-distance <= right)
+    return visible
+
+
+def _mask_mod(pairs: Pairs) -> Array | None:
+    function = pairs.view.function("mask_mod")
+    if function is None:
+        return None
+    return score_functions.evaluated(function, pairs.view.captured["mask_mod"], pairs.places)
+
+
+def _lengths(pairs: Pairs) -> Array | None:
+    lengths = pairs.view.inputs.get("nonpad_kv_seqlen")
+    return None if lengths is None else np.arange(pairs.view.S) < lengths.reshape(-1, 1, 1, 1)
+
+
+def _call_mask(pairs: Pairs, *, bool_mask: bool) -> Array | None:
+    mask = pairs.view.inputs.get("attn_mask")
+    return None if mask is None or (mask.dtype == np.bool_) != bool_mask else _take(mask, 2, pairs.rows)
+
+
+def _slopes(pairs: Pairs) -> Array | None:
+    """slope * (key - place of the query), (1 or B, H, rows, S); at least in float32."""
+    slopes = pairs.view.inputs.get("slopes")
+    if slopes is None:
+        return None
+    wide = slopes.astype(np.promote_types(np.float32, slopes.dtype))
+    alibi: Array = (wide.reshape(-1, 1, 1) * -pairs.distance).astype(slopes.dtype)
+    return alibi
+
+
+HIDING: Sequence[Callable[[Pairs], Array | None]] = (_band, _mask_mod, _lengths, partial(_call_mask, bool_mask=True))
+"""What hides keys: each says which pairs it leaves, bool; None is all."""
+ADDING: Sequence[Callable[[Pairs], Array | None]] = (partial(_call_mask, bool_mask=False), _slopes)
+"""What is added to scores; None is nothing."""
+
+
+def _no_key(view: View) -> Array | None:
+    return view.inputs.get("sinks")
+
+
+def _score_mod(pairs: Pairs) -> ScoreMod | None:
+    view = pairs.view
+    score_mod, mask_mod = view.function("score_mod"), view.function("mask_mod")
+    if score_mod is None and mask_mod is None:
+        return None
+    broken = np.zeros((), np.bool_)
+    if mask_mod is not None:
+        broken = score_functions.broken_pairs(mask_mod, view.captured["mask_mod"], pairs.places)
+    return ScoreMod(score_mod, view.captured.get("score_mod", ()), pairs.places, broken)
 
 
 def padded(mask: Array, S: int) -> Array:
@@ -177,23 +215,26 @@ def padded(mask: Array, S: int) -> Array:
 
 def stages(q: Array, k: Array, scoring: Scoring) -> tuple[Array, Array, Array, Array]:
     """Scores, capped, with bias and masked, and as weights: the operator's qk_matmul_output 0 to 3; (B, H, L, S)."""
-    visible, bias, sinks, seen = scoring.visible, scoring.bias, scoring.sinks, scoring.seen
-    scale, softcap = q.dtype.type(scoring.scale), q.dtype.type(scoring.softcap)
+    visible, bias, no_key, seen = scoring.visible, scoring.bias, scoring.no_key, scoring.seen
+    scale = q.dtype.type(scoring.scale)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf may come, and are carried as IEEE says
         raw = (q * scale) @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)
-        capped = np.tanh(raw / softcap) * softcap if scoring.softcap else raw
+        capped = raw
+        for name, formula in FORMULAS.items():
+            if name in scoring.limits:
+                capped = formula(np, capped, q.dtype.type(scoring.limits[name]))
         modified = capped if scoring.score_mod is None else scoring.score_mod(capped)
         biased = np.where(visible, modified if bias is None else modified + bias, -np.inf)
         if bias is not None:
             biased = np.where(np.isneginf(bias), -np.inf, biased)
         sighted = seen.any(axis=-1, keepdims=True) & ~np.isneginf(biased).all(axis=-1, keepdims=True)
         largest = np.where(sighted, biased.max(axis=-1, keepdims=True, initial=-np.inf), 0)
-        if sinks is not None:
-            largest = np.maximum(largest, sinks.reshape(-1, 1, 1))
+        if no_key is not None:
+            largest = np.maximum(largest, no_key.reshape(-1, 1, 1))
         exponents = np.exp(biased - largest)
         total = exponents.sum(axis=-1, keepdims=True)
-        if sinks is not None:
-            total = total + np.exp(sinks.reshape(-1, 1, 1) - largest)
+        if no_key is not None:
+            total = total + np.exp(no_key.reshape(-1, 1, 1) - largest)
         weights = np.where(seen, exponents / np.where(sighted, total, 1), 0)
     return raw.astype(q.dtype), capped.astype(q.dtype), biased.astype(q.dtype), weights.astype(q.dtype)
 
@@ -215,7 +256,7 @@ def attend_exactly(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
 
 
 def look_exactly(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    return softmax_outputs.softmax_outputs_of_rows(stages(q, k, scoring)[2], scoring.sinks, wanted)
+    return softmax_outputs.softmax_outputs_of_rows(stages(q, k, scoring)[2], scoring.no_key, wanted)
 
 
 def _take(array: Array, axis: int, part: slice) -> Array:

@@ -17,14 +17,15 @@ Look = Callable[[slice, SoftmaxOutputs], tuple[Mapping[str, Array], int]]
 """(query rows, what is wanted of them) -> (arrays over the keys that they may see, the first of these keys)."""
 
 
-def softmax_outputs_of_rows(scores: Array, sinks: Array | None, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    """The arrays `wanted.names` of scores (B, H, rows, keys), -inf where hidden, as the softmax takes them; sinks (H,).
+def softmax_outputs_of_rows(scores: Array, no_key: Array | None, wanted: SoftmaxOutputs) -> dict[str, Array]:
+    """The arrays `wanted.names` of scores (B, H, rows, keys), -inf where hidden, as the softmax takes them; `no_key`
+    (H,) are scores of no key.
 
     `wanted.rows` is None: whoever wants a single row asks for it alone.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         top = scores.max(axis=-1, keepdims=True)
-        sink = np.full((1, 1, 1), -np.inf) if sinks is None else sinks.reshape(-1, 1, 1)
+        sink = np.full((1, 1, 1), -np.inf) if no_key is None else no_key.reshape(-1, 1, 1)
         top = np.maximum(top, sink)
         top = np.where(np.isneginf(top), 0, top)
         exponents, sink_exponent = np.exp(scores - top), np.exp(sink - top)

@@ -105,4 +105,4 @@ class ThreadPart:
 def thread_parts(given: AttentionArguments, b: Expr, heads: OfRows[Expr]) -> list[ThreadPart]:
     """The parts of all steps, in their order."""
     tasks = [(step, ThreadTask(given.op, own, b, heads)) for step, own in given.steps()]
-    return [step.cuda_rows(task) or ThreadPart(step, task) for step, task in tasks]
+    return [(step.cuda_rows or ThreadPart)(step, task) for step, task in tasks]

@@ -1,0 +1,65 @@
+"""What there is to say of a field of a spec beside its type, next to the field: its check, its flag on a command line,
+its words in a picture, and its meaning where that is a formula. Whoever goes over fields asks these, and names none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+Formula = Callable[[Any, Any, Any], Any]
+"""(np or torch, scores, the field's value) -> what becomes of scores by themselves."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """
+    help        of the flag; "" is no flag
+    names       of the flag, where they are not the field's
+    choices     the texts that the flag takes
+    parse       how the flag's text becomes the field's value, where that is not the text
+    check       (field, value) -> the value as the spec keeps it; not asked of None. Raises SpecError
+    row         of the picture: "sees", "positions" or "scores"; "" where the field has no words of its own there
+    words       the value in words
+    turn        places words in their row behind those of a lower number
+    formula     what becomes of scores by themselves, in the order of the fields: the field is an attribute of
+                `mhsa.Attention`, too, a number, absent where it is None
+    parameters  the field that says how many numbers a module holds for this one
+    """
+
+    help: str = ""
+    names: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None
+    check: Callable[[str, Any], Any] | None = None
+    row: str = ""
+    words: Callable[[Any], str] = str
+    turn: int = 0
+    formula: Formula | None = None
+    parameters: str = ""
+
+
+@dataclass(frozen=True)
+class NotedField:
+    """A field's type, as the spec resolves it, and its note."""
+
+    type: Any
+    note: Note
+
+    @property
+    def may_be_none(self) -> bool:
+        return type(None) in get_args(self.type)
+
+
+@functools.cache
+def noted_fields(spec: type) -> Mapping[str, NotedField]:
+    """The fields of a spec that have a note, in their order."""
+    hints = get_type_hints(spec, include_extras=True)
+    annotated = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return {name: NotedField(kind, note) for name, (kind, note) in annotated.items()}
+
+
+def formulas_of(spec: type) -> dict[str, Formula]:
+    """What may become of scores by themselves, in the order in which it does."""
+    return {name: field.note.formula for name, field in noted_fields(spec).items() if field.note.formula is not None}
