@@ -125,6 +125,28 @@ def test_a_fault_of_some_roundings_is_seen_and_one_rounding_is_not(name, runtime
     assert isinstance(outcome(model, lambda inputs: [exactly(inputs)[0].astype("f8")]), Difference)
 
 
+def test_ties_that_rounding_decides_are_not_judged_however_few_the_nudges_show():
+    """Two sums that are one number and end in other last bits: every machine says anew which is the least."""
+    model = graph(
+        "low = Constant<value_float = -0.6>() axes = Constant<value_ints = [1]>() "
+        "p = Softmax<axis = 1>(x) q = Softmax<axis = 1>(z) b = Mul(p, low) c = Mul(q, low) "
+        "d = ReduceSum<keepdims = 1>(b, axes) e = ReduceSum<keepdims = 1>(c, axes) f = Concat<axis = 1>(d, e) "
+        "y = ArgMin<axis = 1, keepdims = 0>(f)",
+        inputs="float[N, 8] x, float[N, 8] z",
+        output="int64[N] y",
+    )
+
+    def argmin(inputs):
+        sums = []
+        for name in ("x", "z"):
+            weights = np.exp(inputs[name] - inputs[name].max(axis=1, keepdims=True)).astype("f4")
+            sums.append(((weights / weights.sum(axis=1, keepdims=True)) * np.float32(-0.6))[:, ::-1].sum(axis=1))
+        return [np.stack(sums, axis=1).argmin(axis=1)]
+
+    assert not isinstance(outcome(model, argmin), Difference)
+    assert isinstance(outcome(model, lambda inputs: [argmin(inputs)[0] + 2]), Difference)
+
+
 def test_what_jumps_is_not_judged_where_it_is_near_its_edge_and_is_elsewhere():
     model = graph("y = ArgMax<axis = 1, keepdims = 0>(x)", output="int64[N] y")
 
