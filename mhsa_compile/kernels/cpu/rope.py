@@ -17,7 +17,7 @@ from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import Dims, argument
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import angle_arguments
-from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow
+from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     each_task,

@@ -14,9 +14,9 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart
 from mhsa_compile.kernels.common.score_scale import LARGEST, LOG2_E
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
+from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, constant, let, load, splat, store
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as kept
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask

@@ -22,7 +22,6 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.plain_parts import EXACT, Pair, PlainMath, PlainPart
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_parts import CpuMath, FadingPart, TilePart, TileTask, place_of
-from mhsa_compile.kernels.cpu.simd.dtypes import vector_type
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
     RegisterTile,
@@ -32,6 +31,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     scratch,
     splat,
     store,
+    vector_type,
 )
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as kept
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask

@@ -11,24 +11,18 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
-from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, vector_type
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
-    constant,
     each_vector,
     load,
     materialize,
     splat,
     store,
+    vector_type,
 )
 from mhsa_compile.kernels.cpu.units.unit import Joined
-
-LARGEST = 127
-ROUNDING = 12582912.0  # 1.5 * 2**23: added to a small number, it leaves the nearest integer in the sum's low bits
-ROUNDING_BITS = 0x4B400000  # of that number itself
-LEAST = 1e-30
-"""Rows that are smaller everywhere count as zero: their scale would have no reciprocal."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +56,19 @@ def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
     is known.
     """
     op, unit = layout.op, layout.unit
-    if op.int8_weights:
+    if layout.format.rounds_x:
         return _quantised(layout, x, count, size)
-    if not layout.widens and op.in_features % unit.group == 0 and unit.rows == 1:
+    is_taken = unit.dtype == op.dtype
+    if is_taken and op.in_features % unit.group == 0 and unit.rows == 1:
         return PackedRows(layout, x)
     width = layout.steps * unit.group
-    rows = PackedRows(layout, _allocated(layout, size, "float32" if layout.widens else "uint16"))
+    rows = PackedRows(layout, _allocated(layout, size, "uint16" if is_taken else "float32"))
     with T.parallel(_whole(layout, count)) as row:
         source = materialize(T.min(row, count - 1)) if unit.rows > 1 else row
 
         def copy(k: Expr, n: int) -> None:
             # For an instruction the bits as they are; else float32.
-            narrow = None if layout.widens else T.reinterpret(vector_type("uint16", n), load(x, [source, k], n))
+            narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if is_taken else None
             store(rows.data, rows.at(row, k), load_wide(x, [source, k], n) if narrow is None else narrow, n)
 
         each_vector(op.in_features, layout.lanes, copy)
@@ -102,52 +97,23 @@ def _quantised(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> Packed
     rows = PackedRows(layout, _allocated(layout, size, "float32" if layout.widens else "uint8"), scales)
     with T.parallel(_whole(layout, count)) as row:
         source = materialize(T.min(row, count - 1)) if layout.unit.rows > 1 else row
-        largest = materialize(_largest(x, source, K, layout.lanes), "float32")
-        store(scales, [source], largest / T.float32(LARGEST), 1)
-        factor = quantising_factor(largest)
+
+        def read(k: Expr, n: int) -> Expr:
+            return load_wide(x, [source, k], n)
+
+        factor = layout.format.scale(read, K, layout.lanes, lambda step: store(scales, [source], step, 1))
 
         def quantise(k: Expr, n: int) -> None:
-            whole = nearest(load_wide(x, [source, k], n), factor, n)
             if layout.widens:
-                value = T.cast(whole, vector_type("float32", n))
+                value = layout.format.rounded(read(k, n), n, factor)
             else:
-                shifted = whole + splat(T.int32(128), n) if layout.offset else whole
+                bits = layout.format.bits(read(k, n), n, factor)
+                bits = bits + splat(T.int32(128), n) if layout.offset else bits
                 # Masked first: the cast is then of a number that a byte holds.
-                value = T.cast(shifted & splat(T.int32(255), n), vector_type("uint8", n))
+                value = T.cast(bits & splat(T.int32(255), n), vector_type("uint8", n))
             store(rows.data, rows.at(row, k), value, n)
 
         each_vector(K, layout.lanes, quantise)
         for k in range(K, width):
             store(rows.data, rows.at(row, T.int64(k)), T.uint8(0), 1)  # meets weights of zero: any byte would do
     return rows
-
-
-def quantising_factor(largest: Expr) -> Expr:
-    """The factor that brings numbers of up to that magnitude into -127 .. 127."""
-    return materialize(T.Select(largest < T.float32(LEAST), T.float32(0), T.float32(LARGEST) / largest), "float32")
-
-
-def nearest(value: Expr, factor: Expr, lanes: int) -> Expr:
-    """value * factor as int32, rounded to nearest even; some number or other for NaN and infinity."""
-    shifted = value * splat(factor, lanes) + constant(ROUNDING, lanes)
-    return T.reinterpret(vector_type("int32", lanes), shifted) - splat(T.int32(ROUNDING_BITS), lanes)
-
-
-def magnitude(value: Expr, lanes: int) -> Expr:
-    """The bits of |value| as int32: in the order of the numbers, NaN above all, so that no maximum loses one."""
-    return T.reinterpret(vector_type("int32", lanes), value) & splat(T.int32(0x7FFFFFFF), lanes)
-
-
-def _largest(x: Expr, row: Expr, K: int, lanes: int) -> Expr:
-    """max |x[row]|."""
-    top = T.alloc_buffer((lanes,), "int32")
-    store(top, [T.int64(0)], splat(T.int32(0), lanes), lanes)
-
-    def update(k: Expr, n: int) -> None:
-        store(top, [T.int64(0)], T.max(load(top, [T.int64(0)], n), magnitude(load_wide(x, [row, k], n), n)), n)
-
-    each_vector(K, lanes, update)
-    largest = top[0]
-    for lane in range(1, lanes):
-        largest = T.max(largest, top[lane])
-    return T.reinterpret("float32", largest)

@@ -20,7 +20,7 @@ from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_argum
 from mhsa_compile.kernels.cpu.linear.activations import prepared
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
-from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, layout_of
+from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, format_of, layout_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
@@ -46,7 +46,7 @@ class CpuLinearKernel:
     op_type = LinearOp
 
     def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
-        if op.int8_weights and op.in_features > MOST_INT8_TERMS:
+        if format_of(op).rounds_x and op.in_features > MOST_INT8_TERMS:
             return f"sums of int8 products up to {MOST_INT8_TERMS} terms, not {op.in_features}"
         return None
 
@@ -119,8 +119,12 @@ class CpuLinearKernel:
         return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
-        layout = layout_of(op, profile, config["columns"])
-        return Emitted(_linear(layout, profile.hardware.cores, config), pack(layout), layout.packed)
+        return linear(layout_of(op, profile, config["columns"]), profile, config)
+
+
+def linear(layout: PackedLayout, profile: CpuProfile, config: Config) -> Emitted:
+    """The product with weights in this layout, and what packs them."""
+    return Emitted(_linear(layout, profile.hardware.cores, config), pack(layout), layout.packed)
 
 
 def _linear(layout: PackedLayout, cores: int, config: Config) -> Expr:

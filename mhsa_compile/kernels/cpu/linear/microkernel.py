@@ -9,11 +9,11 @@ from math import gcd, prod
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
+from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.linear import epilogue
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow, vector_type
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
@@ -22,6 +22,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     materialize,
     splat,
     store,
+    vector_type,
 )
 from mhsa_compile.kernels.cpu.units.unit import Columns
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
@@ -58,7 +59,7 @@ class Product:
 
     def weights(self, p: Expr) -> Columns:
         """Panel p of the weights, as the unit takes it."""
-        read = load_wide if self.layout.widens else load
+        read = self.layout.format.load if self.layout.widens else load
         return Columns(self.packed[0], lambda step, column: [p, step, column], self.columns, read)
 
     def widen(self, p: Expr, part: _Part, wide: Expr) -> None:
@@ -98,8 +99,9 @@ class Product:
         bias, *more = (load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:])
         if self.layout.offset:
             value = T.cast(value - more[1], vector_type("float32", lanes))
-        if self.rows.scales is not None:
-            value = value * (more[0] * splat(self.rows.scales[row], lanes))
+        if self.layout.format.is_scaled:
+            step = more[0] if self.rows.scales is None else more[0] * splat(self.rows.scales[row], lanes)
+            value = value * step
         return value + bias
 
     def apply_epilogue(self, p: Expr, first: Expr, end: Expr) -> None:

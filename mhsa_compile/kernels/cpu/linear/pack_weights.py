@@ -13,14 +13,9 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.op_args import packed_arguments, weight_arguments
-from mhsa_compile.kernels.cpu.linear.activations import (
-    LARGEST,
-    magnitude,
-    nearest,
-    quantising_factor,
-)
+from mhsa_compile.kernels.cpu.formats.choice import load_wide
+from mhsa_compile.kernels.cpu.formats.format import Format
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
-from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     load,
@@ -44,8 +39,18 @@ class _Feature:
     def wide(self, k: Expr) -> Expr:
         return T.float32(0) if self.weight is None else load_wide(self.weight, self.at(k), 1)
 
-    def narrow(self, k: Expr, dtype: str) -> Expr:
-        return T.cast(T.float32(0), dtype) if self.weight is None else load(self.weight, self.at(k), 1)
+    def element(self, k: Expr, format: Format, factor: Expr | None) -> Expr:
+        """Term k in a format: as it comes where it comes so."""
+        return self._stored(k) if self._comes_as(format) else format.narrowed(self.wide(k), 1, factor)
+
+    def bits(self, k: Expr, format: Format, factor: Expr | None) -> Expr:
+        return format.bits_of(self._stored(k), 1) if self._comes_as(format) else format.bits(self.wide(k), 1, factor)
+
+    def _comes_as(self, format: Format) -> bool:
+        return self.weight is not None and self.weight.dtype == format.dtype
+
+    def _stored(self, k: Expr) -> Expr:
+        return load(self.weight, self.at(k), 1)
 
 
 @dataclass(frozen=True)
@@ -92,21 +97,30 @@ def _pack_column(place: _Place, weights: list[Expr], biases: list[Expr | None]) 
 
 
 def _write(place: _Place, feature: _Feature) -> None:
-    layout = place.layout
+    layout, format = place.layout, place.layout.format
     place.store(1, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1))
-    if layout.op.int8_weights:
-        _write_int8(place, feature)
-    elif layout.weight != layout.stored:
-        _write_steps(place, lambda k: _bits(feature, k))
-    else:
+    factor = None
+    if format.is_scaled:
+        factor = format.scale(lambda k, _: feature.wide(k), layout.op.in_features, 1, lambda step: place.store(2, step))
+    if layout.weight == format.dtype:
         with T.serial(T.int64(layout.steps)) as k:
-            place.store_step(k, feature.narrow(k, layout.weight))
+            place.store_step(k, feature.element(k, format, factor))
+        return
+    _write_words(place, lambda k: feature.bits(k, format, factor))
+    if not layout.offset:
+        return
+    # x goes in as x + 128; what that adds to the feature's sums is taken off again.
+    total = T.alloc_buffer((1,), "int32")
+    store(total, [T.int64(0)], T.int32(0), 1)
+    with T.serial(T.int64(layout.op.in_features)) as k:
+        store(total, [T.int64(0)], total[0] + T.cast(feature.element(k, format, factor), "int32"), 1)
+    place.store(3, total[0] * T.int32(128))
 
 
-def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
+def _write_words(place: _Place, bits: Callable[[Expr], Expr]) -> None:
     """Writes each step as one word: `bits(k)` of its terms, the first lowest, zeros beyond K."""
     layout = place.layout
-    size = 8 * layout.step_bytes // layout.unit.group
+    size = 8 * layout.format.bytes
     with T.serial(T.int64(layout.steps)) as step:
         word = T.cast(T.int32(0), layout.weight)
         for j in range(layout.unit.group):
@@ -115,39 +129,3 @@ def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
             term = T.if_then_else(k < layout.op.in_features, bits(k), T.int32(0))
             word = word | (T.cast(term, layout.weight) << T.cast(T.int32(size * j), layout.weight))
         place.store_step(step, word)
-
-
-def _bits(feature: _Feature, k: Expr) -> Expr:
-    if feature.weight is None:
-        return T.int32(0)
-    return T.cast(T.reinterpret("uint16", load(feature.weight, feature.at(k), 1)), "int32")
-
-
-def _write_int8(place: _Place, feature: _Feature) -> None:
-    """Writes a feature rounded to nearest even at max |w| / 127 a step, which its scale undoes."""
-    layout = place.layout
-    cell = T.alloc_buffer((1,), "int32")
-    store(cell, [0], T.int32(0), 1)
-    with T.serial(T.int64(layout.op.in_features)) as k:
-        store(cell, [0], T.max(cell[0], magnitude(feature.wide(k), 1)), 1)
-    largest = materialize(T.reinterpret("float32", cell[0]), "float32")
-    factor = quantising_factor(largest)
-    place.store(2, largest / T.float32(LARGEST))
-
-    def whole(k: Expr) -> Expr:
-        return nearest(feature.wide(k), factor, 1)
-
-    if layout.widens:
-        with T.serial(T.int64(layout.steps)) as k:
-            place.store_step(k, T.cast(whole(k), "int8"))
-        return
-    # The sign bits of a byte would spill into its neighbours.
-    _write_steps(place, lambda k: whole(k) & T.int32(255))
-    if not layout.offset:
-        return
-    # x goes in as x + 128; what that adds to the feature's sums is taken off again.
-    total = T.alloc_buffer((1,), "int32")
-    store(total, [0], T.int32(0), 1)
-    with T.serial(T.int64(layout.op.in_features)) as k:
-        store(total, [0], total[0] + whole(k), 1)
-    place.store(3, total[0] * T.int32(128))

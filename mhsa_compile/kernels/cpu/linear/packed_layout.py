@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS
+from mhsa_compile.kernels.cpu.formats.format import Format
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.kernels.interface.ops import LinearOp
@@ -21,6 +23,7 @@ class PackedLayout:
     """
 
     op: LinearOp
+    format: Format
     unit: Unit
     columns: int
 
@@ -29,14 +32,9 @@ class PackedLayout:
         return self.unit.lanes
 
     @property
-    def stored(self) -> str:
-        """dtype of a weight."""
-        return _stored(self.op)
-
-    @property
     def widens(self) -> bool:
         """Whether weights are not multiplied as they are stored."""
-        return self.unit.dtype != self.stored
+        return self.unit.dtype != self.format.multiplied_as
 
     @property
     def run(self) -> int:
@@ -63,7 +61,7 @@ class PackedLayout:
     @property
     def weight(self) -> str:
         """dtype of a step of the packed weights."""
-        return self.stored if self.widens else self.unit.word
+        return self.format.dtype if self.widens else self.unit.word
 
     @property
     def offset(self) -> bool:
@@ -72,17 +70,20 @@ class PackedLayout:
 
     @property
     def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Shapes and dtypes: weight, bias; for int8 the scale of each feature; what an offset adds to each sum."""
+        """Shapes and dtypes: weight, bias; the step of each feature, where they have one; what an offset adds to each
+        sum."""
         each = (self.panels, self.panel)
-        scales = ((each, "float32"),) if self.op.int8_weights else ()
+        scales = ((each, "float32"),) if self.format.is_scaled else ()
         offsets = ((each, "int32"),) if self.offset else ()
         return (((self.panels, self.steps, self.panel), self.weight), (each, "float32"), *scales, *offsets)
 
 
-def layout_of(op: LinearOp, profile: CpuProfile, columns: int) -> PackedLayout:
-    """The layout for the fastest unit that the target has for this operation."""
-    return PackedLayout(op, units(profile, _stored(op))[0], columns)
+def format_of(op: LinearOp) -> Format:
+    """What weights are packed into."""
+    return FORMATS["int8" if op.int8_weights else op.dtype]
 
 
-def _stored(op: LinearOp) -> str:
-    return "int8" if op.int8_weights else op.dtype
+def layout_of(op: LinearOp, profile: CpuProfile, columns: int, format: Format | None = None) -> PackedLayout:
+    """The layout for the fastest unit that the target has for weights of a format, by default the operation's own."""
+    format = format or format_of(op)
+    return PackedLayout(op, format, units(profile, format.multiplied_as)[0], columns)

@@ -101,6 +101,11 @@ def tile_registers(registers: int) -> int:
     return registers * 3 // 4
 
 
+def vector_type(dtype: str, lanes: int) -> str:
+    """TVM's name of a vector of `lanes` elements; of the element itself where that is one."""
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
 def splat(value: Expr, lanes: int) -> Expr:
     """A vector of `lanes` copies; a plain scalar where one lane is asked for."""
     return value if lanes == 1 else T.Broadcast(value, lanes)

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.cpu.simd import dtypes
+from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
 
 NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # its bits; below them lie the finite values, in order
@@ -37,7 +37,7 @@ def converted(machine: tuple[str, int], source: str, target: str, values: np.nda
         y = argument("y", [n, T.int64(lanes)], target)
         with T.serial(n) as i:
             at = [i, T.int64(0)]
-            dtypes.store_narrow(y, at, dtypes.load_wide(x, at, lanes), lanes)
+            store_narrow(y, at, load_wide(x, at, lanes), lanes)
     module = tvm.IRModule({"run": ib.get().with_attr("global_symbol", "run")})
     run = tvm.compile(module, target=tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))["run"]
     rows = np.resize(values, (-(-values.size // lanes), lanes)).astype(NUMPY[source])

@@ -1,0 +1,27 @@
+"""Which format an array has: the table of all, and what every kernel reads and writes activations with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mhsa_compile.kernels.cpu.formats.floats import Bfloat16, Float16, Float32
+from mhsa_compile.kernels.cpu.formats.format import Format
+from mhsa_compile.kernels.cpu.formats.int8_rows import Int8Rows
+from mhsa_compile.kernels.cpu.simd.vectors import Expr
+
+FORMATS: dict[str, Format] = {  # by dtype
+    "float32": Float32("float32", "float32"),
+    "bfloat16": Bfloat16("bfloat16", "bfloat16"),
+    "float16": Float16("float16", "float16"),
+    "int8": Int8Rows("int8", "int8", is_scaled=True, rounds_x=True),
+}
+
+
+def load_wide(buffer: Expr, index: Sequence[Expr], lanes: int) -> Expr:
+    """`lanes` neighbours in the last axis of a buffer, as float32."""
+    return FORMATS[str(buffer.dtype)].load(buffer, index, lanes)
+
+
+def store_narrow(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:
+    """Stores `lanes` float32, each rounded to the nearest of the buffer's dtype."""
+    FORMATS[str(buffer.dtype)].store(buffer, index, value, lanes)
