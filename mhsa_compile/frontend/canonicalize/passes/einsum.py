@@ -81,16 +81,16 @@ def _write_projection(
     graph, (x, weight), end = rewriter.graph, node.input, node
     inner, dims = sum(letter in terms[0] for letter in terms[1]), list(graph.initializers[weight].dims)
     flat[weight] = [math.prod(dims[:inner]), math.prod(dims[inner:])]
-    kept = [0] * (len(terms[0]) - inner)
+    leading = [0] * (len(terms[0]) - inner)
     if inner > 1:
-        x = rewriter.node("Reshape", x, rewriter.constant([*kept, -1], "int64"))
+        x = rewriter.node("Reshape", x, rewriter.constant([*leading, -1], "int64"))
     rows = rewriter.node("MatMul", x, weight)
     added = graph.only_consumer(node.output[0], "Add")
     bias = None if added is None else next(name for name in added.input if name != node.output[0])
     if added is not None and bias is not None and _is_own(graph, bias) and graph.shape(bias) == tuple(dims[inner:]):
         flat[bias], end = flat[weight][1:], added
         rows = rewriter.node("Add", rows, bias)
-    rewriter.node("Reshape", rows, rewriter.constant([*kept, *dims[inner:]], "int64"), output=end.output[0])
+    rewriter.node("Reshape", rows, rewriter.constant([*leading, *dims[inner:]], "int64"), output=end.output[0])
     return end
 
 
@@ -99,18 +99,18 @@ def _write(rewriter: Rewriter, node: onnx.NodeProto, product: _Product) -> None:
     left, right = (node.input[product.first], node.input[1 - product.first])
     left = _ordered(rewriter, left, product.left, batch + rows + inner)
     right = _ordered(rewriter, right, product.right, batch + inner + columns)
-    made = batch + rows + columns
-    if made == product.output:
+    letters = batch + rows + columns
+    if letters == product.output:
         rewriter.node("MatMul", left, right, output=node.output[0])
         return
     whole = rewriter.node("MatMul", left, right)
-    rewriter.node("Transpose", whole, output=node.output[0], perm=[made.index(letter) for letter in product.output])
+    rewriter.node("Transpose", whole, output=node.output[0], perm=[letters.index(letter) for letter in product.output])
 
 
-def _ordered(rewriter: Rewriter, name: str, letters: str, wanted: str) -> str:
-    if letters == wanted:
+def _ordered(rewriter: Rewriter, name: str, letters: str, order: str) -> str:
+    if letters == order:
         return name
-    return rewriter.node("Transpose", name, perm=[letters.index(letter) for letter in wanted])
+    return rewriter.node("Transpose", name, perm=[letters.index(letter) for letter in order])
 
 
 def _product(graph: GraphView, node: onnx.NodeProto, *terms: str) -> _Product | None:
@@ -146,8 +146,8 @@ def _terms(graph: GraphView, node: onnx.NodeProto) -> list[str] | None:
             return None
         fresh = "".join(letter for letter in ascii_letters if letter not in equation)[:count]
         operands, output = [term.replace("...", fresh) for term in operands], output.replace("...", fresh)
-    found = [*operands, output]
-    return None if any(len(set(term)) != len(term) for term in found) else found
+    result = [*operands, output]
+    return None if any(len(set(term)) != len(term) for term in result) else result
 
 
 def _same_size(graph: GraphView, node: onnx.NodeProto, operands: Sequence[str], letter: str) -> bool:

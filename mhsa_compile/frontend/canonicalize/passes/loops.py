@@ -71,16 +71,16 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _write_scan(rewriter: Rewriter, known: Known, node: onnx.NodeProto) -> bool:
     """Writes a Scan's steps; False where their number is not known."""
-    said, batched = attributes(node), rewriter.graph.opset == _BATCHED
-    body, count = said["body"], said["num_scan_inputs"]
+    attrs, batched = attributes(node), rewriter.graph.opset == _BATCHED
+    body, count = attrs["body"], attrs["num_scan_inputs"]
     if batched and node.input[0]:
         return False
     inputs = list(node.input[1:] if batched else node.input)
     states, scanned = inputs[: len(inputs) - count], inputs[len(inputs) - count :]
-    axes = said.get("scan_input_axes", [0] * count)
-    backwards = said.get("directions" if batched else "scan_input_directions", [0] * count)
+    axes = attrs.get("scan_input_axes", [0] * count)
+    backwards = attrs.get("directions" if batched else "scan_input_directions", [0] * count)
     outputs = len(body.output) - len(states)  # a node may leave its last ones out
-    out_axes, out_backwards = (said.get(f"scan_output_{word}", [0] * outputs) for word in ("axes", "directions"))
+    out_axes, out_backwards = (attrs.get(f"scan_output_{word}", [0] * outputs) for word in ("axes", "directions"))
     shapes = [rewriter.graph.shape(name) for name in scanned]
     if any(shape is None for shape in shapes):
         return False
@@ -174,8 +174,8 @@ class _Steps:
         step.CopyFrom(self._body)
         prefix = f"{self._title}/{self._count}"
         names = dict(zip((value.name for value in step.input), values, strict=True)) | self._constants
-        made = [name for node in step.node for name in node.output if name]
-        names |= {name: self._rewriter.fresh(f"{prefix}/{name}") for name in made}
+        inner = [name for node in step.node for name in node.output if name]
+        names |= {name: self._rewriter.fresh(f"{prefix}/{name}") for name in inner}
         rename(step, names)
         for node in step.node:
             node.name = self._rewriter.fresh(f"{prefix}/{node.name or node.op_type}")

@@ -74,9 +74,9 @@ def _state_coordinates(model: onnx.ModelProto) -> None:
     """Says how Upsample and the first Resize counted pixels: from the corner, rounded down. The converter does not."""
     for node in all_nodes(model.graph):
         if is_standard(node, "Resize"):
-            kept = [attribute for attribute in node.attribute if attribute.name == "mode"]
+            modes = [attribute for attribute in node.attribute if attribute.name == "mode"]
             del node.attribute[:]
-            node.attribute.extend(kept)
+            node.attribute.extend(modes)
             node.attribute.append(onnx.helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
             node.attribute.append(onnx.helper.make_attribute("nearest_mode", "floor"))
 

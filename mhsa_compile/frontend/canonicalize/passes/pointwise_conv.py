@@ -19,24 +19,24 @@ _PADDED = ("Conv", "MaxPool", "AveragePool", "LpPool")
 
 
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with such convolutions as MatMul, and with paddings as far as they can be stated."""
+    """The model with such convolutions as MatMul, and with paddings as far as they can be attrs."""
     rewriter = Rewriter(model)
     for node in rewriter.graph.nodes:
         if node.op_type == "Conv" and _is_linear(rewriter.graph, node):
             _as_linear(rewriter, node)
         elif node.op_type in _PADDED and (pads := _pads(rewriter.graph, node)) is not None:
-            said = {name: value for name, value in attributes(node).items() if name != "auto_pad"}
-            said.pop("ceil_mode", None)  # of SAME, the sizes are those of the input, divided
-            rewriter.nodes(node.op_type, tuple(node.input), list(node.output), **said | {"pads": pads})
+            attrs = {name: value for name, value in attributes(node).items() if name != "auto_pad"}
+            attrs.pop("ceil_mode", None)  # of SAME, the sizes are those of the input, divided
+            rewriter.nodes(node.op_type, tuple(node.input), list(node.output), **attrs | {"pads": pads})
             rewriter.place(node)
     return rewriter.finished()
 
 
 def _is_linear(graph: GraphView, node: onnx.NodeProto) -> bool:
     x, weight, *bias = node.input
-    dims, said = graph.shape(weight) or (), attributes(node)
+    dims, attrs = graph.shape(weight) or (), attributes(node)
     alone = len(dims) > 2 and all(size == 1 for size in dims[2:]) and len(graph.shape(x) or ()) == len(dims)
-    steps = [*said.get("strides", ()), said.get("group", 1)]
+    steps = [*attrs.get("strides", ()), attrs.get("group", 1)]
     constant = weight in graph.initializers and all(name in graph.initializers for name in bias if name)
     return (
         alone
@@ -44,7 +44,7 @@ def _is_linear(graph: GraphView, node: onnx.NodeProto) -> bool:
         and dims[:2] != (1, 1)
         and graph.dtype(x) in DTYPES
         and all(step == 1 for step in steps)
-        and not any(said.get("pads", ()))
+        and not any(attrs.get("pads", ()))
     )
 
 
@@ -62,11 +62,11 @@ def _as_linear(rewriter: Rewriter, node: onnx.NodeProto) -> None:
 
 def _pads(graph: GraphView, node: onnx.NodeProto) -> list[int] | None:
     """The paddings that SAME comes to, before each axis, then behind each; None where they are no such numbers."""
-    said = attributes(node)
-    kind, dims = said.get("auto_pad", "NOTSET"), graph.shape(node.input[1]) if node.op_type == "Conv" else ()
-    kernel = said.get("kernel_shape", list(dims or ())[2:])
+    attrs = attributes(node)
+    kind, dims = attrs.get("auto_pad", "NOTSET"), graph.shape(node.input[1]) if node.op_type == "Conv" else ()
+    kernel = attrs.get("kernel_shape", list(dims or ())[2:])
     sizes = (graph.shape(node.input[0]) or ())[2:] or [None] * len(kernel)
-    steps, spread = (said.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
+    steps, spread = (attrs.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
     if not kind.startswith("SAME") or not kernel or not all(isinstance(size, int) for size in kernel):
         return None
     whole = []

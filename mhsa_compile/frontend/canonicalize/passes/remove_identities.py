@@ -22,9 +22,9 @@ def without_aliases(model: onnx.ModelProto) -> onnx.ModelProto:
         for i, name in enumerate(node.input):
             node.input[i] = source.get(name, name)
     nodes = live_nodes(result.graph.node, graph.outputs)
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del result.graph.node[:]
-    result.graph.node.extend(kept)
+    result.graph.node.extend(copies)
     return result
 
 

@@ -54,9 +54,9 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
     result.functions.extend(functions)
     result.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
     result = inlined(result)
-    kept = [entry for entry in result.opset_import if entry.domain != _DOMAIN]
+    imports = [entry for entry in result.opset_import if entry.domain != _DOMAIN]
     del result.opset_import[:]
-    result.opset_import.extend(kept)
+    result.opset_import.extend(imports)
     return result
 
 

@@ -37,13 +37,13 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _sizes(rewriter: Rewriter, known: Known, node: onnx.NodeProto) -> list[int] | None:
     """The length of each part of a sequence; None where that is not known."""
-    said, dims = attributes(node), rewriter.graph.shape(node.input[0]) or ()
+    attrs, dims = attributes(node), rewriter.graph.shape(node.input[0]) or ()
     if len(node.input) < 2 or not dims:
         return None
-    size, asked = dims[said.get("axis", 0)], known.array(node.input[1])
-    if asked is None or not isinstance(size, int):
+    size, lengths = dims[attrs.get("axis", 0)], known.array(node.input[1])
+    if lengths is None or not isinstance(size, int):
         return None
-    if asked.ndim:
-        return [int(part) for part in asked]
-    step = int(asked)
+    if lengths.ndim:
+        return [int(part) for part in lengths]
+    step = int(lengths)
     return [min(step, size - start) for start in range(0, size, step)] if step > 0 else None

@@ -26,10 +26,10 @@ def rewrite(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
             continue
         dims = list(cut.get(node.input[0], graph.shape(node.input[0]) or ()))
         size = dims[axis]
-        found = _counted_back(graph, known, node.input[1], size)
-        if found is None or not isinstance(size, int):
+        difference = _counted_back(graph, known, node.input[1], size)
+        if difference is None or not isinstance(size, int):
             continue
-        symbol, rest = found
+        symbol, rest = difference
         start, end = (rewriter.constant([number], "int64") for number in (0, size))
         if size > 1:  # else nothing is cut off, as no length is below 1
             start = rewriter.node("Reshape", rest, rewriter.constant([1], "int64"))

@@ -18,20 +18,20 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its weights as initializers; itself where it has none in Constant nodes."""
     makers = {name: node for node in model.graph.node for name in node.output}
     outputs = {value.name for value in model.graph.output}
-    found: dict[str, onnx.TensorProto] = {}
+    weights: dict[str, onnx.TensorProto] = {}
     for node in model.graph.node:
         for name in _weights_read(node, makers):
             tensor = _floats(makers[name]) if name in makers and name not in outputs else None
             if tensor is not None:
-                found[name] = tensor
-    if not found:
+                weights[name] = tensor
+    if not weights:
         return model
     result = onnx.ModelProto()
     result.CopyFrom(model)
     for i in reversed(range(len(result.graph.node))):
-        if any(name in found for name in result.graph.node[i].output):
+        if any(name in weights for name in result.graph.node[i].output):
             del result.graph.node[i]
-    for name, tensor in found.items():
+    for name, tensor in weights.items():
         result.graph.initializer.add().CopyFrom(tensor)
         result.graph.initializer[-1].name = name
     return result
@@ -42,8 +42,8 @@ def _weights_read(node: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> li
     if node.op_type in _PRODUCTS:
         return list(node.input[1:])
     if node.op_type == "Add":
-        made = [name for name in node.input if name in makers and makers[name].op_type == "MatMul"]
-        return [name for name in node.input if made and name not in made]
+        products = [name for name in node.input if name in makers and makers[name].op_type == "MatMul"]
+        return [name for name in node.input if products and name not in products]
     return []
 
 

@@ -117,16 +117,16 @@ class Known:
             with np.errstate(all="ignore"):
                 return np.asarray(ReferenceEvaluator(model).run(None, arrays)[0])
         except Exception as error:  # the evaluator's own kinds, and NumPy's
-            shown = [f"{name} {a.tolist() if a.size <= _SHOWN else a.shape}" for name, a in arrays.items()]
+            values = [f"{name} {a.tolist() if a.size <= _SHOWN else a.shape}" for name, a in arrays.items()]
             expected, hint = "constants of which it can be computed", "Correct the file, or export it again."
-            raise ModelError(title(node), expected, ", ".join(shown), hint) from error
+            raise ModelError(title(node), expected, ", ".join(values), hint) from error
 
     def _entries(self, node: onnx.NodeProto) -> Array | None:
         """Sizes as far as they are known, by the operators that exporters compute them with."""
-        said = attributes(node)
+        attrs = attributes(node)
         if node.op_type == "Shape":
             dims = self._graph.shape(node.input[0])
-            return None if dims is None else _entries(list(dims)[said.get("start", 0) : said.get("end")])
+            return None if dims is None else _entries(list(dims)[attrs.get("start", 0) : attrs.get("end")])
         operate = _OPERATORS.get(node.op_type)
         if operate is None:
             return None
@@ -134,7 +134,7 @@ class Known:
         if any(value is None for name, value in zip(node.input, inputs, strict=True) if name):
             return None
         try:
-            entries: Array = operate(inputs, said)
+            entries: Array = operate(inputs, attrs)
             return entries
         except (IndexError, TypeError, ValueError):  # indices that are themselves not known
             return None
@@ -146,21 +146,21 @@ def _entries(values: Any) -> Array:
     return array
 
 
-def _gather(inputs: list[Any], said: dict[str, Any]) -> Array:
+def _gather(inputs: list[Any], attrs: dict[str, Any]) -> Array:
     return _object(inputs[0][inputs[1].astype(np.int64)])
 
 
-def _slice(inputs: list[Any], said: dict[str, Any]) -> Array:
+def _slice(inputs: list[Any], attrs: dict[str, Any]) -> Array:
     start, end = int(inputs[1][0]), int(inputs[2][0])
     step = int(inputs[4][0]) if len(inputs) > 4 and inputs[4] is not None else 1
     return _object(inputs[0][slice(start, end, step)])
 
 
-def _concat(inputs: list[Any], said: dict[str, Any]) -> Array:
+def _concat(inputs: list[Any], attrs: dict[str, Any]) -> Array:
     return np.concatenate(inputs)
 
 
-def _flat(inputs: list[Any], said: dict[str, Any]) -> Array:
+def _flat(inputs: list[Any], attrs: dict[str, Any]) -> Array:
     """Reshape, Squeeze and Unsqueeze between a size and a list of one."""
     value: Array = inputs[0].reshape(-1)
     if len(value) != 1:
@@ -168,15 +168,15 @@ def _flat(inputs: list[Any], said: dict[str, Any]) -> Array:
     return value
 
 
-def _scalar(inputs: list[Any], said: dict[str, Any]) -> Array:
-    return _object(_flat(inputs, said)[0])
+def _scalar(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+    return _object(_flat(inputs, attrs)[0])
 
 
-def _reshape(inputs: list[Any], said: dict[str, Any]) -> Array:
+def _reshape(inputs: list[Any], attrs: dict[str, Any]) -> Array:
     return _object(inputs[0].reshape([int(size) for size in inputs[1]]))
 
 
-def _same(inputs: list[Any], said: dict[str, Any]) -> Array:
+def _same(inputs: list[Any], attrs: dict[str, Any]) -> Array:
     return _object(inputs[0])
 
 
@@ -187,7 +187,7 @@ def _object(value: Any) -> Array:
 
 
 def _elementwise(function: Any) -> Any:
-    def operate(inputs: list[Any], said: dict[str, Any]) -> Array:
+    def operate(inputs: list[Any], attrs: dict[str, Any]) -> Array:
         return _object(np.frompyfunc(function, len(inputs), 1)(*inputs))
 
     return operate

@@ -59,11 +59,11 @@ class Rewriter:
 
     def nodes(self, op_type: str, inputs: tuple[str, ...], outputs: list[str], **attributes: Any) -> list[str]:
         """Writes a node with these outputs."""
-        given = list(inputs)
-        while given and not given[-1]:
-            given.pop()
+        operands = list(inputs)
+        while operands and not operands[-1]:
+            operands.pop()
         name = self.fresh(f"{outputs[0]}/{op_type}")
-        self._written.append(helper.make_node(op_type, given, outputs, name=name, **attributes))
+        self._written.append(helper.make_node(op_type, operands, outputs, name=name, **attributes))
         return outputs
 
     def append(self, node: onnx.NodeProto) -> None:
@@ -73,8 +73,8 @@ class Rewriter:
     def producer(self, name: str, op_type: str) -> onnx.NodeProto | None:
         """The node that makes `name`, in the graph as it was or written since, if it is the standard's
         `op_type`."""
-        made = next((node for node in self._written if name in node.output), None) or self.graph.producer(name)
-        return made if made is not None and is_standard(made, op_type) else None
+        maker = next((node for node in self._written if name in node.output), None) or self.graph.producer(name)
+        return maker if maker is not None and is_standard(maker, op_type) else None
 
     def place(self, node: onnx.NodeProto, attention: str = "") -> None:
         """Puts what was written since the last call where `node` stood; an Attention in it is called `attention`.
@@ -115,11 +115,11 @@ class Rewriter:
         result = onnx.ModelProto()
         result.CopyFrom(self.model)
         graph = result.graph
-        told = {info.name: info for info in (*graph.value_info, *self._hints)}
+        infos = {info.name: info for info in (*graph.value_info, *self._hints)}
         del graph.node[:], graph.value_info[:]
         graph.node.extend(live_nodes(in_order(self._all_nodes()), self.graph.outputs))
-        made = {name for node in graph.node for name in node.output}
-        graph.value_info.extend(info for name, info in told.items() if name in made)
+        outputs = {name for node in graph.node for name in node.output}
+        graph.value_info.extend(info for name, info in infos.items() if name in outputs)
         used = {name for node in graph.node for name in reads(node)} | set(self.graph.outputs)
         graph.initializer.extend(self._kept)
         for i in reversed(range(len(graph.initializer))):

@@ -32,16 +32,16 @@ def propagate_shapes(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.Mod
     `limits` is told symbols and the largest size they may have: that of a table of which a part is taken. Shapes are
     inferred again after every step, as each may let more be known.
     """
-    told: set[str] = set()
+    hinted: set[str] = set()
     for _ in range(_MOST_ROUNDS):
-        settled = _settled_once(model, limits, told)
+        settled = _settled_once(model, limits, hinted)
         if settled is model:
             break
         model = settled
     return model
 
 
-def _settled_once(model: onnx.ModelProto, limits: dict[str, int], told: set[str]) -> onnx.ModelProto:
+def _settled_once(model: onnx.ModelProto, limits: dict[str, int], hinted: set[str]) -> onnx.ModelProto:
     rewriter = Rewriter(model)
     graph, known = rewriter.graph, Known(rewriter.graph)
     for node in graph.nodes:
@@ -50,8 +50,8 @@ def _settled_once(model: onnx.ModelProto, limits: dict[str, int], told: set[str]
         name = node.output[0]
         array = known.array(name)
         dims = None if array is not None else _dims_of(known, graph, node, limits)
-        if dims is not None and name not in told and not _agree(dims, graph.shape(name)):
-            told.add(name)
+        if dims is not None and name not in hinted and not _agree(dims, graph.shape(name)):
+            hinted.add(name)
             rewriter.hint(name, dims)
         if array is not None:
             rewriter.node("Constant", output=name, value=numpy_helper.from_array(array))
@@ -60,9 +60,9 @@ def _settled_once(model: onnx.ModelProto, limits: dict[str, int], told: set[str]
             find = _reshape_target if node.op_type == "Reshape" else _expand_target
             target = find(graph.shape(node.input[0]), known.partial(node.input[1]), attributes(node))
             if target is not None:
-                said = graph.shape(name)
-                if said is not None and all(map(_is_certain, said)):  # a target with -1 says less
-                    rewriter.hint(name, said)
+                inferred = graph.shape(name)
+                if inferred is not None and all(map(_is_certain, inferred)):  # a target with -1 says less
+                    rewriter.hint(name, inferred)
                 rewriter.node(node.op_type, node.input[0], rewriter.constant(target, "int64"), output=name)
                 rewriter.place(node)
     return rewriter.finished()
@@ -98,20 +98,20 @@ def _counted(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry
 
 
 def _reshaped(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
-    wanted, source = known.partial(node.input[1]), graph.shape(node.input[0])
-    if wanted is None or wanted.ndim != 1 or -1 in wanted or attributes(node).get("allowzero"):
+    target, source = known.partial(node.input[1]), graph.shape(node.input[0])
+    if target is None or target.ndim != 1 or -1 in target or attributes(node).get("allowzero"):
         return None
-    if 0 in wanted and source is None:  # a 0 stands for a size of the source, which is not known yet
+    if 0 in target and source is None:  # a 0 stands for a size of the source, which is not known yet
         return None
-    return [source[i] if size == 0 and source is not None else size for i, size in enumerate(wanted)]
+    return [source[i] if size == 0 and source is not None else size for i, size in enumerate(target)]
 
 
 def _expanded(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
-    wanted, source = known.partial(node.input[1]), graph.shape(node.input[0])
-    if wanted is None or source is None or len(wanted) < len(source):
+    target, source = known.partial(node.input[1]), graph.shape(node.input[0])
+    if target is None or source is None or len(target) < len(source):
         return None
-    aligned = [1] * (len(wanted) - len(source)) + list(source)
-    return [own if size == 1 else size for own, size in zip(aligned, wanted, strict=True)]
+    aligned = [1] * (len(target) - len(source)) + list(source)
+    return [own if size == 1 else size for own, size in zip(aligned, target, strict=True)]
 
 
 def _tiled(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
@@ -122,8 +122,8 @@ def _tiled(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] 
 
 
 def _filled(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
-    wanted = known.partial(node.input[0])
-    return None if wanted is None else list(wanted)
+    target = known.partial(node.input[0])
+    return None if target is None else list(target)
 
 
 def _sliced(known: Known, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
@@ -149,12 +149,12 @@ def _sliced(known: Known, graph: GraphView, node: onnx.NodeProto, limits: dict[s
     return result
 
 
-def _reshape_target(source: Sequence[Entry] | None, wanted: Array | None, said: dict[str, Any]) -> list[int] | None:
+def _reshape_target(source: Sequence[Entry] | None, entries: Array | None, attrs: dict[str, Any]) -> list[int] | None:
     """The constant that stands for a computed target: 0 for an axis that stays, -1 for at most one other."""
-    if source is None or wanted is None or wanted.ndim != 1 or (said.get("allowzero") and 0 in wanted):
+    if source is None or entries is None or entries.ndim != 1 or (attrs.get("allowzero") and 0 in entries):
         return None
     target: list[int] = []
-    for i, entry in enumerate(wanted):
+    for i, entry in enumerate(entries):
         if isinstance(entry, str) and i < len(source) and source[i] == entry:
             target.append(0)
         elif isinstance(entry, int):
@@ -164,16 +164,16 @@ def _reshape_target(source: Sequence[Entry] | None, wanted: Array | None, said: 
     if target.count(-1) > 1:
         return None
     if -1 in target:
-        target[target.index(-1)] = _remaining(source, wanted, target.index(-1))
+        target[target.index(-1)] = _remaining(source, entries, target.index(-1))
     return target
 
 
-def _remaining(source: Sequence[Entry], wanted: Array, place: int) -> int:
+def _remaining(source: Sequence[Entry], entries: Array, place: int) -> int:
     """The size that is left for one axis of a target, or -1 where that is not a number."""
-    given = [source[i] if entry == 0 and i < len(source) else entry for i, entry in enumerate(wanted) if i != place]
-    if None in source or None in given or Counter(map(str, _symbols(source))) != Counter(map(str, _symbols(given))):
+    others = [source[i] if entry == 0 and i < len(source) else entry for i, entry in enumerate(entries) if i != place]
+    if None in source or None in others or Counter(map(str, _symbols(source))) != Counter(map(str, _symbols(others))):
         return -1
-    whole, part = product(source), product(given)
+    whole, part = product(source), product(others)
     return whole // part if part and whole % part == 0 else -1
 
 
@@ -181,11 +181,11 @@ def _symbols(entries: Sequence[Entry]) -> list[str]:
     return [entry for entry in entries if isinstance(entry, str)]
 
 
-def _expand_target(source: Sequence[Entry] | None, wanted: Array | None, _: dict[str, Any]) -> list[int] | None:
+def _expand_target(source: Sequence[Entry] | None, entries: Array | None, _: dict[str, Any]) -> list[int] | None:
     """The target of an Expand as constants: an axis that keeps its size is 1 in the target."""
-    if source is None or wanted is None or wanted.ndim != 1:
+    if source is None or entries is None or entries.ndim != 1:
         return None
-    aligned = [None] * (len(wanted) - len(source)) + list(source)[-len(wanted) :]
-    target = [1 if entry is not None and entry == size else entry for entry, size in zip(wanted, aligned, strict=True)]
+    aligned = [None] * (len(entries) - len(source)) + list(source)[-len(entries) :]
+    target = [1 if entry is not None and entry == size else entry for entry, size in zip(entries, aligned, strict=True)]
     sizes = [entry for entry in target if isinstance(entry, int)]
     return sizes if len(sizes) == len(target) else None
