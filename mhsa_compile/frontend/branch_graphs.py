@@ -29,20 +29,20 @@ def with_weights_outside(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    taken = _names(result.graph)
+    names = _names(result.graph)
     makers = Counter(name for graph in (result.graph, *_graphs(result.graph)) for name in _defined(graph))
     alone = {name for name, count in makers.items() if count == 1}
     for node in result.graph.node:
         for branch in branches(node):
-            _move_weights(branch, result.graph, taken, alone)
+            _move_weights(branch, result.graph, names, alone)
     return result
 
 
-def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, taken: set[str], alone: set[str]) -> None:
+def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, names: set[str], alone: set[str]) -> None:
     """`alone`: names of one meaning in all graphs, which stay."""
     for node in branch.node:
         for inner in branches(node):
-            _move_weights(inner, graph, taken, alone)
+            _move_weights(inner, graph, names, alone)
     outputs = {value.name for value in branch.output}
     moved = {t.name: t for t in branch.initializer if t.name not in outputs}
     for node in branch.node:
@@ -51,13 +51,13 @@ def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, taken: set[st
             tensor = numpy_helper.from_array(value, node.output[0])
             if tensor.data_type in FLOATS:
                 moved[tensor.name] = tensor
-    kept = [t for t in branch.initializer if t.name not in moved]
+    initializers = [t for t in branch.initializer if t.name not in moved]
     nodes = [node for node in branch.node if not (node.op_type == "Constant" and node.output[0] in moved)]
-    renamed = {name: name if name in alone else _fresh(name, taken) for name in moved}
+    renamed = {name: name if name in alone else _fresh(name, names) for name in moved}
     for name, tensor in moved.items():
         graph.initializer.add().CopyFrom(tensor)
         graph.initializer[-1].name = renamed[name]
-    _replace(branch, nodes, kept)
+    _replace(branch, nodes, initializers)
     rename(branch, renamed)
 
 
@@ -70,7 +70,7 @@ def rewritten(model: onnx.ModelProto, rewrite: Rewrite, around: GraphView | None
         return model
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    view, taken = around or GraphView(model), _names(model.graph)
+    view, names = around or GraphView(model), _names(model.graph)
     domains = {entry.domain for entry in result.opset_import}
     for node in result.graph.node:
         for branch in branches(node):
@@ -81,9 +81,9 @@ def rewritten(model: onnx.ModelProto, rewrite: Rewrite, around: GraphView | None
             body = onnx.GraphProto()
             body.CopyFrom(changed.graph)
             new = [t for t in body.initializer if t.name not in outside]
-            made = {t.name for t in new} | {name for inner in body.node for name in inner.output}
-            renamed = {name: _fresh(name, taken) for name in made - own if name and name in taken}
-            taken |= made
+            body_names = {t.name for t in new} | {name for inner in body.node for name in inner.output}
+            renamed = {name: _fresh(name, names) for name in body_names - own if name and name in names}
+            names |= body_names
             for tensor in new:
                 result.graph.initializer.add().CopyFrom(tensor)
                 result.graph.initializer[-1].name = renamed.get(tensor.name, tensor.name)
@@ -97,16 +97,16 @@ def rewritten(model: onnx.ModelProto, rewrite: Rewrite, around: GraphView | None
 
 
 def _as_model(model: onnx.ModelProto, view: GraphView, branch: onnx.GraphProto) -> onnx.ModelProto:
-    made = {name for node in branch.node for name in node.output} | {t.name for t in branch.initializer}
-    read = dict.fromkeys(name for node in branch.node for name in reads(node))
-    read |= dict.fromkeys(value.name for value in branch.output)
+    own_names = {name for node in branch.node for name in node.output} | {t.name for t in branch.initializer}
+    inputs = dict.fromkeys(name for node in branch.node for name in reads(node))
+    inputs |= dict.fromkeys(value.name for value in branch.output)
     inner = {name for node in branch.node for each in inner_nodes(node) for name in each.output}
     source = onnx.ModelProto(ir_version=model.ir_version)
     source.opset_import.extend(model.opset_import)
     source.graph.CopyFrom(branch)
     source.graph.name = branch.name or "branch"
-    for name in read:
-        if not name or name in made or (name in inner and not _is_known(view, name)):
+    for name in inputs:
+        if not name or name in own_names or (name in inner and not _is_known(view, name)):
             continue
         if name in view.initializers:
             source.graph.initializer.add().CopyFrom(view.initializers[name])
@@ -145,12 +145,12 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
         yield from branches(node)
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def _fresh(name: str, names: set[str]) -> str:
     result, count = name, 0
-    while result in taken:
+    while result in names:
         count += 1
         result = f"{name}_{count}"
-    taken.add(result)
+    names.add(result)
     return result
 
 

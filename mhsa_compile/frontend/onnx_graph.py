@@ -160,8 +160,8 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 
 def in_order(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """The nodes, each behind those that make what it reads; where nothing else is needed, as they stand."""
-    given = list(nodes)
-    makers = {name: node for node in given for name in node.output if name}
+    unsorted = list(nodes)
+    makers = {name: node for node in unsorted for name in node.output if name}
     placed: set[int] = set()
     result: list[onnx.NodeProto] = []
 
@@ -173,16 +173,16 @@ def in_order(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
                     place(makers[name])
             result.append(node)
 
-    for node in given:
+    for node in unsorted:
         place(node)
     return result
 
 
 def live_nodes(nodes: Iterable[onnx.NodeProto], outputs: Iterable[str]) -> list[onnx.NodeProto]:
     """The nodes that the outputs depend on, in their order."""
-    wanted, kept = set(outputs), []
+    needs, result = set(outputs), []
     for node in reversed(list(nodes)):
-        if wanted & set(node.output):
-            wanted |= set(reads(node))
-            kept.append(node)
-    return kept[::-1]
+        if needs & set(node.output):
+            needs |= set(reads(node))
+            result.append(node)
+    return result[::-1]

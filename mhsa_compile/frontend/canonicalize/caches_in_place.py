@@ -36,8 +36,8 @@ def with_caches_in_place(model: onnx.ModelProto) -> onnx.ModelProto:
         raise ModelError("in_place", expected, "a model without one", hint)
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    said = {entry.key: entry.value for entry in result.metadata_props}
-    helper.set_model_props(result, said | {IN_PLACE_KEY: json.dumps(pairs)})
+    metadata = {entry.key: entry.value for entry in result.metadata_props}
+    helper.set_model_props(result, metadata | {IN_PLACE_KEY: json.dumps(pairs)})
     return result
 
 

@@ -70,8 +70,8 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
         if outputs:
             got = f"{', '.join(map(str, outputs))} of a file that was exported from a spec"
             raise ModelError("outputs", "a spec with them, or somebody else's model", got, "Compile the spec instead.")
-        return Canonical(model, _standard(model), _stated_limits(model))
-    limits = _stated_limits(model)
+        return Canonical(model, _standard(model), _size_limits(model))
+    limits = _size_limits(model)
     small, tensors = light(weight_constants.rewrite(branch_graphs.with_weights_outside(model)))
     small = loops.rewrite(small, limits)  # before the opset is raised: that of a Scan's batch is one of its own
     if opset.opset_of(small) < opset.BOUNDS_AS_INPUTS:
@@ -87,8 +87,8 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     small = layer_outputs.with_outputs(small, layers, outputs)
     result = whole(small, tensors)
     facts = {LIMITS_KEY: limits, ROWS_KEY: _table_rows(small)}
-    stated = {entry.key: entry.value for entry in result.metadata_props}
-    helper.set_model_props(result, stated | {key: json.dumps(sizes) for key, sizes in facts.items() if sizes})
+    metadata = {entry.key: entry.value for entry in result.metadata_props}
+    helper.set_model_props(result, metadata | {key: json.dumps(sizes) for key, sizes in facts.items() if sizes})
     return Canonical(result, (*(layer.block for layer in layers), *inner), limits, instead)
 
 
@@ -104,7 +104,7 @@ def _in_standard_words(
     if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
         small = propagate_shapes(without_aliases(plain), limits)
     small, theirs = microsoft.rewrite(small, tensors, limits)
-    small, found = decomposed.rewrite(without_aliases(gather.rewrite(small)))
+    small, blocks = decomposed.rewrite(without_aliases(gather.rewrite(small)))
     inner: list[AttentionCoverage] = []
 
     def branch_in_standard_words(branch: onnx.ModelProto) -> onnx.ModelProto:
@@ -112,14 +112,14 @@ def _in_standard_words(
         inner.extend((*own, *nested))
         return branch
 
-    return branch_graphs.rewritten(small, branch_in_standard_words), [*standard, *theirs, *found], inner
+    return branch_graphs.rewritten(small, branch_in_standard_words), [*standard, *theirs, *blocks], inner
 
 
-def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
+def _size_limits(model: onnx.ModelProto) -> dict[str, int]:
     """The largest sizes of the symbols of inputs, as the export found them or was told."""
-    said = {entry.key: entry.value for entry in model.metadata_props}
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
     symbols = {dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim}
-    return {symbol: most for symbol, most in json.loads(said.get(LIMITS_KEY, "{}")).items() if symbol in symbols}
+    return {symbol: most for symbol, most in json.loads(metadata.get(LIMITS_KEY, "{}")).items() if symbol in symbols}
 
 
 def _table_rows(model: onnx.ModelProto) -> dict[str, int]:

@@ -30,42 +30,42 @@ def with_outputs(model: onnx.ModelProto, layers: Sequence[Layer], words: Sequenc
 
     `layers` are of this model. Raises ModelError: no such layer or head, a layer that was not fused, an output twice.
     """
-    asked = _by_layer(layers, words)
-    if not asked:
+    by_layer = _by_layer(layers, words)
+    if not by_layer:
         return model
     result = onnx.ModelProto()
     result.CopyFrom(model)
     change = _Change(GraphView(model), result)
     for layer in layers:
-        if layer.number in asked and layer.place is not None:
-            change.add(layer, asked[layer.number], result.graph.node[layer.place])
+        if layer.number in by_layer and layer.place is not None:
+            change.add(layer, by_layer[layer.number], result.graph.node[layer.place])
     return change.finished()
 
 
 def _by_layer(layers: Sequence[Layer], words: Sequence[LayerWord]) -> dict[int, list[str]]:
     """Layer -> its words, once each of them is known to be there."""
-    asked: dict[int, list[str]] = defaultdict(list)
+    result: dict[int, list[str]] = defaultdict(list)
     for word in words:
-        for layer in _chosen(layers, word):
+        for layer in _layers_of(layers, word):
             kind = word.word.partition(":")[0]
-            if kind in (known.partition(":")[0] for known in asked[layer.number]):
-                raise ModelError("outputs", "each output of a layer once", f"{kind!r} of {layer.asked_for} twice")
-            asked[layer.number].append(word.word)
-    return asked
+            if kind in (earlier.partition(":")[0] for earlier in result[layer.number]):
+                raise ModelError("outputs", "each output of a layer once", f"{kind!r} of {layer.title} twice")
+            result[layer.number].append(word.word)
+    return result
 
 
-def _chosen(layers: Sequence[Layer], word: LayerWord) -> Sequence[Layer]:
-    chosen = layers
+def _layers_of(layers: Sequence[Layer], word: LayerWord) -> Sequence[Layer]:
+    selection = layers
     if word.layer is not None:
         if not -len(layers) <= word.layer < len(layers):
             raise ModelError("outputs", f"a layer from 0 to {len(layers) - 1}", f"{str(word)!r}", _listed(layers))
-        chosen = [layers[word.layer]]
-    for layer in chosen:
+        selection = [layers[word.layer]]
+    for layer in selection:
         if layer.place is None:
             note = layer.block.note if not layer.block.fused else "nothing reads its result"
-            got = f"{str(word)!r}, of which {layer.asked_for} was not fused: {note}"
+            got = f"{str(word)!r}, of which {layer.title} was not fused: {note}"
             raise ModelError("outputs", "layers that are fused", got, _listed(layers))
-    return chosen
+    return selection
 
 
 def _listed(layers: Sequence[Layer]) -> str:
@@ -92,13 +92,13 @@ class _Sizes:
     def of(cls, graph: GraphView, node: onnx.NodeProto) -> _Sizes:
         """The sizes of an Attention node. Raises ModelError where its number of heads is free."""
         q, k, v = (graph.shape(name) or () for name in node.input[:3])
-        said = attributes(node)
+        attrs = attributes(node)
         by_rows = len(q) == 3
-        heads, width = (said.get("q_num_heads") if by_rows else q[1] if q else None), v[-1] if v else None
+        heads, width = (attrs.get("q_num_heads") if by_rows else q[1] if q else None), v[-1] if v else None
         if not isinstance(heads, int) or heads < 1 or not (by_rows or len(q) == 4) or not k:
             raise ModelError(f"Attention node {node.name!r}", "a fixed number of heads", f"Q of {q}")
         if by_rows:
-            width = width // said["kv_num_heads"] if isinstance(width, int) and said.get("kv_num_heads") else None
+            width = width // attrs["kv_num_heads"] if isinstance(width, int) and attrs.get("kv_num_heads") else None
         with_past = len(node.input) > 4 and node.input[4]
         return cls(q[0], heads, q[-2], None if with_past else k[-2], width, graph.elem_type(node.input[0]), by_rows)
 
@@ -113,21 +113,21 @@ class _Change:
 
     def add(self, layer: Layer, words: Sequence[str], node: onnx.NodeProto) -> None:
         """Adds what `words` ask of a layer, whose node is `node`. Raises ModelError."""
-        sizes, wanted = _Sizes.of(self.graph, node), inside_of(words)
-        for head in wanted.heads or ():
+        sizes, outputs = _Sizes.of(self.graph, node), inside_of(words)
+        for head in outputs.heads or ():
             if head >= sizes.heads:
-                raise ModelError("outputs", f"heads from 0 to {sizes.heads - 1} of {layer.asked_for}", str(head))
-        types, values = _types(sizes, wanted), {}
+                raise ModelError("outputs", f"heads from 0 to {sizes.heads - 1} of {layer.title}", str(head))
+        types, values = _types(sizes, outputs), {}
         for name in array_names(words):
             full = f"layer{layer.number}_{name}"
             if full in self._taken:
                 raise ModelError("model", f"no value named {full!r}, which is to be an output", "one", "Rename it.")
             values[name] = helper.make_tensor_value_info(full, *types[name])
-        if wanted.names:
-            self._look_inside(layer, wanted, node, values)
+        if outputs.names:
+            self._look_inside(layer, outputs, node, values)
         if "heads" in values:
             if not sizes.by_rows and node.output[0] in self.graph.outputs:  # else one array would be two outputs
-                got = f"{layer.asked_for}, whose heads are the output {node.output[0]!r}"
+                got = f"{layer.title}, whose heads are the output {node.output[0]!r}"
                 raise ModelError("outputs", "heads that are no output yet", got)
             self._give_heads(sizes, node.output[0], values["heads"].name)
         self.model.graph.output.extend(values.values())
@@ -138,18 +138,18 @@ class _Change:
         return self.model
 
     def _look_inside(
-        self, layer: Layer, wanted: SoftmaxOutputs, node: onnx.NodeProto, values: Mapping[str, onnx.ValueInfoProto]
+        self, layer: Layer, outputs: SoftmaxOutputs, node: onnx.NodeProto, values: Mapping[str, onnx.ValueInfoProto]
     ) -> None:
-        """Makes the node the operator of ours, which gives `wanted`."""
+        """Makes the node the operator of ours, which gives `outputs`."""
         if already := mhsa_operator.wanted_of(node).names:
-            got = f"{layer.asked_for}, which gives {', '.join(already)} already"
+            got = f"{layer.title}, which gives {', '.join(already)} already"
             raise ModelError("outputs", "layers that do not say yet what they do inside", got)
         self._state_types(node)
         node.output.extend([""] * (mhsa_operator.FIRST - len(node.output)))
-        node.output.extend(values[name].name if name in wanted.names else "" for name in mhsa_operator.NAMES)
+        node.output.extend(values[name].name if name in outputs.names else "" for name in mhsa_operator.NAMES)
         while not node.output[-1]:
             node.output.pop()
-        for name, value in mhsa_operator.attributes_of(wanted).items():
+        for name, value in mhsa_operator.attributes_of(outputs).items():
             node.attribute.append(helper.make_attribute(name, value))
         bool_mask = len(node.input) > 3 and self.graph.dtype(node.input[3]) == "bool"
         self._definitions.define(node, bool_mask=bool_mask)
@@ -174,16 +174,16 @@ class _Change:
         graph.node.append(helper.make_node("Transpose", [split], [name], name=name, perm=[0, 2, 1, 3]))
 
 
-def _types(sizes: _Sizes, wanted: SoftmaxOutputs) -> dict[str, tuple[int, list[Dim]]]:
+def _types(sizes: _Sizes, outputs: SoftmaxOutputs) -> dict[str, tuple[int, list[Dim]]]:
     """(element type, dims) of every array that there can be."""
     rows: list[Dim] = [sizes.batch, sizes.heads, sizes.queries]
-    heads = sizes.heads if wanted.heads is None else len(wanted.heads)
-    queries = sizes.queries if wanted.rows is None else len(wanted.rows)
+    heads = sizes.heads if outputs.heads is None else len(outputs.heads)
+    queries = sizes.queries if outputs.rows is None else len(outputs.rows)
     return {
         "heads": (sizes.dtype, [*rows, sizes.v_head_dim]),
         "lse": (TensorProto.FLOAT, rows),
         "entropy": (TensorProto.FLOAT, rows),
-        "top_k_weights": (TensorProto.FLOAT, [*rows, wanted.top_k]),
-        "top_k_keys": (TensorProto.INT64, [*rows, wanted.top_k]),
+        "top_k_weights": (TensorProto.FLOAT, [*rows, outputs.top_k]),
+        "top_k_keys": (TensorProto.INT64, [*rows, outputs.top_k]),
         "weights": (sizes.dtype, [sizes.batch, heads, queries, sizes.keys]),
     }

@@ -21,7 +21,7 @@ class Layer:
     place: int | None
 
     @property
-    def asked_for(self) -> str:
+    def title(self) -> str:
         """The layer as errors name it, by its number and the name of its attention."""
         return f"layer {self.number} ({self.block.name!r})"
 
@@ -31,16 +31,16 @@ def in_order(model: onnx.ModelProto, blocks: Iterable[AttentionCoverage]) -> lis
     nodes = {
         place: node for place, node in enumerate(model.graph.node) if is_attention(node) or node.op_type == "Softmax"
     }
-    behind, found = len(model.graph.node), []
+    behind, entries = len(model.graph.node), []
     for block in blocks:
         alike = (p for p, node in nodes.items() if name_of(node) == block.name and is_attention(node) == block.fused)
         place = next(alike, behind)
         nodes.pop(place, None)  # names need not be unique
-        found.append((place, block))
-    found.sort(key=lambda entry: entry[0])
+        entries.append((place, block))
+    entries.sort(key=lambda entry: entry[0])
     return [
         Layer(number, block, place if block.fused and place < behind else None)
-        for number, (place, block) in enumerate(found)
+        for number, (place, block) in enumerate(entries)
     ]
 
 

@@ -29,10 +29,10 @@ from mhsa_compile.frontend.export.check import (
 )
 from mhsa_compile.frontend.export.free_dims import (
     Program,
-    asked,
     cause,
+    freest_model,
     quiet,
-    settled,
+    requested_freedom,
     with_names,
 )
 from mhsa_compile.frontend.export.module_calls import Called, flattened, with_own_names
@@ -101,10 +101,10 @@ def export(
             return _export_own(module, dict(dims or {}))
         _check_weights(module)
         flat, paired = flattened(example_inputs)
-        wanted = asked(module, flat, flattened(dynamic_shapes)[0], dims or {})
+        request = requested_freedom(module, flat, flattened(dynamic_shapes)[0], dims or {})
         called = Called(module, paired=paired).eval()
         with slow_path():
-            return settled(called, wanted, lambda program: _export_any(called, program))
+            return freest_model(called, request, lambda program: _export_any(called, program))
 
 
 def _check_weights(module: nn.Module) -> None:
@@ -168,12 +168,12 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
     if mask is not None:
         _set_mask(model, mask)
     _define_own_operator(model, module.spec)
-    said = {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__}
+    metadata = {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__}
     if limits := sizes_within(module.spec, _places(module, signature)):
-        said[LIMITS_KEY] = json.dumps(limits)
+        metadata[LIMITS_KEY] = json.dumps(limits)
     if module.spec.kv_cache:
-        said[IN_PLACE_KEY] = json.dumps(IN_PLACE)
-    onnx.helper.set_model_props(model, said)
+        metadata[IN_PLACE_KEY] = json.dumps(IN_PLACE)
+    onnx.helper.set_model_props(model, metadata)
     onnx.checker.check_model(contents_as_inputs(model))
     check_declared(model, _shapes(signature))
     long = {name: size for name, size in dims.items() if name in _SHORT and size is not None and size > _LONGEST_CHECK}

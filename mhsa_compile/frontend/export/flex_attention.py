@@ -55,28 +55,28 @@ def as_operators() -> Iterator[None]:
 
 def _in_thread(owner: int, function: Function, other: Function) -> Function:
     """`function` in thread `owner`, in every other thread what was there."""
-    return lambda *args, **said: (function if threading.get_ident() == owner else other)(*args, **said)
+    return lambda *args, **kwargs: (function if threading.get_ident() == owner else other)(*args, **kwargs)
 
 
-def _nothing(*args: Any, **said: Any) -> None:
+def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands in for `create_mask`, which would make a mask of all pairs."""
 
 
-def _two_of_nothing(*args: Any, **said: Any) -> tuple[None, None]:
+def _two_of_nothing(*args: Any, **kwargs: Any) -> tuple[None, None]:
     """Stands in for what lists the blocks of a mask of all pairs, partial and whole."""
     return None, None
 
 
 class _Calls:
-    """What stands in for the parts of flex_attention during one export. `made` are the counts of blocks by which the
-    block masks are known again whose mask_mod says all."""
+    """What stands in for the parts of flex_attention during one export. `counts`, one of each block mask that is made
+    here, tell these, whose mask_mod says all, from others."""
 
     def __init__(self, create_mask: Function) -> None:
         self.create_mask = create_mask
-        self.made: list[Tensor] = []
+        self.counts: list[Tensor] = []
 
     def without_blocks(
-        self, masks: Any, mask_mod: Function, seq_lengths: tuple[int, int], *blocks: int, **said: int
+        self, masks: Any, mask_mod: Function, seq_lengths: tuple[int, int], *blocks: int, **kwargs: int
     ) -> flex.BlockMask:
         """A block mask whose one block is partial."""
         return self._of_one_block(mask_mod, seq_lengths, flex._DEFAULT_SPARSE_BLOCK_SIZE)
@@ -87,16 +87,16 @@ class _Calls:
 
     def _of_one_block(self, mask_mod: Function, seq_lengths: tuple[int, int], size: int) -> flex.BlockMask:
         count, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-        made = flex.BlockMask.from_kv_blocks(
+        block_mask = flex.BlockMask.from_kv_blocks(
             count, indices, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=seq_lengths, compute_q_blocks=False
         )
-        self.made.append(made.kv_num_blocks)
-        return made
+        self.counts.append(block_mask.kv_num_blocks)
+        return block_mask
 
     def attend(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Makes one call of flex_attention the operator. Raises ModelError."""
         block_mask = args[4]
-        known = any(block_mask[2] is count for count in self.made)
+        known = any(block_mask[2] is count for count in self.counts)
         if not known and not _untraced(lambda: self._say_the_same(block_mask)):
             expected = "a block mask whose blocks hide what its mask_mod hides, and no more"
             hint = "Make it by create_block_mask in the module's forward: its mask_mod is what counts."
@@ -116,14 +116,14 @@ class _Calls:
             return False
         with torch.no_grad():
             try:
-                seen = self.create_mask(mask_mod, B, H, q_len, kv_len, device="cpu")
+                visible = self.create_mask(mask_mod, B, H, q_len, kv_len, device="cpu")
             except Exception:  # it captures what is being traced
                 return False
             partial = _pairs(counts, indices, sizes, (q_len, kv_len))
             whole = torch.zeros_like(partial)
             if whole_counts is not None:
                 whole = _pairs(whole_counts, whole_indices, sizes, (q_len, kv_len))
-        return not bool((seen & ~(partial | whole)).any() or (whole & ~seen).any())
+        return not bool((visible & ~(partial | whole)).any() or (whole & ~visible).any())
 
 
 def _untraced(question: Callable[[], bool]) -> bool:
@@ -222,12 +222,12 @@ def captured_apart(name: str, function: Function) -> tuple[ScoreFunction, list[T
     except Exception as error:  # whatever the function trips over
         first = str(error).strip().partition("\n")[0]
         raise ModelError(name, ASKED, f"{type(error).__name__}: {first}", WHITELIST) from error
-    found = []
+    tensors = []
     for stand_in in used:
-        (key,) = (key for key, known in stand_ins.items() if getattr(module, key) is stand_in)
-        found.append(_ready(tracer.captured[key]))
-    kinds = (TensorKind(kind.dtype, tuple(_sizes(tensor))) for kind, tensor in zip(steps.tensors, found, strict=True))
-    return ScoreFunction(steps.steps, tuple(kinds)), found
+        (key,) = (key for key in stand_ins if getattr(module, key) is stand_in)
+        tensors.append(_ready(tracer.captured[key]))
+    kinds = (TensorKind(kind.dtype, tuple(_sizes(tensor))) for kind, tensor in zip(steps.tensors, tensors, strict=True))
+    return ScoreFunction(steps.steps, tuple(kinds)), tensors
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

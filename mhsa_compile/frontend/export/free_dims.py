@@ -40,17 +40,17 @@ LEAST = 2
 class Freedom:
     """What an export is asked to leave free.
 
-    signature   of the inputs: a symbol stands for each dim that is to be free
-    sizes       of the dims in the examples
-    stated      symbols that the user named: they stay as they are, or the export fails. Those of other axes follow from
-                the examples, and what of them the module fixes is fixed, with a warning
-    required    axes that must stay free, whatever their symbol
-    most        the largest sizes that symbols may have
+    signature      the inputs': a symbol stands for each dim that is to be free
+    sizes          the sizes of the dims in the examples
+    user_symbols   symbols that the user named: they stay as they are, or the export fails. Those of other axes follow
+                   from the examples, and what of them the module fixes is fixed, with a warning
+    required       axes that must stay free, whatever their symbol
+    most           the largest sizes that symbols may have
     """
 
     signature: Signature
     sizes: Mapping[Axis, int]
-    stated: frozenset[str] = frozenset()
+    user_symbols: frozenset[str] = frozenset()
     required: frozenset[Axis] = frozenset()
     most: Mapping[str, int] = field(default_factory=dict)
 
@@ -63,16 +63,18 @@ class Freedom:
     def optional(self) -> set[str]:
         """Symbols that may be fixed."""
         symbols = self.symbols
-        return {*symbols.values()} - self.stated - {symbols[axis] for axis in self.required if axis in symbols}
+        return {*symbols.values()} - self.user_symbols - {symbols[axis] for axis in self.required if axis in symbols}
 
     def sizes_to_export_at(self) -> dict[str, int]:
         """The sizes of the examples, as far as no two are equal, which the exporter may take for one, and none is 1."""
         sizes: dict[str, int] = {}
         for axis, symbol in self.symbols.items():
             if symbol not in sizes:
-                taken = {0, 1, *sizes.values()}
+                unavailable = {0, 1, *sizes.values()}
                 size = self.sizes[axis]
-                sizes[symbol] = size if size not in taken else next(n for n in range(3, 99) if n not in taken)
+                sizes[symbol] = (
+                    size if size not in unavailable else next(n for n in range(3, 99) if n not in unavailable)
+                )
         return sizes
 
     def renamed(self, symbols: Mapping[Axis, str], most: Mapping[str, int]) -> Freedom:
@@ -90,11 +92,11 @@ class Freedom:
         return replace(self, signature=signature, most={s: most[s] for s in symbols.values() if s in most})
 
     def without(self, fixed: set[str]) -> Freedom:
-        kept = {axis: symbol for axis, symbol in self.symbols.items() if symbol not in fixed}
-        return self.renamed(kept, self.most)
+        symbols = {axis: symbol for axis, symbol in self.symbols.items() if symbol not in fixed}
+        return self.renamed(symbols, self.most)
 
 
-def asked(
+def requested_freedom(
     module: nn.Module,
     examples: Sequence[Tensor] | Mapping[str, Tensor] | None,
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
@@ -105,46 +107,46 @@ def asked(
     if not examples:
         hint = "Pass the tensors that its forward takes; only their names, shapes and dtypes matter."
         raise InputError("example_inputs", f"example inputs for {type(module).__name__}", "none", hint)
-    named = _by_name("example_inputs", module, examples, "tensors")
-    for name, value in named.items():
+    tensors = _by_name("example_inputs", module, examples, "tensors")
+    for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise InputError("example_inputs", f"a tensor for {name!r}", type(value).__name__)
-    guesses = guessed(named)
+    guesses = guessed(tensors)
     words = None if dynamic_shapes is None else _by_name("dynamic_shapes", module, dynamic_shapes, "entries")
-    stated = _Stated(guesses) if words is None else _stated(words, named, guesses)
+    statement = _Statement(guesses) if words is None else _statement(words, tensors, guesses)
     signature: Signature = {
-        name: (tuple(stated.symbols.get((name, axis), size) for axis, size in enumerate(value.shape)), value.dtype)
-        for name, value in named.items()
+        name: (tuple(statement.symbols.get((name, axis), size) for axis, size in enumerate(value.shape)), value.dtype)
+        for name, value in tensors.items()
     }
-    sizes = {(name, axis): size for name, value in named.items() for axis, size in enumerate(value.shape)}
+    sizes = {(name, axis): size for name, value in tensors.items() for axis, size in enumerate(value.shape)}
     fixed = with_fixed_dims(signature, dict(dims))
-    return Freedom(fixed, sizes, frozenset(stated.named), frozenset(stated.required), stated.most)
+    return Freedom(fixed, sizes, frozenset(statement.user_symbols), frozenset(statement.required), statement.most)
 
 
-def _by_name(argument: str, module: nn.Module, given: Any, what: str) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return dict(given)
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise InputError(argument, f"{what}, in the order of forward or by name", type(given).__name__)
+def _by_name(argument: str, module: nn.Module, values: Any, what: str) -> dict[str, Any]:
+    if isinstance(values, Mapping):
+        return dict(values)
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InputError(argument, f"{what}, in the order of forward or by name", type(values).__name__)
     parameters = list(inspect.signature(module.forward).parameters)
-    if len(given) > len(parameters):
-        raise InputError(argument, f"at most {len(parameters)} {what}", str(len(given)))
-    return dict(zip(parameters, given, strict=False))
+    if len(values) > len(parameters):
+        raise InputError(argument, f"at most {len(parameters)} {what}", str(len(values)))
+    return dict(zip(parameters, values, strict=False))
 
 
 @dataclass
-class _Stated:
+class _Statement:
     """Symbols of axes; those that the user named; axes that must stay free; the largest sizes of symbols."""
 
     symbols: dict[Axis, str]
-    named: set[str] = field(default_factory=set)
+    user_symbols: set[str] = field(default_factory=set)
     required: set[Axis] = field(default_factory=set)
     most: dict[str, int] = field(default_factory=dict)
 
 
-def _stated(words: Mapping[str, Any], examples: Mapping[str, Tensor], guesses: Mapping[Axis, str]) -> _Stated:
+def _statement(words: Mapping[str, Any], examples: Mapping[str, Tensor], guesses: Mapping[Axis, str]) -> _Statement:
     """What dynamic_shapes says, in torch.export's forms. Raises InputError."""
-    stated = _Stated({})
+    statement = _Statement({})
     for name, entries in words.items():
         label = f"dynamic_shapes[{name!r}]"
         if name not in examples:
@@ -158,19 +160,19 @@ def _stated(words: Mapping[str, Any], examples: Mapping[str, Tensor], guesses: M
         for axis, entry in by_axis.items():
             if not isinstance(axis, int) or not 0 <= axis < rank:
                 raise InputError(label, f"axes from 0 to {rank - 1}", repr(axis))
-            _state(stated, (name, axis), entry, examples[name].shape[axis], guesses)
-    return stated
+            _state(statement, (name, axis), entry, examples[name].shape[axis], guesses)
+    return statement
 
 
-def _state(stated: _Stated, axis: Axis, entry: Any, size: int, guesses: Mapping[Axis, str]) -> None:
+def _state(statement: _Statement, axis: Axis, entry: Any, size: int, guesses: Mapping[Axis, str]) -> None:
     """States what an axis is to be: a name, a Dim or one of Dim's hints; None and a size fix it."""
     label = f"dynamic_shapes[{axis[0]!r}][{axis[1]}]"
     hint = getattr(entry, "type", None)
     if entry is None or entry == size or hint == Dim.STATIC.type:
         return
     if isinstance(entry, str) and entry:
-        stated.symbols[axis] = entry
-        stated.named.add(entry)
+        statement.symbols[axis] = entry
+        statement.user_symbols.add(entry)
         return
     is_named = type(entry) is Dim
     if not is_named and hint not in (Dim.AUTO.type, Dim.DYNAMIC.type):
@@ -180,40 +182,40 @@ def _state(stated: _Stated, axis: Axis, entry: Any, size: int, guesses: Mapping[
         got = f"one from {entry.min} on"
         raise InputError(label, "a dim without a lower bound", got, "Leave min out: an artifact keeps none.")
     symbol = entry.__name__ if is_named else guesses.get(axis, f"{axis[0]}_{axis[1]}")
-    stated.symbols[axis] = symbol
+    statement.symbols[axis] = symbol
     if is_named:
-        stated.named.add(symbol)
+        statement.user_symbols.add(symbol)
     elif hint == Dim.DYNAMIC.type:
-        stated.required.add(axis)
+        statement.required.add(axis)
     if isinstance(entry.max, int):
-        stated.most[symbol] = min(entry.max, stated.most.get(symbol, entry.max))
+        statement.most[symbol] = min(entry.max, statement.most.get(symbol, entry.max))
 
 
-def settled(called: Called, wanted: Freedom, convert: Callable[[Program], onnx.ModelProto]) -> onnx.ModelProto:
+def freest_model(called: Called, request: Freedom, convert: Callable[[Program], onnx.ModelProto]) -> onnx.ModelProto:
     """What `convert` makes of the module with all that is wanted free, or else with as much as works.
 
     What had to be fixed, and why, is a warning. Raises ModelError where nothing less would do.
     """
     failures: list[ModelError] = []
-    for freedom in _ever_less(wanted):
+    for freedom in _ever_less(request):
         try:
-            program = traced(called, freedom)
+            program = trace(called, freedom)
             model = convert(program)
         except ModelError as error:
             failures.append(error)
             continue
-        left = program.freedom.symbols
-        if fixed := {axis: symbol for axis, symbol in wanted.symbols.items() if axis not in left}:
-            warnings.warn(_said(wanted, fixed, failures), stacklevel=2)
+        free = program.freedom.symbols
+        if fixed := {axis: symbol for axis, symbol in request.symbols.items() if axis not in free}:
+            warnings.warn(_message(request, fixed, failures), stacklevel=2)
         return model
     raise failures[0]
 
 
-def _ever_less(wanted: Freedom) -> list[Freedom]:
+def _ever_less(request: Freedom) -> list[Freedom]:
     """The freedoms to try, one after the other: all, the batch, the lengths, nothing but what was stated."""
-    optional = wanted.optional
+    optional = request.optional
     fewer: list[set[str]] = [set(), optional - {"B"}, optional & {"B"}, optional]
-    tries = [wanted.without(fixed) for fixed in fewer]
+    tries = [request.without(fixed) for fixed in fewer]
     return [freedom for i, freedom in enumerate(tries) if freedom not in tries[:i]]
 
 
@@ -228,68 +230,68 @@ class Program:
     outputs: list[str] | None
 
 
-def traced(called: Called, wanted: Freedom) -> Program:
+def trace(called: Called, request: Freedom) -> Program:
     """The module at the examples' sizes. What may be fixed is free where the module allows, up to the size it allows.
 
     Raises ModelError.
     """
-    sizes = wanted.sizes_to_export_at()
-    shapes = {name: shape for name, (shape, _) in wanted.signature.items()}
+    sizes = request.sizes_to_export_at()
+    shapes = {name: shape for name, (shape, _) in request.signature.items()}
     examples = {
         name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
-        for name, (shape, dtype) in wanted.signature.items()
+        for name, (shape, dtype) in request.signature.items()
     }
     hints = {
         name: {
-            i: Dim.AUTO if dim in wanted.optional else Dim.DYNAMIC
+            i: Dim.AUTO if dim in request.optional else Dim.DYNAMIC
             for i, dim in enumerate(shape)
             if isinstance(dim, str)
         }
         for name, shape in shapes.items()
     }
     outputs = called.output_names(examples)
-    given: dict[str, Any] = {"kwargs": {"inputs": examples}, "dynamic_shapes": {"inputs": hints}}
+    options: dict[str, Any] = {"kwargs": {"inputs": examples}, "dynamic_shapes": {"inputs": hints}}
     try:
         # With gradients, PyTorch may choose kernels whose strides it cannot trace.
         with quiet(), torch.no_grad(), plain_layers(called), as_operators():
-            exported = torch.export.export(called, (), strict=False, **given)
+            exported = torch.export.export(called, (), strict=False, **options)
     except ModelError:
         raise
     except Exception as error:  # it is the user's code that runs here
         hint = "If it speaks of a dim, leave it out of dynamic_shapes, or fix it in dims."
         raise ModelError("module", "one that torch.export can export", cause(error), hint) from error
     check_repeatable(exported)
-    freedom, names = _read(exported, wanted)
+    freedom, names = _symbols_of(exported, request)
     return Program(exported, freedom, names, outputs)
 
 
-def _read(exported: torch.export.ExportedProgram, wanted: Freedom) -> tuple[Freedom, dict[str, str]]:
+def _symbols_of(exported: torch.export.ExportedProgram, request: Freedom) -> tuple[Freedom, dict[str, str]]:
     """What was left free, under our symbols; and what torch.export calls these."""
-    (_, arguments), given = exported.call_spec.in_spec.children(), exported.graph_signature.user_inputs
+    (_, arguments), input_nodes = exported.call_spec.in_spec.children(), exported.graph_signature.user_inputs
     (by_name,) = arguments.children()
     nodes = {node.name: node for node in exported.graph.nodes}
-    shapes = {name: nodes[node].meta["val"].shape for name, node in zip(by_name.context, given, strict=True)}
-    theirs = {axis: getattr(getattr(shapes[axis[0]][axis[1]], "node", None), "expr", None) for axis in wanted.symbols}
+    shapes = {name: nodes[node].meta["val"].shape for name, node in zip(by_name.context, input_nodes, strict=True)}
+    theirs = {axis: getattr(getattr(shapes[axis[0]][axis[1]], "node", None), "expr", None) for axis in request.symbols}
     ours: dict[Any, str] = {}
-    kept: dict[Axis, str] = {}
-    most = dict(wanted.most)
-    for axis, symbol in sorted(wanted.symbols.items(), key=lambda item: item[1] not in wanted.stated):
+    symbols: dict[Axis, str] = {}
+    most = dict(request.most)
+    for axis, symbol in sorted(request.symbols.items(), key=lambda item: item[1] not in request.user_symbols):
         dim = theirs[axis]
         if dim not in exported.range_constraints or exported.range_constraints[dim].lower > LEAST:
-            if symbol not in wanted.optional:
+            if symbol not in request.optional:
                 got = f"one that takes {dim if dim is not None else shapes[axis[0]][axis[1]]} there"
                 raise ModelError("module", f"one that leaves {symbol!r} free, axis {axis[1]} of {axis[0]!r}", got)
             continue
-        kept[axis] = ours.setdefault(dim, symbol)
-        if symbol in wanted.stated and kept[axis] != symbol:
+        symbols[axis] = ours.setdefault(dim, symbol)
+        if symbol in request.user_symbols and symbols[axis] != symbol:
             hint = "Give them one name."
             raise ModelError(
-                "module", f"dims {kept[axis]!r} and {symbol!r} that may differ", "equal ones, always", hint
+                "module", f"dims {symbols[axis]!r} and {symbol!r} that may differ", "equal ones, always", hint
             )
         upper = exported.range_constraints[dim].upper
         if upper.is_Integer:
-            most[kept[axis]] = min(int(upper), most.get(kept[axis], int(upper)))
-    return wanted.renamed(kept, most), {str(dim): symbol for dim, symbol in ours.items()}
+            most[symbols[axis]] = min(int(upper), most.get(symbols[axis], int(upper)))
+    return request.renamed(symbols, most), {str(dim): symbol for dim, symbol in ours.items()}
 
 
 def with_names(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
@@ -300,12 +302,12 @@ def with_names(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
             if dim.dim_param.isdigit():
                 dim.dim_value = int(dim.dim_param)
             elif theirs is not None and dim.dim_param:
-                dim.dim_param = theirs.sub(lambda found: names[found[0]], dim.dim_param)
+                dim.dim_param = theirs.sub(lambda match: names[match[0]], dim.dim_param)
 
 
-def _said(wanted: Freedom, fixed: Mapping[Axis, str], failures: Sequence[ModelError]) -> str:
+def _message(request: Freedom, fixed: Mapping[Axis, str], failures: Sequence[ModelError]) -> str:
     """One sentence on the dims that were fixed."""
-    listed = ", ".join(f"{symbol} (axis {axis} of {name!r}) at {wanted.sizes[name, axis]}"
+    listed = ", ".join(f"{symbol} (axis {axis} of {name!r}) at {request.sizes[name, axis]}"
                        for (name, axis), symbol in fixed.items())  # fmt: skip
     why = failures[0].got.rstrip(". ") if failures else "it works with no other size, says torch.export"
     hint = "Fix them in dims, or say in dynamic_shapes what is to be free, and no other is tried."
@@ -316,8 +318,8 @@ def cause(error: BaseException) -> str:
     """One line of what the exporter says: of constraints that do not hold, the first of them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     violated = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    said = violated if lines and lines[0].startswith("Constraints violated") else lines
-    return said[0].split(". ")[0] if said else type(error).__name__
+    messages = violated if lines and lines[0].startswith("Constraints violated") else lines
+    return messages[0].split(". ")[0] if messages else type(error).__name__
 
 
 @contextmanager

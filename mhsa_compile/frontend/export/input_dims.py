@@ -30,7 +30,7 @@ def check_dims(dims: Mapping[str, int] | None) -> None:
             raise InputError(f"dims[{symbol!r}]", f"a size of at least 1, and at most {LARGEST}", repr(size))
 
 
-def settled(model: onnx.ModelProto) -> onnx.ModelProto:
+def with_symbols(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with a name for every dim of an input that has no size: its own, or one that is made. Raises ModelError
     for a size that is none."""
     for value in model.graph.input:
@@ -38,7 +38,7 @@ def settled(model: onnx.ModelProto) -> onnx.ModelProto:
             if dim.HasField("dim_value") and not 0 <= dim.dim_value <= LARGEST:
                 expected = f"a size from 0 to {LARGEST}, or a name for any"
                 raise ModelError(f"input {value.name!r}, axis {axis}", expected, str(dim.dim_value))
-    model = named(model)
+    model = with_named_dims(model)
     renamed = _renamed({dim.dim_param for value in model.graph.input for dim in dims_of(value) if dim.dim_param})
     if renamed:
         del model.graph.value_info[:]  # shapes in between are inferred again
@@ -49,7 +49,7 @@ def settled(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def named(model: onnx.ModelProto) -> onnx.ModelProto:
+def with_named_dims(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which every dim of an input that has neither a size nor a name has one: "x_0" and the like."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)

@@ -39,7 +39,7 @@ class Called(nn.Module):
         result = self.module(**arguments)
         if _is_attention_of_transformers(self.module) and isinstance(result, tuple):
             result = result[0]
-        return dict(_named("", result))
+        return dict(_tensors_by_name("", result))
 
     def output_names(self, inputs: Mapping[str, Tensor]) -> list[str] | None:
         """The names of the results; None for a lone tensor. Raises ModelError where the module does not take them."""
@@ -76,9 +76,9 @@ def flattened(examples: Sequence[Any] | Mapping[str, Any] | None) -> tuple[Any, 
 def with_own_names(model: onnx.ModelProto) -> onnx.ModelProto:
     """The weights of an exported Called under the names that they have in the module itself."""
     graph = model.graph
-    taken = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
+    names = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
     own = {tensor.name: tensor.name.removeprefix(_PREFIX) for tensor in graph.initializer}
-    renamed = {name: short for name, short in own.items() if short not in taken}
+    renamed = {name: short for name, short in own.items() if short not in names}
     for value in (*graph.initializer, *graph.value_info, *graph.output):
         value.name = renamed.get(value.name, value.name)
     for node in graph.node:
@@ -102,18 +102,18 @@ def _is_attention_of_transformers(module: nn.Module) -> bool:
     return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("Attention")
 
 
-def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensors_by_name(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a result: keys and places joined to names, `hidden_states_0` among them. None is left out."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _named(f"{name}_{key}".lstrip("_"), item)
+            yield from _tensors_by_name(f"{name}_{key}".lstrip("_"), item)
     elif isinstance(value, tuple | list):
         fields = getattr(value, "_fields", range(len(value)))
         for key, item in zip(fields, value, strict=True):
             whole = name or "output" if isinstance(key, int) else name
-            yield from _named(f"{whole}_{key}".lstrip("_"), item)
+            yield from _tensors_by_name(f"{whole}_{key}".lstrip("_"), item)
     elif value is not None:
         hint = "Have the module return tensors; a cache of keys and values is switched off by config.use_cache = False."
         raise ModelError(

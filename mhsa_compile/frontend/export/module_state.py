@@ -36,12 +36,12 @@ def state_of(module: object) -> State | None:
 
 
 def _alike(layer: nn.Module, new: nn.Module) -> bool:
-    said, expected = vars(layer), vars(new)
-    if type(layer) is not type(new) or said.keys() != expected.keys():
+    state, expected = vars(layer), vars(new)
+    if type(layer) is not type(new) or state.keys() != expected.keys():
         return False
-    if any(said[name] != value for name, value in expected.items() if name not in _OWN):
+    if any(state[name] != value for name, value in expected.items() if name not in _OWN):
         return False
-    return all(_tensors_alike(said[name], expected[name]) for name in ("_parameters", "_buffers"))
+    return all(_tensors_alike(state[name], expected[name]) for name in ("_parameters", "_buffers"))
 
 
 def _tensors_alike(tensors: Mapping[str, Tensor | None], new: Mapping[str, Tensor | None]) -> bool:

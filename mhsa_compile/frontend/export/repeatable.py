@@ -18,7 +18,7 @@ _EVAL = "Let dropout and norms follow self.training, and call model.eval()."
 def check_repeatable(exported: torch.export.ExportedProgram) -> None:
     """Raises ModelError for a program that draws random numbers, or that writes into tensors which the module holds."""
     signature = exported.graph_signature
-    held = {
+    module_tensors = {
         **signature.inputs_to_buffers,
         **signature.inputs_to_parameters,
         **signature.inputs_to_lifted_tensor_constants,
@@ -28,10 +28,10 @@ def check_repeatable(exported: torch.export.ExportedProgram) -> None:
             if not isinstance(node.target, OpOverload):
                 continue
             if is_random(node):
-                raise ModelError("module", _EXPECTED, f"random numbers, by {_named(node)}", _EVAL)
-            for name in _written(node):
-                if name in held:
-                    got = f"one that writes into {_own_name(held[name])!r}, by {_named(node)}"
+                raise ModelError("module", _EXPECTED, f"random numbers, by {_title(node)}", _EVAL)
+            for name in _write_targets(node):
+                if name in module_tensors:
+                    got = f"one that writes into {_own_name(module_tensors[name])!r}, by {_title(node)}"
                     raise ModelError("module", _EXPECTED, got, _EVAL)
 
 
@@ -40,23 +40,23 @@ def is_random(node: fx.Node) -> bool:
     operator: Any = node.target
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    given = _arguments(node)
-    never = [given.get(name) == 0.0 for name in ("p", "dropout_p") if name in given]
-    off = [given[name] is False for name in ("train", "training") if name in given]
+    arguments = _arguments(node)
+    never = [arguments.get(name) == 0.0 for name in ("p", "dropout_p") if name in arguments]
+    off = [arguments[name] is False for name in ("train", "training") if name in arguments]
     return not any(never + off)
 
 
-def _written(node: fx.Node) -> list[str]:
+def _write_targets(node: fx.Node) -> list[str]:
     """The inputs of the program that an operator writes into."""
-    given = _arguments(node)
+    arguments = _arguments(node)
     operator: Any = node.target
     places = [arg.name for arg in operator._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
-    if given.get("training") is True:  # norms write into these, though their schema does not say it
+    if arguments.get("training") is True:  # norms write into these, though their schema does not say it
         places += ["running_mean", "running_var"]
-    return [_viewed(given[place]).name for place in places if isinstance(given.get(place), fx.Node)]
+    return [_base(arguments[place]).name for place in places if isinstance(arguments.get(place), fx.Node)]
 
 
-def _viewed(node: fx.Node) -> fx.Node:
+def _base(node: fx.Node) -> fx.Node:
     """What a node is a view of, through as many views as there are."""
     while node.op == "call_function" and isinstance(node.target, OpOverload) and node.args:
         first, results = node.args[0], node.target._schema.returns
@@ -69,16 +69,18 @@ def _viewed(node: fx.Node) -> fx.Node:
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a node by name, with the defaults."""
     operator: Any = node.target
-    found = {arg.name: arg.default_value for arg in operator._schema.arguments if arg.has_default_value()}
+    defaults = {arg.name: arg.default_value for arg in operator._schema.arguments if arg.has_default_value()}
     names = [arg.name for arg in operator._schema.arguments]
-    return {**found, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _named(node: fx.Node) -> str:
+def _title(node: fx.Node) -> str:
     operator: Any = node.target
-    given = {name: value for name, value in _arguments(node).items() if name in ("p", "dropout_p", "train", "training")}
-    said = ", ".join(f"{name}={value}" for name, value in given.items())
-    return f"{operator.overloadpacket.__name__}({said})" if said else operator.overloadpacket.__name__
+    arguments = {
+        name: value for name, value in _arguments(node).items() if name in ("p", "dropout_p", "train", "training")
+    }
+    text = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return f"{operator.overloadpacket.__name__}({text})" if text else operator.overloadpacket.__name__
 
 
 def _own_name(name: str) -> str:

@@ -17,8 +17,8 @@ from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, s
 from mhsa_compile.frontend.export.input_dims import (
     check_dims,
     dims_of,
-    named,
-    settled,
+    with_named_dims,
+    with_symbols,
 )
 from mhsa_compile.frontend.reading.check import check_domains, check_file, check_operands
 from mhsa_compile.frontend.reading.contradictions import check_shapes
@@ -53,21 +53,21 @@ def read_source(
         raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
     if isinstance(source, str | Path):
         original = _loaded(Path(source))
-        model = settled(fix_dims(named(_understood(_checked_file(Path(source), original))), dims))
+        model = with_symbols(fix_dims(with_named_dims(_checked_model(_checked_file(Path(source), original))), dims))
         check_operands(model)
     elif isinstance(source, onnx.ModelProto):
         original = source
         source = in_one_dialect(source)
         _check("model", source)
-        model = settled(fix_dims(named(_understood(source)), dims))
+        model = with_symbols(fix_dims(with_named_dims(_checked_model(source)), dims))
         check_operands(model)
     else:
         original = model = _exported(source, dims, example_inputs, dynamic_shapes)
-    said = {entry.key: entry.value for entry in model.metadata_props}
-    return Source(model, AttentionSpec.from_json(said[SPEC_KEY]) if SPEC_KEY in said else None, original)
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    return Source(model, AttentionSpec.from_json(metadata[SPEC_KEY]) if SPEC_KEY in metadata else None, original)
 
 
-def _understood(model: onnx.ModelProto) -> onnx.ModelProto:
+def _checked_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """A checked model without functions of its own. Raises ModelError for an operator that nobody here knows."""
     model = inlined(model)
     check_file(model)
@@ -86,8 +86,8 @@ def _exported(
 
     source = as_module(source, example_inputs)
     if not isinstance(source, nn.Module):
-        wanted = "an AttentionSpec, an nn.Module, an onnx.ModelProto or the path of an .onnx file"
-        raise ModelError("source", wanted, type(source).__name__)
+        expected = "an AttentionSpec, an nn.Module, an onnx.ModelProto or the path of an .onnx file"
+        raise ModelError("source", expected, type(source).__name__)
     return export(source, dims=dict(dims or {}), example_inputs=example_inputs, dynamic_shapes=dynamic_shapes)
 
 
@@ -119,8 +119,8 @@ def with_outputs(source: Any, words: Any) -> tuple[Any, tuple[LayerWord, ...]]:
     from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
 
     if isinstance(source, MultiHeadAttention | ScaledDotProductAttention):
-        given = words if isinstance(words, list | tuple) else (words,)
-        return source.with_outputs(*given), ()
+        outputs = words if isinstance(words, list | tuple) else (words,)
+        return source.with_outputs(*outputs), ()
     return source, layer_words(words)
 
 
@@ -196,7 +196,7 @@ def _with_ranks(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def symbols_of(path: Path) -> set[str]:
     """The names of free dims of an .onnx file's inputs; those without a name get one. Raises ModelError."""
-    model = named(read_onnx(path))
+    model = with_named_dims(read_onnx(path))
     constants = {tensor.name for tensor in model.graph.initializer}
     values = (value for value in model.graph.input if value.name not in constants)
     return {dim.dim_param for value in values for dim in dims_of(value) if dim.dim_param}

@@ -71,7 +71,7 @@ def _forward(
         attn_mask = None
     else:
         is_causal = False
-    mask = _joined(layer, attn_mask, key_padding_mask, q)
+    mask = _one_mask(layer, attn_mask, key_padding_mask, q)
     if need_weights:
         weights = _weights(q, k, mask)
         y = weights @ v
@@ -102,7 +102,7 @@ def _projected(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: 
     return [q, k, v]
 
 
-def _joined(
+def _one_mask(
     layer: nn.MultiheadAttention, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor
 ) -> Tensor | None:
     """Both masks as one that is added, or a boolean one in which True takes part; rows that the layer adds do."""
@@ -117,8 +117,8 @@ def _joined(
     if not masks:
         return None
     if all(mask.dtype == torch.bool for mask in masks):
-        seen = [mask.logical_not() for mask in masks]
-        return seen[0] if len(seen) == 1 else seen[0] & seen[1]
+        visible = [mask.logical_not() for mask in masks]
+        return visible[0] if len(visible) == 1 else visible[0] & visible[1]
     both = [_additive(mask, q.dtype) for mask in masks]
     return both[0] if len(both) == 1 else both[0] + both[1]
 

@@ -97,7 +97,7 @@ def check_graph(model: onnx.ModelProto) -> None:
             _check_standard(graph, node)
 
 
-def not_understood(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+def unsupported_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """Those of the standard's nodes of a model that have no row, or say more than it."""
     graph, result = _Graph(model), []
     for node in nodes:
@@ -166,7 +166,7 @@ class _Graph:
         return _EveryGraph(self.model)
 
     @cached_property
-    def read(self) -> set[str]:
+    def read_names(self) -> set[str]:
         """The names of the values that somebody reads, or that the model gives out."""
         graph = self.model.graph
         return {value.name for value in graph.output} | {name for node in graph.node for name in reads(node)}
@@ -181,15 +181,15 @@ class _Reading:
     def check(self) -> None:
         row, node = self.row, self.node
         for name, value in attributes(node).items():
-            understood = row.attributes.get(name, (self.defaults[name],) if name in self.defaults else ())
-            if understood != ANY and not any(_same(value, one) for one in understood):
-                expected = " or ".join(f"{name}={one!r}" for one in understood) or f"no attribute {name!r}"
+            values = row.attributes.get(name, (self.defaults[name],) if name in self.defaults else ())
+            if values != ANY and not any(_same(value, one) for one in values):
+                expected = " or ".join(f"{name}={one!r}" for one in values) or f"no attribute {name!r}"
                 raise self._refused(expected, f"{name}={value!r}")
         for place, name in enumerate(node.input):
             if name and (place >= row.inputs or place in row.unread):
                 what = row.unread.get(place, f"input {place}") if row.unread else f"input {place}"
                 raise self._refused(f"no {what}, which is not understood", repr(name))
-        if any(name and name in self.graph.read for name in node.output[row.outputs :]):
+        if any(name and name in self.graph.read_names for name in node.output[row.outputs :]):
             raise self._refused(f"readers of its first {row.outputs} outputs alone", "one of a later output")
         if row.condition is not None and (mismatch := row.condition(self.graph.view, node)) is not None:
             raise self._refused(*mismatch)

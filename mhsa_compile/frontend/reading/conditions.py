@@ -52,7 +52,7 @@ def resized_by_ratio(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     if dims is None or not all(isinstance(size, int) for size in dims):
         return None  # the converter wants a rank, too
     factors = graph.constant(scales) if scales else None
-    wanted = graph.constant(sizes) if sizes else None
+    target = graph.constant(sizes) if sizes else None
     if factors is not None and factors.size == len(dims):
         if any(factor != 1 for factor in factors[:2]):
             return "scales of 1 for batch and channels", str(factors.tolist())
@@ -61,15 +61,15 @@ def resized_by_ratio(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
             if not whole.is_integer():
                 of = "a free size" if not isinstance(size, int) else str(size)
                 return "scales that make whole sizes", f"{factor} of {of}"
-        wanted = np.array(
+        target = np.array(
             [size * factor if isinstance(size, int) else 2 for factor, size in zip(factors, dims, strict=True)]
         )
-    if wanted is not None and wanted.size == len(dims):
-        if any(isinstance(size, int) and size != to for size, to in zip(dims[:2], wanted[:2], strict=True)):
-            return "batch and channels of the size that they have", str(wanted.tolist())
+    if target is not None and target.size == len(dims):
+        if any(isinstance(size, int) and size != to for size, to in zip(dims[:2], target[:2], strict=True)):
+            return "batch and channels of the size that they have", str(target.tolist())
         mode = attributes(node).get("coordinate_transformation_mode", "half_pixel")
-        if mode in ("align_corners", "tf_crop_and_resize") and any(to == 1 for to in wanted[2:]):
-            return f"sizes of 2 or more, by {mode}", str(wanted.tolist())
+        if mode in ("align_corners", "tf_crop_and_resize") and any(to == 1 for to in target[2:]):
+            return f"sizes of 2 or more, by {mode}", str(target.tolist())
     return None
 
 

@@ -36,29 +36,29 @@ def contradiction(model: onnx.ModelProto, error: Exception) -> ModelError:
     least, most = 0, len(graph.graph.node)
     while least < most:  # the fewest nodes that contradict each other
         middle = (least + most) // 2
-        if _said(_beginning(graph, middle)) is None:
+        if _inference_error(_beginning(graph, middle)) is None:
             least = middle + 1
         else:
             most = middle
-    reason = _said(_beginning(graph, most)) if most else None
+    reason = _inference_error(_beginning(graph, most)) if most else None
     if reason is None:
         hint = "Correct the shapes that the file declares, or leave them out."
         return ModelError("model", "shapes that ONNX can infer", _plain(str(error)), hint)
     node = graph.graph.node[most - 1]
     view = GraphView(_beginning(graph, most - 1))
-    if _said(_beginning(graph, most, declared=False)) is None:
+    if _inference_error(_beginning(graph, most, declared=False)) is None:
         inferred = GraphView(_beginning(graph, most, declared=False))
         declared = GraphView(graph)
         pairs = [(_kind(declared, name), _kind(inferred, name), name) for name in node.output if name]
-        stated, computed, name = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
-        expected = f"its output {name!r} as the file declares it, {stated}"
+        declared_kind, inferred_kind, name = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+        expected = f"its output {name!r} as the file declares it, {declared_kind}"
         hint = f"Correct what the file declares, or leave it out. The node reads {_reads(view, node)}."
-        return ModelError(title(node), expected, computed, hint)
+        return ModelError(title(node), expected, inferred_kind, hint)
     expected = "inputs and attributes that go together"
     return ModelError(title(node), expected, _reads(view, node), f"In ONNX's words: {_plain(reason)}.")
 
 
-def _said(model: onnx.ModelProto) -> str | None:
+def _inference_error(model: onnx.ModelProto) -> str | None:
     """What ONNX's inference finds wrong."""
     try:
         shape_inference.infer_shapes(model, strict_mode=True)
@@ -85,12 +85,12 @@ def _beginning(model: onnx.ModelProto, count: int, *, declared: bool = True) -> 
 def _reads(view: GraphView, node: onnx.NodeProto) -> str:
     """The inputs of a node with their dtypes, shapes or values, and its attributes."""
     inputs = [f"{name} {_kind(view, name)}" for name in node.input if name]
-    stated = [
+    attrs = [
         f"{name}={value!r}"
         for name, value in attributes(node).items()
         if isinstance(value, int | float | str) or (isinstance(value, list) and len(value) <= _SHOWN)
     ]
-    return ", ".join((*inputs, *stated)) or "no inputs"
+    return ", ".join((*inputs, *attrs)) or "no inputs"
 
 
 def _kind(view: GraphView, name: str) -> str:

@@ -48,9 +48,9 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
         _shorten(owner)
     if runtimes and DOMAIN not in imports:
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    kept = [value for value in result.graph.input if value.name not in weights]
+    inputs = [value for value in result.graph.input if value.name not in weights]
     del result.graph.input[:]
-    result.graph.input.extend(kept)
+    result.graph.input.extend(inputs)
     result.ir_version = max(result.ir_version, 4)  # before, initializers must be inputs
     _list_once(result.graph)
     return whole(result, tensors)
@@ -59,15 +59,15 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
 def _list_once(graph: onnx.GraphProto) -> None:
     """Gives every output that is listed again a tensor of its own."""
     values = (*graph.input, *graph.output, *graph.initializer)
-    taken = {value.name for value in values}.union(*(node.output for node in graph.node))
+    names = {value.name for value in values}.union(*(node.output for node in graph.node))
     listed: set[str] = set()
     for value in graph.output:
         source, number = value.name, 2
         if source in listed:
-            while (name := f"{source}_{number}") in taken:
+            while (name := f"{source}_{number}") in names:
                 number += 1
             graph.node.append(helper.make_node("Identity", [source], [name], name=name))
-            taken.add(name)
+            names.add(name)
             value.name = name
         listed.add(value.name)
 

@@ -72,7 +72,9 @@ def _split(view: GraphView, node: onnx.NodeProto) -> Mismatch:
 def _gemm(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     """Gemm: an addend of two axes at most."""
     dims = view.shape(node.input[2]) if len(node.input) > 2 and node.input[2] else ()
-    return None if dims is None or len(dims) <= 2 else ("an addend C of 2 axes at most", _shown(node.input[2], dims))
+    return (
+        None if dims is None or len(dims) <= 2 else ("an addend C of 2 axes at most", _with_dims(node.input[2], dims))
+    )
 
 
 def _normalised(view: GraphView, node: onnx.NodeProto) -> Mismatch:
@@ -85,7 +87,7 @@ def _normalised(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     for name, factors in _shapes(view, node, 1):
         pairs = zip(reversed(factors), reversed(dims), strict=False)
         if len(factors) > len(dims) or any(factor != 1 and _differ(factor, dim) for factor, dim in pairs):
-            return f"{name!r} that spreads over {_shown(node.input[0], dims)}", _shown(name, factors)
+            return f"{name!r} that spreads over {_with_dims(node.input[0], dims)}", _with_dims(name, factors)
     return None
 
 
@@ -99,7 +101,7 @@ def _by_channel(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     count = groups if groups is not None and view.opset < 21 else channels
     for name, factors in _shapes(view, node, 1):
         if len(factors) != 1 or _differ(factors[0], count):
-            return f"{name!r} of ({count})", _shown(name, factors)
+            return f"{name!r} of ({count})", _with_dims(name, factors)
     return None
 
 
@@ -109,37 +111,37 @@ def _convolution(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     groups, transposed = attributes(node).get("group", 1), node.op_type == "ConvTranspose"
     if dims is None or kernel is None:
         return None
-    both = f"{_shown(node.input[0], dims)} and {_shown(node.input[1], kernel)}"
+    both = f"{_with_dims(node.input[0], dims)} and {_with_dims(node.input[1], kernel)}"
     if len(dims) != len(kernel) or len(dims) < 3:
         return "an input and a kernel of as many axes, 3 or more", both
-    taken, left = (kernel[0], kernel[1]) if transposed else (kernel[1], kernel[0])
-    if isinstance(taken, int) and _differ(dims[1], taken if transposed else taken * groups):
+    in_channels, out_channels = (kernel[0], kernel[1]) if transposed else (kernel[1], kernel[0])
+    if isinstance(in_channels, int) and _differ(dims[1], in_channels if transposed else in_channels * groups):
         per_group = "" if groups == 1 else f" in {groups} groups"
-        return f"an input of the kernel's {taken} channels{per_group}", both
-    if not transposed and isinstance(left, int) and left % groups:
+        return f"an input of the kernel's {in_channels} channels{per_group}", both
+    if not transposed and isinstance(out_channels, int) and out_channels % groups:
         return f"a kernel whose channels group={groups} divides", both
     for name, bias in _shapes(view, node, 2):
-        count = left * groups if transposed and isinstance(left, int) else left
+        count = out_channels * groups if transposed and isinstance(out_channels, int) else out_channels
         if len(bias) != 1 or _differ(bias[0], count):
-            return f"a bias of ({count})", _shown(name, bias)
+            return f"a bias of ({count})", _with_dims(name, bias)
     return None
 
 
 def _scales(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     """QuantizeLinear, DequantizeLinear: one scale, or one for each place of the axis; zero points of that shape."""
-    dims, stated = view.shape(node.input[0]), attributes(node)
+    dims, attrs = view.shape(node.input[0]), attributes(node)
     shapes = list(_shapes(view, node, 1))
-    if dims is None or stated.get("block_size", 0) or not shapes:
+    if dims is None or attrs.get("block_size", 0) or not shapes:
         return None
     name, scale = shapes[0]
-    axis = stated.get("axis", 1)
+    axis = attrs.get("axis", 1)
     if len(scale) == 1 and scale[0] != 1 and -len(dims) <= axis < len(dims) and _differ(scale[0], dims[axis]):
-        return f"{name!r} of (), (1) or ({dims[axis]}), as axis {axis} of {node.input[0]!r}", _shown(name, scale)
+        return f"{name!r} of (), (1) or ({dims[axis]}), as axis {axis} of {node.input[0]!r}", _with_dims(name, scale)
     if len(scale) > 1:
-        return f"{name!r} of one axis at most", _shown(name, scale)
+        return f"{name!r} of one axis at most", _with_dims(name, scale)
     for point, other in shapes[1:]:
         if len(other) != len(scale) or any(map(_differ, scale, other)):
-            return f"{point!r} of the shape of {_shown(name, scale)}", _shown(point, other)
+            return f"{point!r} of the shape of {_with_dims(name, scale)}", _with_dims(point, other)
     return None
 
 
@@ -149,14 +151,14 @@ def _recurrent(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     gates, axis = _GATES[node.op_type], -1
     for name, shape in zip(node.input, (dims, w, r), strict=False):
         if shape is not None and len(shape) != 3:
-            return f"{name!r} of 3 axes", _shown(name, shape)
+            return f"{name!r} of 3 axes", _with_dims(name, shape)
     if dims is not None and w is not None and _differ(dims[axis], w[axis]):
-        return f"an input of the {w[axis]} columns of {node.input[1]!r}", _shown(node.input[0], dims)
+        return f"an input of the {w[axis]} columns of {node.input[1]!r}", _with_dims(node.input[0], dims)
     if r is None or not isinstance(r[2], int):
         return None
     for name, shape in ((node.input[1], w), (node.input[2], r)):
         if shape is not None and _differ(shape[1], gates * r[2]):
-            return f"{name!r} of {gates} * {r[2]} rows, gates by hidden_size", _shown(name, shape)
+            return f"{name!r} of {gates} * {r[2]} rows, gates by hidden_size", _with_dims(name, shape)
     return None
 
 
@@ -168,7 +170,7 @@ def _blocks(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     divided = [(dims[1], block * block)] if node.op_type == "DepthToSpace" else [(dim, block) for dim in dims[2:]]
     for dim, factor in divided:
         if isinstance(dim, int) and dim % factor:
-            return f"a size that {factor} divides", _shown(node.input[0], dims)
+            return f"a size that {factor} divides", _with_dims(node.input[0], dims)
     return None
 
 
@@ -183,11 +185,15 @@ def _reshape(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     sizes = [int(size) for size in target]
     if not attributes(node).get("allowzero", 0):
         if any(size == 0 and place >= len(dims) for place, size in enumerate(sizes)):
-            return f"a 0 only for an axis that {_shown(node.input[0], dims)} has", str(sizes)
+            return f"a 0 only for an axis that {_with_dims(node.input[0], dims)} has", str(sizes)
         sizes = [known[place] if size == 0 else size for place, size in enumerate(sizes)]
     count, rest = math.prod(known), math.prod(size for size in sizes if size != -1)
     fits = count % rest == 0 if rest and -1 in sizes else count == rest
-    return None if fits else (f"a shape of {count} numbers, as {_shown(node.input[0], dims)} has", str(target.tolist()))
+    return (
+        None
+        if fits
+        else (f"a shape of {count} numbers, as {_with_dims(node.input[0], dims)} has", str(target.tolist()))
+    )
 
 
 def _einsum(view: GraphView, node: onnx.NodeProto) -> Mismatch:
@@ -217,7 +223,7 @@ def _differ(size: Dim, other: Dim) -> bool:
     return isinstance(size, int) and isinstance(other, int) and size != other
 
 
-def _shown(name: str, dims: tuple[Dim, ...]) -> str:
+def _with_dims(name: str, dims: tuple[Dim, ...]) -> str:
     return f"{name!r} of ({', '.join('?' if dim is None else str(dim) for dim in dims)})"
 
 

@@ -85,14 +85,14 @@ def _unmade(graph: onnx.GraphProto, node: onnx.NodeProto, name: str) -> tuple[st
     makers = {output: other for other in graph.node for output in other.output if output}
     if name not in makers:
         return "inputs that the graph has, or that a node makes", f"{name!r}, which nothing makes"
-    waiting, seen = [name], set[str]()
+    waiting, visited = [name], set[str]()
     while waiting:
         value = waiting.pop()
         if value in node.output:
             return "inputs that do not depend on its own outputs", f"{name!r}, which is made from {value!r}: a circle"
-        if value not in seen and value in makers:
+        if value not in visited and value in makers:
             waiting += reads(makers[value])
-        seen.add(value)
+        visited.add(value)
     return "inputs that earlier nodes make", f"{name!r}, which {title(makers[name])}, behind it, makes"
 
 
@@ -137,19 +137,19 @@ def _unknown(node: onnx.NodeProto, opset: int) -> ModelError:
 
 
 def _check_attributes(node: onnx.NodeProto, schema: defs.OpSchema) -> None:
-    stated = {attribute.name: attribute for attribute in node.attribute}
-    for name, attribute in stated.items():
+    attrs = {attribute.name: attribute for attribute in node.attribute}
+    for name, attribute in attrs.items():
         if name not in schema.attributes:
             if name.startswith("__"):  # ONNX leaves these to tools
                 continue
-            known = ", ".join(schema.attributes) or "none"
-            expected = f"attributes of {schema.name} as of opset {schema.since_version}: {known}"
+            names = ", ".join(schema.attributes) or "none"
+            expected = f"attributes of {schema.name} as of opset {schema.since_version}: {names}"
             raise ModelError(title(node), expected, repr(name), "Leave it out, or import the opset that has it.")
-        wanted = schema.attributes[name].type.name
+        type_name = schema.attributes[name].type.name
         kind = onnx.AttributeProto.AttributeType.Name(attribute.type)
-        if kind not in (wanted, "UNDEFINED"):
-            expected = f"attribute {name!r} as {_KINDS.get(wanted, wanted)}"
+        if kind not in (type_name, "UNDEFINED"):
+            expected = f"attribute {name!r} as {_KINDS.get(type_name, type_name)}"
             raise ModelError(title(node), expected, _KINDS.get(kind, kind), _CORRECT)
-    for name, wanted_attribute in schema.attributes.items():
-        if wanted_attribute.required and name not in stated:
+    for name, declaration in schema.attributes.items():
+        if declaration.required and name not in attrs:
             raise ModelError(title(node), f"attribute {name!r}, which {schema.name} needs", "none", _CORRECT)

@@ -42,7 +42,7 @@ from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.recurrent import recurrent
-from mhsa_compile.frontend.relax.sizes.agreements import Demand, agreement, demand, held
+from mhsa_compile.frontend.relax.sizes.agreements import Demand, agreement, demand, hold
 from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing, dims_of, of_width
 from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
 from mhsa_compile.frontend.relax.sizes.folding import folded
@@ -264,7 +264,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         """Notes what a node asks of the sizes of its operands, and holds calls to what no other code does."""
         shapes = [None if value is None else dims_of(value) for value in inputs]
         self._note(self._names.checks.node, shapes, demand(op_name, shapes, attrs))
-        held(self._names, op_name, shapes, attrs)
+        hold(self._names, op_name, shapes, attrs)
 
     def _note(self, node: str, shapes: Sequence[Any], wanted: Demand) -> None:
         row = agreement(self._names, node, shapes, wanted)

@@ -19,7 +19,7 @@ class Flags(NamedTuple):
     """A bool value, or the opposite of one."""
 
     name: str
-    shown: bool = True
+    positive: bool = True
 
 
 class _Index(NamedTuple):
@@ -34,11 +34,11 @@ def conjuncts(graph: GraphView, flags: Flags) -> list[Flags]:
     name = without_expansion(graph, flags.name)
     inverted = graph.producer(name, "Not")
     if inverted is not None:
-        return conjuncts(graph, Flags(inverted.input[0], not flags.shown))
-    joined = graph.producer(name, "And" if flags.shown else "Or")
-    if joined is not None:
-        return [part for operand in joined.input for part in conjuncts(graph, Flags(operand, flags.shown))]
-    return [Flags(name, flags.shown)]
+        return conjuncts(graph, Flags(inverted.input[0], not flags.positive))
+    junction = graph.producer(name, "And" if flags.positive else "Or")
+    if junction is not None:
+        return [part for operand in junction.input for part in conjuncts(graph, Flags(operand, flags.positive))]
+    return [Flags(name, flags.positive)]
 
 
 def without_expansion(graph: GraphView, name: str) -> str:
@@ -55,26 +55,26 @@ def without_expansion(graph: GraphView, name: str) -> str:
 
 def is_triangle(graph: GraphView, known: Known, flags: Flags) -> bool:
     """Whether it holds exactly where j <= i, for every size of its last two axes."""
-    name, shown = flags
+    name, positive = flags
     node = graph.producer(name)
     if node is None:
         return False
     if node.op_type == "Slice":
-        return _is_corner(graph, known, node, shown)
+        return _is_corner(graph, known, node, positive)
     if node.op_type == "Trilu":
         upper = bool(attributes(node).get("upper", 1))
-        fits = upper is not shown and _diagonal(known, node) == (1 if upper else 0)
+        fits = upper is not positive and _diagonal(known, node) == (1 if upper else 0)
         return fits and is_constant(graph, known, node.input[0], 1)
     if node.op_type == "Not":
-        return is_triangle(graph, known, Flags(node.input[0], not shown))
+        return is_triangle(graph, known, Flags(node.input[0], not positive))
     if node.op_type in ("Cast", "Identity"):
-        return is_triangle(graph, known, Flags(node.input[0], shown))
+        return is_triangle(graph, known, Flags(node.input[0], positive))
     if node.op_type == "Equal" and known.scalar(node.input[1]) in (0, 1):  # of a triangle of zeros and ones
-        return is_triangle(graph, known, Flags(node.input[0], (known.scalar(node.input[1]) == 1) == shown))
+        return is_triangle(graph, known, Flags(node.input[0], (known.scalar(node.input[1]) == 1) == positive))
     if node.op_type in _OPPOSITE:
         left, right = (_index(graph, known, operand) for operand in node.input)
         if left is not None and right is not None:
-            return _is_causal(node.op_type if shown else _OPPOSITE[node.op_type], left, right)
+            return _is_causal(node.op_type if positive else _OPPOSITE[node.op_type], left, right)
     return False
 
 
@@ -89,10 +89,10 @@ def always(graph: GraphView, known: Known, flags: Flags) -> bool:
     node = graph.producer(flags.name)
     if node is not None and node.op_type in _OPPOSITE:
         left, right = _index(graph, known, node.input[0]), known.scalar(node.input[1])
-        comparison = node.op_type if flags.shown else _OPPOSITE[node.op_type]
+        comparison = node.op_type if flags.positive else _OPPOSITE[node.op_type]
         least = None if right is None else right + (comparison == "Greater")
         return comparison.startswith("Greater") and left is not None and least is not None and left.offset >= least
-    return is_constant(graph, known, flags.name, int(flags.shown))
+    return is_constant(graph, known, flags.name, int(flags.positive))
 
 
 def is_constant(graph: GraphView, known: Known, name: str, value: float) -> bool:
@@ -146,12 +146,12 @@ def _diagonal(known: Known, node: onnx.NodeProto) -> int | None:
     return None if value is None else int(value)
 
 
-def _is_corner(graph: GraphView, known: Known, node: onnx.NodeProto, shown: bool) -> bool:
+def _is_corner(graph: GraphView, known: Known, node: onnx.NodeProto, positive: bool) -> bool:
     """Whether a Slice begins with the first row and column of a constant triangle."""
     whole = _corner_of(graph, known, node)
     if whole is None or whole.ndim < 2:
         return False
-    return bool((whole.astype(bool) == (np.tril(np.ones(whole.shape[-2:], dtype=bool)) == shown)).all())
+    return bool((whole.astype(bool) == (np.tril(np.ones(whole.shape[-2:], dtype=bool)) == positive)).all())
 
 
 def _corner_of(graph: GraphView, known: Known, node: onnx.NodeProto) -> Array | None:

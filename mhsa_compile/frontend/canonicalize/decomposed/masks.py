@@ -39,10 +39,10 @@ float32's lowest is not."""
 
 @dataclass
 class Masks:
-    """What an Attention is to be given. A place is shown where all of `shown` hold; all of `added` are added."""
+    """What an Attention is to be given. A place is shown where all of `conditions` hold; all of `added` are added."""
 
     causal: bool = False
-    shown: list[Flags] = field(default_factory=list)
+    conditions: list[Flags] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # values of the graph whose shapes, together, are the mask's
     notes: list[str] = field(default_factory=list)
@@ -57,15 +57,15 @@ class _Choice:
     replaces: bool
 
 
-def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], of: AttentionOperands) -> Masks:
+def collect(rewriter: Rewriter, known: Known, parts: list[Added | Selected], operands: AttentionOperands) -> Masks:
     """The masks of one attention. Raises NotRecognised."""
-    masks, dtype = Masks(), of.dtype
-    for mask in reversed(found):
+    masks, dtype = Masks(), operands.dtype
+    for mask in reversed(parts):
         if isinstance(mask, Added) and mask.windows:
-            masks.added.append(_times(rewriter, _of_each_entry(rewriter, mask, of), mask.factor, dtype))
+            masks.added.append(_times(rewriter, _of_each_entry(rewriter, mask, operands), mask.factor, dtype))
             continue
         if isinstance(mask, Added) and mask.flat and len(rewriter.graph.shape(mask.name) or ()) == 3:
-            masks.added.append(_times(rewriter, _with_heads(rewriter, mask, of), mask.factor, dtype))
+            masks.added.append(_times(rewriter, _with_heads(rewriter, mask, operands), mask.factor, dtype))
             continue
         choice = _as_choice(rewriter.graph, known, mask)
         if choice is not None:
@@ -83,18 +83,18 @@ def shifts_all(known: Known, mask: Added | Selected) -> bool:
     return number is not None and abs(number) < -HIDES  # of larger ones the sums are rounded
 
 
-def _of_each_entry(rewriter: Rewriter, mask: Added, of: AttentionOperands) -> str:
+def _of_each_entry(rewriter: Rewriter, mask: Added, operands: AttentionOperands) -> str:
     """(B, 1 or H, L, S) of a mask of W windows: entry b has that of window b mod W. Raises NotRecognised."""
     graph, name, windows = rewriter.graph, mask.name, mask.windows
     dims = graph.shape(name)
-    if dims not in {(1, windows, heads, *of.scores[2:]) for heads in (1, of.scores[1])}:
+    if dims not in {(1, windows, heads, *operands.scores[2:]) for heads in (1, operands.scores[1])}:
         raise NotRecognised(
             f"the mask {name!r} of {windows} windows is {dims}, not (1, {windows}, 1 or H, L, S) in full"
         )
-    if graph.dtype(name) != of.dtype:
-        raise NotRecognised(f"the mask {name!r} of windows is {graph.dtype(name)}, the queries are {of.dtype}")
+    if graph.dtype(name) != operands.dtype:
+        raise NotRecognised(f"the mask {name!r} of windows is {graph.dtype(name)}, the queries are {operands.dtype}")
     zero, one, axis = (rewriter.constant(value, "int64") for value in (0, 1, [0]))
-    batch = rewriter.node("Squeeze", rewriter.node("Shape", of.query, start=0, end=1), axis)
+    batch = rewriter.node("Squeeze", rewriter.node("Shape", operands.query, start=0, end=1), axis)
     window = rewriter.node("Mod", rewriter.node("Range", zero, batch, one), rewriter.constant(windows, "int64"))
     return rewriter.node("Gather", rewriter.node("Squeeze", name, axis), window, axis=0)
 
@@ -111,7 +111,7 @@ def _with_heads(rewriter: Rewriter, mask: Added, of: AttentionOperands) -> str:
 def _as_choice(graph: GraphView, known: Known, mask: Added | Selected) -> _Choice | None:
     """A mask of two values: one that hides and, if it is added, zero. None for any other."""
     if isinstance(mask, Selected):
-        return _Choice(Flags(mask.name, mask.shown), mask.fill, replaces=True)
+        return _Choice(Flags(mask.name, mask.positive), mask.fill, replaces=True)
     where = graph.producer(without_expansion(graph, mask.name), "Where")
     if where is None:
         return None
@@ -133,7 +133,7 @@ def _add_choice(rewriter: Rewriter, known: Known, masks: Masks, choice: _Choice,
         masks.notes.append(f"what is masked with {fill:g} is taken to weigh nothing beside any score")
     if np.isneginf(fill) or not others:  # under a triangle alone every query sees a key, and what is hidden weighs zero
         masks.causal |= len(others) < len(parts)
-        masks.shown += others
+        masks.conditions += others
         masks.sources += [part.name for part in others]
         return
     if choice.replaces:
@@ -160,19 +160,19 @@ def _times(rewriter: Rewriter, name: str, factor: float, dtype: str) -> str:
     return name if factor == 1 else rewriter.node("Mul", name, rewriter.constant(factor, dtype))
 
 
-def joined(rewriter: Rewriter, masks: Masks, dtype: str) -> str:
+def one_mask(rewriter: Rewriter, masks: Masks, dtype: str) -> str:
     """One mask made of all of `masks`, or an empty name where there are none."""
     added = masks.added[0] if masks.added else ""
     for name in masks.added[1:]:
         added = rewriter.node("Add", added, name)
-    if not masks.shown:
+    if not masks.conditions:
         return added
-    shown = _all_of(rewriter, masks.shown)
-    return rewriter.node("Where", shown, added, rewriter.constant(-np.inf, dtype)) if added else shown
+    condition = _all_of(rewriter, masks.conditions)
+    return rewriter.node("Where", condition, added, rewriter.constant(-np.inf, dtype)) if added else condition
 
 
 def _all_of(rewriter: Rewriter, parts: list[Flags]) -> str:
-    names = [part.name if part.shown else rewriter.node("Not", part.name) for part in parts]
+    names = [part.name if part.positive else rewriter.node("Not", part.name) for part in parts]
     result = names[0]
     for name in names[1:]:
         result = rewriter.node("And", result, name)

@@ -36,7 +36,7 @@ class AttentionOperands:
     rank: int
 
 
-def operands(
+def attention_operands(
     rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: str, apart: Dims = ()
 ) -> AttentionOperands:
     """What MatMul(queries, transposed keys) and the product with the values multiply. `apart`: (B, H, L) where those

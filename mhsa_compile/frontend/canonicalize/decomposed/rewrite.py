@@ -14,7 +14,7 @@ from onnx import helper
 
 from mhsa_compile.frontend.canonicalize.decomposed import masks as masking
 from mhsa_compile.frontend.canonicalize.decomposed import sinks as sinking
-from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands, operands
+from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands, attention_operands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     MatchedProbs,
     NotRecognised,
@@ -58,38 +58,40 @@ def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto, defi
     weights = weights_after(rewriter.graph, beside.weights)
     product = weights.product
     scores = scores_before(rewriter.graph, known, beside.scores)
-    found = operands(rewriter, known, scores.product, product.input[1], scores.apart)
+    operands = attention_operands(rewriter, known, scores.product, product.input[1], scores.apart)
     last, output = _result(rewriter.graph, product, scores.apart)
-    kept = [mask for mask in scores.masks if beside.sinks or not masking.shifts_all(known, mask)]
-    masks = masking.collect(rewriter, known, kept, found)
-    scale = float(np.float32(scores.scale * found.factor))
+    parts = [mask for mask in scores.masks if beside.sinks or not masking.shifts_all(known, mask)]
+    masks = masking.collect(rewriter, known, parts, operands)
+    scale = float(np.float32(scores.scale * operands.factor))
     if scale <= 0:
         raise NotRecognised(f"the scores are scaled by {scale:g}")
-    said: dict[str, Any] = {"scale": scale}
+    attrs: dict[str, Any] = {"scale": scale}
     if scores.softcap:
-        said["softcap"] = scores.softcap
+        attrs["softcap"] = scores.softcap
     if masks.causal:
-        said["is_causal"] = 1
-    mask = _fitted(rewriter, masks, found)
-    inputs = [found.query, found.key, found.value, *([mask] if mask else [])]
+        attrs["is_causal"] = 1
+    mask = _broadcastable_mask(rewriter, masks, operands)
+    inputs = [operands.query, operands.key, operands.value, *([mask] if mask else [])]
     if beside.sinks:
-        sinks = sinking.of_heads(rewriter, beside.sinks, found, weights.read)
+        sinks = sinking.of_heads(rewriter, beside.sinks, operands, weights.output)
         inputs += [*[""] * (sinking.PLACE - len(inputs)), sinks]
-    read = _read(rewriter.graph, weights, found)
-    if read:
-        said["qk_matmul_output_mode"] = _WEIGHTS
-    results = [output, *([read] if read else [])]
-    made = results if found.rank == 4 else [rewriter.fresh(name) for name in results]
-    node = helper.make_node("Attention", inputs, [made[0], *(["", "", made[1]] if read else [])], **said)
+    probs = _output_probs(rewriter.graph, weights, operands)
+    if probs:
+        attrs["qk_matmul_output_mode"] = _WEIGHTS
+    results = [output, *([probs] if probs else [])]
+    node_outputs = results if operands.rank == 4 else [rewriter.fresh(name) for name in results]
+    node = helper.make_node(
+        "Attention", inputs, [node_outputs[0], *(["", "", node_outputs[1]] if probs else [])], **attrs
+    )
     if beside.sinks:
         definitions.define(node, bool_mask=bool(mask) and not masks.added)
     rewriter.append(node)
-    if found.rank == 3:
+    if operands.rank == 3:
         axis = rewriter.constant([1], "int64")
-        for name, result in zip(made, results, strict=True):
+        for name, result in zip(node_outputs, results, strict=True):
             rewriter.node("Squeeze", name, axis, output=result)
     rewriter.place(last, attention=softmax.name or softmax.output[0])
-    if read and (maker := rewriter.graph.producer(read)) is not None:
+    if probs and (maker := rewriter.graph.producer(probs)) is not None:
         rewriter.remove(maker)
     return masks.notes
 
@@ -106,41 +108,41 @@ def _result(graph: GraphView, product: onnx.NodeProto, apart: tuple[Dim, ...]) -
     return split, str(split.output[0])
 
 
-def _read(graph: GraphView, weights: MatchedProbs, found: AttentionOperands) -> str:
+def _output_probs(graph: GraphView, weights: MatchedProbs, operands: AttentionOperands) -> str:
     """The weights as others read them, or an empty name. Raises NotRecognised where the operator gives others."""
-    name = weights.read
-    if name and graph.dtype(name) != found.dtype:
-        raise NotRecognised(f"its weights are read as {graph.dtype(name)}, the values are {found.dtype}")
-    if name and len(graph.shape(name) or ()) != found.rank:
+    name = weights.output
+    if name and graph.dtype(name) != operands.dtype:
+        raise NotRecognised(f"its weights are read as {graph.dtype(name)}, the values are {operands.dtype}")
+    if name and len(graph.shape(name) or ()) != operands.rank:
         raise NotRecognised("its weights are read where batch and heads are one axis")
     return name
 
 
-def _fitted(rewriter: Rewriter, masks: masking.Masks, found: AttentionOperands) -> str:
+def _broadcastable_mask(rewriter: Rewriter, masks: masking.Masks, operands: AttentionOperands) -> str:
     """One mask whose axes are seen to be 1 or full, or an empty name. It is expanded where they are not."""
-    mask = masking.joined(rewriter, masks, found.dtype)
+    mask = masking.one_mask(rewriter, masks, operands.dtype)
     if not mask:
         return ""
     graph, proven = rewriter.graph, True
     rank = 0
     for name in masks.sources:
         dims = graph.shape(name)
-        if dims is None or len(dims) > found.rank:
+        if dims is None or len(dims) > operands.rank:
             raise NotRecognised(f"the mask {name!r} is of rank {'unknown' if dims is None else len(dims)}")
         rank = max(rank, len(dims))
-        full = found.scores if found.rank == 4 else (found.scores[0], *found.scores[2:])
+        full = operands.scores if operands.rank == 4 else (operands.scores[0], *operands.scores[2:])
         proven &= all(
             d == 1 or (d is not None and d == f) for d, f in zip(reversed(dims), reversed(full), strict=False)
         )
     if not rank:
         raise NotRecognised("one number that a call brings is added to all scores")
-    if found.rank == 3 and rank == 3:  # (N, L, S) over (N, 1, L, S)
+    if operands.rank == 3 and rank == 3:  # (N, L, S) over (N, 1, L, S)
         mask = rewriter.node("Unsqueeze", mask, rewriter.constant([1], "int64"))
-    return mask if proven or mask in graph.inputs else _expanded(rewriter, mask, found)
+    return mask if proven or mask in graph.inputs else _full_mask(rewriter, mask, operands)
 
 
-def _expanded(rewriter: Rewriter, mask: str, found: AttentionOperands) -> str:
+def _full_mask(rewriter: Rewriter, mask: str, operands: AttentionOperands) -> str:
     """The mask at the lengths of queries and keys, measured when it runs."""
-    lengths = [rewriter.node("Shape", name, start=2, end=3) for name in (found.query, found.key)]
+    lengths = [rewriter.node("Shape", name, start=2, end=3) for name in (operands.query, operands.key)]
     one = rewriter.constant([1], "int64")
     return rewriter.node("Expand", mask, rewriter.node("Concat", one, one, *lengths, axis=0))

@@ -43,10 +43,10 @@ class Added:
 
 @dataclass(frozen=True)
 class Selected:
-    """Scores stay where `name` is `shown`, and are `fill` elsewhere."""
+    """Scores stay where `name` is `positive`, and are `fill` elsewhere."""
 
     name: str
-    shown: bool
+    positive: bool
     fill: float
 
 
@@ -88,11 +88,11 @@ def scores_before(graph: GraphView, known: Known, value: str) -> MatchedScores:
             factor *= multiplier
         elif node.op_type in ("Add", "Where"):
             if windows and node.op_type == "Where":
-                raise NotRecognised(f"{_said(node)} selects by windows; a mask of windows is taken where it is added")
+                raise NotRecognised(f"{_title(node)} selects by windows; a mask of windows is taken where it is added")
             if softcap:
-                raise NotRecognised(f"{_said(node)} masks scores before they are capped")
+                raise NotRecognised(f"{_title(node)} masks scores before they are capped")
             if apart and node.op_type == "Where":
-                raise NotRecognised(f"{_said(node)} selects where batch and heads are one axis; a mask is added there")
+                raise NotRecognised(f"{_title(node)} selects where batch and heads are one axis; a mask is added there")
             mask: Added | Selected
             value, mask = (
                 _added(graph, node, factor, windows, bool(apart))
@@ -103,7 +103,7 @@ def scores_before(graph: GraphView, known: Known, value: str) -> MatchedScores:
         elif node.op_type == "Tanh" and not softcap and factor > 0:
             softcap, value = factor, node.input[0]
         else:
-            raise NotRecognised(f"{_said(node)} stands between the product of queries and keys and the Softmax")
+            raise NotRecognised(f"{_title(node)} stands between the product of queries and keys and the Softmax")
     raise NotRecognised("no product of queries and keys was found before the Softmax")
 
 
@@ -114,7 +114,7 @@ def scalar_factor(known: Known, node: onnx.NodeProto) -> tuple[str, float]:
         return node.input[0], right if node.op_type == "Mul" else 1 / right
     if left is not None and node.op_type == "Mul":
         return node.input[1], left
-    raise NotRecognised(f"{_said(node)} scales by something that is not one constant number")
+    raise NotRecognised(f"{_title(node)} scales by something that is not one constant number")
 
 
 def _windows(graph: GraphView, node: onnx.NodeProto, apart: bool) -> int:
@@ -135,7 +135,7 @@ def _heads_apart(graph: GraphView, node: onnx.NodeProto) -> tuple[Dim, ...]:
 def _added(graph: GraphView, node: onnx.NodeProto, factor: float, windows: int, flat: bool) -> tuple[str, Added]:
     scores, mask = _scores_and_other(graph, node, list(node.input))
     if factor <= 0:
-        raise NotRecognised(f"{_said(node)} adds a mask that is then multiplied by {factor:g}")
+        raise NotRecognised(f"{_title(node)} adds a mask that is then multiplied by {factor:g}")
     return scores, Added(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0, flat)
 
 
@@ -144,9 +144,9 @@ def _selected(graph: GraphView, known: Known, node: onnx.NodeProto, factor: floa
     scores, fill = _scores_and_other(graph, node, branches)
     value = known.scalar(fill)
     if value is None:
-        raise NotRecognised(f"{_said(node)} puts something in the masked places that is not one constant number")
+        raise NotRecognised(f"{_title(node)} puts something in the masked places that is not one constant number")
     if factor <= 0:
-        raise NotRecognised(f"{_said(node)} masks scores that are then multiplied by {factor:g}")
+        raise NotRecognised(f"{_title(node)} masks scores that are then multiplied by {factor:g}")
     return scores, Selected(condition, scores == branches[0], value * factor)
 
 
@@ -154,8 +154,8 @@ def _scores_and_other(graph: GraphView, node: onnx.NodeProto, operands: list[str
     """Which of two operands comes from a product of activations."""
     ours = [name for name in operands if product_before(graph, name) is not None]
     if len(ours) != 1:
-        found = "several products of activations" if ours else "no product of activations"
-        raise NotRecognised(f"{_said(node)} joins {found}")
+        products = "several products of activations" if ours else "no product of activations"
+        raise NotRecognised(f"{_title(node)} joins {products}")
     return ours[0], next(name for name in operands if name != ours[0])
 
 
@@ -182,10 +182,10 @@ def _is_weight(graph: GraphView, name: str) -> bool:
 
 @dataclass(frozen=True)
 class MatchedProbs:
-    """Where the result of a Softmax goes: into `product` with the values, and, as `read`, to somebody else."""
+    """Where the result of a Softmax goes: into `product` with the values, and, as `output`, to somebody else."""
 
     product: onnx.NodeProto
-    read: str = ""
+    output: str = ""
 
 
 def weights_after(graph: GraphView, value: str) -> MatchedProbs:
@@ -193,20 +193,20 @@ def weights_after(graph: GraphView, value: str) -> MatchedProbs:
 
     Raises NotRecognised.
     """
-    read = ""
+    output = ""
     for _ in range(_FAR):
         readers = graph.consumers(value)
         products = [node for node in readers if node.op_type == "MatMul" and node.input[0] == value]
         if len(products) == 1:
             alone = len(readers) == 1 and value not in graph.outputs
-            return MatchedProbs(products[0], read or ("" if alone else value))
+            return MatchedProbs(products[0], output or ("" if alone else value))
         same = (node for node in readers if _leaves_weights(graph, node, value))
         onwards = [node for node in same if _meets_product(graph, node.output[0])]
         if len(onwards) != 1:
             raise NotRecognised(_why_lost(graph, readers, products))
         tests = sum(node.op_type == "IsNaN" for node in readers)
         if value in graph.outputs or len(readers) > 1 + tests:
-            read = read or value
+            output = output or value
         value = onwards[0].output[0]
     raise NotRecognised("no product with values was found after the Softmax")
 
@@ -233,7 +233,7 @@ def _why_lost(graph: GraphView, readers: list[onnx.NodeProto], products: list[on
         return "its weights go into several products"
     if not lead:
         return "no product with values was found after the Softmax"
-    return f"{_said(lead[0])} stands between the Softmax and the product with the values"
+    return f"{_title(lead[0])} stands between the Softmax and the product with the values"
 
 
 def _leads(graph: GraphView, node: onnx.NodeProto) -> bool:
@@ -263,8 +263,8 @@ def _meets_product(graph: GraphView, value: str) -> bool:
     return False
 
 
-def _said(node: onnx.NodeProto) -> str:
-    said = f"{node.op_type} {node.name or node.output[0]!r}"
+def _title(node: onnx.NodeProto) -> str:
+    title = f"{node.op_type} {node.name or node.output[0]!r}"
     if node.op_type == "Einsum":  # those that are a product of two matrices a head are MatMul by now
-        return f"{said} of {attributes(node)['equation']!r}, which is no batch of products of two matrices,"
-    return said
+        return f"{title} of {attributes(node)['equation']!r}, which is no batch of products of two matrices,"
+    return title

@@ -43,20 +43,20 @@ def beside_scores(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> Be
     return Beside(both.input[0], weights, sinks)
 
 
-def of_heads(rewriter: Rewriter, sinks: str, found: AttentionOperands, read: str) -> str:
-    """The sinks (H,) of an attention. `read` is what others see of its weights. Raises NotRecognised."""
+def of_heads(rewriter: Rewriter, sinks: str, operands: AttentionOperands, probs: str) -> str:
+    """The sinks (H,) of an attention. `probs` are its weights as others read them. Raises NotRecognised."""
     graph = rewriter.graph
-    if found.rank != 4 or (graph.shape(sinks) or ())[-3:] not in ((found.scores[1], 1, 1), (found.scores[1],)):
+    if operands.rank != 4 or (graph.shape(sinks) or ())[-3:] not in ((operands.scores[1], 1, 1), (operands.scores[1],)):
         raise NotRecognised(
-            f"the sinks {sinks!r} are {graph.shape(sinks)}, not one for each of {found.scores[1]} heads"
+            f"the sinks {sinks!r} are {graph.shape(sinks)}, not one for each of {operands.scores[1]} heads"
         )
-    if graph.dtype(sinks) != found.dtype:
-        raise NotRecognised(f"the sinks {sinks!r} are {graph.dtype(sinks)}, the values are {found.dtype}")
-    if read:
-        raise NotRecognised(f"{read!r}, weights beside a sink, are read by others")
-    if graph.shape(sinks) == (found.scores[1],):
+    if graph.dtype(sinks) != operands.dtype:
+        raise NotRecognised(f"the sinks {sinks!r} are {graph.dtype(sinks)}, the values are {operands.dtype}")
+    if probs:
+        raise NotRecognised(f"{probs!r}, weights beside a sink, are read by others")
+    if graph.shape(sinks) == (operands.scores[1],):
         return sinks
-    return rewriter.node("Reshape", sinks, rewriter.constant([found.scores[1]], "int64"))
+    return rewriter.node("Reshape", sinks, rewriter.constant([operands.scores[1]], "int64"))
 
 
 def _unshifted(graph: GraphView, known: Known, value: str) -> str:
@@ -99,10 +99,10 @@ def _cut(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> str:
     if value in graph.outputs or len(readers) != 1 or readers[0].op_type != "Slice":
         return ""
     cut = readers[0]
-    given = [known.array(name) if name else None for name in [*cut.input[1:], "", ""][:4]]
-    if any(one is None or one.size != 1 for one in given[:3]) or (given[3] is not None and given[3].flat[0] != 1):
+    bounds = [known.array(name) if name else None for name in [*cut.input[1:], "", ""][:4]]
+    if any(one is None or one.size != 1 for one in bounds[:3]) or (bounds[3] is not None and bounds[3].flat[0] != 1):
         return ""
-    start, end, axis = (int(one.flat[0]) for one in given[:3] if one is not None)
+    start, end, axis = (int(one.flat[0]) for one in bounds[:3] if one is not None)
     return str(cut.output[0]) if start == 0 and end == -1 and _is_last(graph, value, axis) else ""
 
 

@@ -16,31 +16,36 @@ from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
 def attention(node: Theirs) -> None:
     """x (B, L, D), weights (D, 3HE), bias, mask, past (2, B, H, P, E), attention_bias -> y, present (2, B, H, T, E)."""
     x, weights, bias, mask, past, added = node.inputs[:6]
-    heads, write = node.said["num_heads"], node.rewriter
+    heads, write = node.attrs["num_heads"], node.rewriter
     dtype = node.dtype(weights, x)
     array = node.array(weights)
-    sizes = node.said.get("qkv_hidden_sizes") or [array.shape[1] // 3] * 3
-    projected = _projected(node, x, array, node.array(bias) if bias else None, sizes)
+    sizes = node.attrs.get("qkv_hidden_sizes") or [array.shape[1] // 3] * 3
+    projected = _projections(node, x, array, node.array(bias) if bias else None, sizes)
     halves = _halves(node, past) if past else ("", "")
-    total = _filtered(node, mask, dtype, (x, 1), (halves[0], 2) if past else None) if mask else ""
+    total = _padding_bias(node, mask, dtype, (x, 1), (halves[0], 2) if past else None) if mask else ""
     if total and added:
         total = write.node("Add", total, added)
     presents = [write.fresh("present") for _ in "kv"] if node.outputs[1] else []
-    said = {"q_num_heads": heads, "kv_num_heads": heads, "is_causal": node.said.get("unidirectional", 0), **node.scale}
-    write.nodes("Attention", (*projected, total or added, *halves), [node.outputs[0], *presents], **said)
+    attrs = {
+        "q_num_heads": heads,
+        "kv_num_heads": heads,
+        "is_causal": node.attrs.get("unidirectional", 0),
+        **node.scale,
+    }
+    write.nodes("Attention", (*projected, total or added, *halves), [node.outputs[0], *presents], **attrs)
     if presents:
         both = [write.node("Unsqueeze", name, node.ints(0)) for name in presents]
         write.node("Concat", *both, output=node.outputs[1], axis=0)
 
 
-def _projected(node: Theirs, x: str, weight: Array, bias: Array | None, sizes: list[int]) -> list[str]:
+def _projections(node: Theirs, x: str, weight: Array, bias: Array | None, sizes: list[int]) -> list[str]:
     """Queries, keys and values as three linears: what is side by side in the file is cut."""
     results, cuts = [], np.cumsum(sizes)[:-1]
     biases = np.split(bias, cuts) if bias is not None else [None] * 3
     source = node.inputs[1]
     for role, part, offset in zip(("query", "key", "value"), np.split(weight, cuts, axis=1), biases, strict=True):
-        held = node.rewriter.constant(np.ascontiguousarray(part), hint=f"{source}.{role}")
-        product = node.rewriter.node("MatMul", x, held)
+        constant = node.rewriter.constant(np.ascontiguousarray(part), hint=f"{source}.{role}")
+        product = node.rewriter.node("MatMul", x, constant)
         if offset is not None:
             product = node.rewriter.node(
                 "Add", product, node.rewriter.constant(offset, hint=f"{node.inputs[2]}.{role}")
@@ -60,44 +65,44 @@ def multi_head_attention(node: Theirs) -> None:
     Packed are query and key and value as (B, L, H, 3, E), or key and value as (B, S, H, 2, E).
     """
     query, key, value, bias, mask, added, past_key, past_value = node.inputs[:8]
-    heads, write = node.said["num_heads"], node.rewriter
+    heads, write = node.attrs["num_heads"], node.rewriter
     dtype = node.dtype(query, bias)
-    if node.said.get("unidirectional", 0) and key:
+    if node.attrs.get("unidirectional", 0) and key:
         lengths = [node.dims(query)[1], node.dims(key)[2 if len(node.dims(key)) == 4 else 1]]
         if lengths[0] != lengths[1]:  # from a single query ONNX Runtime hides nothing then, from several it does
             raise node.refused("unidirectional=0, or as many keys as queries", f"unidirectional=1 of {lengths}")
-    said = {"is_causal": node.said.get("unidirectional", 0), **node.scale}
+    attrs = {"is_causal": node.attrs.get("unidirectional", 0), **node.scale}
     apart = len(node.dims(query)) == 5 or not value or len(node.dims(key)) == 4
     if apart:
         query, key, value = _heads(node, query, key, value)
     else:
-        query, key, value = _biased(node, query, key, value)
-        said |= {"q_num_heads": heads, "kv_num_heads": heads}
+        query, key, value = _with_bias(node, query, key, value)
+        attrs |= {"q_num_heads": heads, "kv_num_heads": heads}
     key_axis = 2 if apart else 1
-    total = _filtered(node, mask, dtype, (key, key_axis), (past_key, 2) if past_key else None) if mask else ""
+    total = _padding_bias(node, mask, dtype, (key, key_axis), (past_key, 2) if past_key else None) if mask else ""
     if total and added:
         total = write.node("Add", total, added)
     outputs = [write.fresh("heads") if apart else node.outputs[0], *node.outputs[1:3]]
     while not outputs[-1]:
         outputs.pop()
-    write.nodes("Attention", (query, key, value, total or added, past_key, past_value), outputs, **said)
+    write.nodes("Attention", (query, key, value, total or added, past_key, past_value), outputs, **attrs)
     if apart:
         node.heads_together(outputs[0], node.outputs[0])
 
 
-def _biased(node: Theirs, *values: str) -> list[str]:
+def _with_bias(node: Theirs, *values: str) -> list[str]:
     bias = node.inputs[3]
     if not bias:
         return list(values)
     sizes = [node.size(name, -1) for name in values]
     parts = np.split(node.array(bias), np.cumsum(sizes)[:-1])
-    held = [node.rewriter.constant(part, hint=f"{bias}.{role}") for part, role in zip(parts, "qkv", strict=True)]
-    return [node.rewriter.node("Add", name, part) for name, part in zip(values, held, strict=True)]
+    constants = [node.rewriter.constant(part, hint=f"{bias}.{role}") for part, role in zip(parts, "qkv", strict=True)]
+    return [node.rewriter.node("Add", name, part) for name, part in zip(values, constants, strict=True)]
 
 
 def _heads(node: Theirs, query: str, key: str, value: str) -> list[str]:
     """Queries, keys and values as (B, H, length, E), from whatever form they have."""
-    heads, bias = node.said["num_heads"], node.inputs[3]
+    heads, bias = node.attrs["num_heads"], node.inputs[3]
     if len(node.dims(query)) == 5 or not value:
         if bias:
             raise node.refused("no bias beside packed keys and values", repr(bias))
@@ -116,24 +121,24 @@ def _unpacked(node: Theirs, packed: str, place: int) -> str:
     return node.rewriter.node("Transpose", node.rewriter.node("Gather", packed, index, axis=3), perm=[0, 2, 1, 3])
 
 
-def _filtered(node: Theirs, mask: str, dtype: str, keys: tuple[str, int], past: tuple[str, int] | None) -> str:
+def _padding_bias(node: Theirs, mask: str, dtype: str, keys: tuple[str, int], past: tuple[str, int] | None) -> str:
     """The padding as what is added to the scores: (B, 1, 1 or L, T).
 
     The mask says 1 for a key that counts, (B, T) or (B, L, T); or the end of each row, (B,), or ends and starts, (2B,).
     """
     write, dims = node.rewriter, node.dims(mask)
     if len(dims) in (2, 3):
-        seen = write.node("Greater", mask, write.constant(0, node.dtype(mask)))
-        seen = write.node("Unsqueeze", seen, node.ints(*((1, 2) if len(dims) == 2 else (1,))))
+        visible = write.node("Greater", mask, write.constant(0, node.dtype(mask)))
+        visible = write.node("Unsqueeze", visible, node.ints(*((1, 2) if len(dims) == 2 else (1,))))
     else:
         bounds = [write.node("Reshape", write.node("Cast", name, to=7), node.ints(-1, 1, 1, 1)) for name in
                   _ends_and_starts(node, mask)]  # fmt: skip
         places = node.positions(*([past] if past else []), keys)
-        seen = write.node("Less", places, bounds[0])
+        visible = write.node("Less", places, bounds[0])
         if len(bounds) == 2:
-            seen = write.node("And", seen, write.node("GreaterOrEqual", places, bounds[1]))
-    fill = write.constant(node.said.get("mask_filter_value", -10000.0), dtype)
-    return write.node("Where", seen, write.constant(0, dtype), fill)
+            visible = write.node("And", visible, write.node("GreaterOrEqual", places, bounds[1]))
+    fill = write.constant(node.attrs.get("mask_filter_value", -10000.0), dtype)
+    return write.node("Where", visible, write.constant(0, dtype), fill)
 
 
 def _ends_and_starts(node: Theirs, mask: str) -> list[str]:

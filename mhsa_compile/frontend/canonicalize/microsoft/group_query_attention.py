@@ -22,22 +22,22 @@ def rotary_embedding(node: Theirs) -> None:
         batch = node.rewriter.node("Shape", x, start=0, end=1)
         shape = node.rewriter.node("Concat", batch, node.ints(1), axis=0)
         position_ids = node.rewriter.node("Expand", places, shape)
-    _rotated(node, x, position_ids, cos, sin, node.said.get("num_heads", 0), node.outputs[0])
+    _rotated(node, x, position_ids, cos, sin, node.attrs.get("num_heads", 0), node.outputs[0])
 
 
 def _rotated(node: Theirs, x: str, positions: str, cos: str, sin: str, heads: int, output: str = "") -> str:
-    said: dict[str, Any] = {"interleaved": node.said.get("rotary_interleaved", node.said.get("interleaved", 0))}
+    attrs: dict[str, Any] = {"interleaved": node.attrs.get("rotary_interleaved", node.attrs.get("interleaved", 0))}
     dims = node.dims(x)
     if len(dims) == 3:
-        partial = node.said.get("rotary_embedding_dim", 0)
+        partial = node.attrs.get("rotary_embedding_dim", 0)
         if not heads:
             heads = node.size(x, -1) // (2 * node.size(cos, -1))
         if not partial and node.size(x, -1) // heads != 2 * node.size(cos, -1):
             partial = 2 * node.size(cos, -1)
-        said |= {"num_heads": heads, "rotary_embedding_dim": partial}
-    elif node.said.get("rotary_embedding_dim"):
-        said["rotary_embedding_dim"] = node.said["rotary_embedding_dim"]
-    return node.rewriter.node("RotaryEmbedding", x, cos, sin, positions, output=output, **said)
+        attrs |= {"num_heads": heads, "rotary_embedding_dim": partial}
+    elif node.attrs.get("rotary_embedding_dim"):
+        attrs["rotary_embedding_dim"] = node.attrs["rotary_embedding_dim"]
+    return node.rewriter.node("RotaryEmbedding", x, cos, sin, positions, output=output, **attrs)
 
 
 def group_query_attention(node: Theirs) -> None:
@@ -48,7 +48,7 @@ def group_query_attention(node: Theirs) -> None:
     or from 0 on where the call brings them all (a first prompt, whose rows may end in padding).
     """
     query, key, value, past_key, past_value, last, _, cos, sin, position_ids, added = node.inputs[:11]
-    heads, groups, write = node.said["num_heads"], node.said["kv_num_heads"], node.rewriter
+    heads, groups, write = node.attrs["num_heads"], node.attrs["kv_num_heads"], node.rewriter
     shape_of = query
     if not key:
         query, key, value = _split(node, query, heads, groups)
@@ -56,7 +56,7 @@ def group_query_attention(node: Theirs) -> None:
     whole = write.node("Reshape", write.node("Cast", last, to=_INT64), node.ints(-1))
     whole = write.node("Max", write.node("Add", whole, node.ints(1)), length)
     before = write.node("Sub", whole, length)
-    if node.said.get("do_rotary", 0):
+    if node.attrs.get("do_rotary", 0):
         if not position_ids:
             position_ids = write.node(
                 "Add", write.node("Unsqueeze", before, node.ints(1)), node.positions((shape_of, 1))
@@ -71,13 +71,13 @@ def group_query_attention(node: Theirs) -> None:
         _appended(node, new, past, before, present)
         for new, past, present in zip((key, value), (past_key, past_value), presents, strict=True)
     )
-    said: dict[str, Any] = {"is_causal": 1, **node.scale}
-    if node.said.get("softcap"):
-        said["softcap"] = node.said["softcap"]
-    if node.said.get("local_window_size", -1) > 0:
-        said["left_window_size"] = node.said["local_window_size"] - 1  # theirs counts the query itself
+    attrs: dict[str, Any] = {"is_causal": 1, **node.scale}
+    if node.attrs.get("softcap"):
+        attrs["softcap"] = node.attrs["softcap"]
+    if node.attrs.get("local_window_size", -1) > 0:
+        attrs["left_window_size"] = node.attrs["local_window_size"] - 1  # theirs counts the query itself
     lengths = whole if past_key else ""
-    y = write.node("Attention", query, key, value, added, "", "", lengths, **said)
+    y = write.node("Attention", query, key, value, added, "", "", lengths, **attrs)
     node.heads_together(y, node.outputs[0])
 
 
@@ -90,12 +90,12 @@ def _split(node: Theirs, packed: str, heads: int, groups: int) -> list[str]:
 
 def _turned(node: Theirs, rows: str, positions: str, cos: str, sin: str, heads: int) -> str:
     width = node.size(node.inputs[0], -1)
-    kinds = node.said["num_heads"] + (0 if node.inputs[1] else 2 * node.said["kv_num_heads"])
+    kinds = node.attrs["num_heads"] + (0 if node.inputs[1] else 2 * node.attrs["kv_num_heads"])
     partial = 2 * node.size(cos, -1)
-    said = {"interleaved": node.said.get("rotary_interleaved", 0), "num_heads": heads}
+    attrs = {"interleaved": node.attrs.get("rotary_interleaved", 0), "num_heads": heads}
     if partial != width // kinds:
-        said["rotary_embedding_dim"] = partial
-    return node.rewriter.node("RotaryEmbedding", rows, cos, sin, positions, **said)
+        attrs["rotary_embedding_dim"] = partial
+    return node.rewriter.node("RotaryEmbedding", rows, cos, sin, positions, **attrs)
 
 
 def _appended(node: Theirs, new: str, past: str, before: str, present: str) -> str:

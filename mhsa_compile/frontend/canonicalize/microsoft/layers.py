@@ -17,7 +17,7 @@ def gelu(node: Theirs) -> None:
 def quick_gelu(node: Theirs) -> None:
     """x * sigmoid(alpha x)"""
     x = node.inputs[0]
-    alpha = node.rewriter.constant(node.said.get("alpha", 1.702), node.dtype(x))
+    alpha = node.rewriter.constant(node.attrs.get("alpha", 1.702), node.dtype(x))
     gate = node.rewriter.node("Sigmoid", node.rewriter.node("Mul", x, alpha))
     node.rewriter.node("Mul", x, gate, output=node.outputs[0])
 
@@ -26,11 +26,11 @@ def fused_matmul(node: Theirs) -> None:
     """alpha * A B, each transposed in its last two axes if asked for."""
     operands = []
     for name, flag in zip(node.inputs[:2], ("transA", "transB"), strict=True):
-        if node.said.get(flag, 0):
+        if node.attrs.get(flag, 0):
             rank = len(node.dims(name))
             name = node.rewriter.node("Transpose", name, perm=[*range(rank - 2), rank - 1, rank - 2])
         operands.append(name)
-    alpha = node.said.get("alpha", 1.0)
+    alpha = node.attrs.get("alpha", 1.0)
     if alpha == 1:
         node.rewriter.node("MatMul", *operands, output=node.outputs[0])
         return
@@ -52,10 +52,10 @@ def skip_layer_normalization(node: Theirs) -> None:
     addends = [name for name in (skip, bias if skips else "") if name]
     for i, name in enumerate(addends):
         x = node.rewriter.node("Add", x, name, output=node.outputs[3] if i == len(addends) - 1 else "")
-    epsilon = node.said.get("epsilon", 1e-12 if skips else 1e-5)
+    epsilon = node.attrs.get("epsilon", 1e-12 if skips else 1e-5)
     operator = "RMSNormalization" if simplified else "LayerNormalization"
     node.rewriter.node(
-        operator, x, gamma, beta, output=node.outputs[0], axis=node.said.get("axis", -1), epsilon=epsilon
+        operator, x, gamma, beta, output=node.outputs[0], axis=node.attrs.get("axis", -1), epsilon=epsilon
     )
 
 
@@ -72,7 +72,7 @@ def embed_layer_normalization(node: Theirs) -> None:
     if segments:
         segment = node.rewriter.node("Gather", segment_table, segments, axis=0)
         total = node.rewriter.node("Add", total, segment, output=node.outputs[2])
-    epsilon = node.said.get("epsilon", 1e-12)
+    epsilon = node.attrs.get("epsilon", 1e-12)
     node.rewriter.node("LayerNormalization", total, gamma, beta, output=node.outputs[0], axis=-1, epsilon=epsilon)
     if node.outputs[1] and mask:
         node.rewriter.node("ReduceSum", mask, node.ints(1), output=node.outputs[1], keepdims=0)

@@ -24,7 +24,7 @@ class Theirs:
 
     def __init__(self, rewriter: Rewriter, node: onnx.NodeProto, tensors: Tensors) -> None:
         self.rewriter, self.node, self._tensors = rewriter, node, tensors
-        self.said: dict[str, Any] = attributes(node)
+        self.attrs: dict[str, Any] = attributes(node)
         self.inputs = [*node.input, *[""] * (16 - len(node.input))]
         self.outputs = [*node.output, *[""] * (4 - len(node.output))]
         self.name = node.name or node.output[0]
@@ -47,10 +47,10 @@ class Theirs:
 
     def dtype(self, *names: str) -> str:
         """The dtype of the first value of which it is known. Raises NotYet where it is known of none."""
-        found = next((kind for name in names if name and (kind := self.rewriter.graph.dtype(name))), None)
-        if found is None:
+        dtype = next((kind for name in names if name and (kind := self.rewriter.graph.dtype(name))), None)
+        if dtype is None:
             raise NotYet(f"{names[0]!r} of unknown dtype")
-        return found
+        return dtype
 
     def array(self, name: str) -> Array:
         """A weight's value."""
@@ -88,4 +88,4 @@ class Theirs:
     @property
     def scale(self) -> dict[str, float]:
         """The attribute `scale`; theirs is 0 where it is to be 1 / sqrt(E), as it is without."""
-        return {"scale": self.said["scale"]} if self.said.get("scale") else {}
+        return {"scale": self.attrs["scale"]} if self.attrs.get("scale") else {}

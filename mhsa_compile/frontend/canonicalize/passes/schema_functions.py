@@ -13,7 +13,7 @@ from onnx import defs, helper
 from mhsa_compile.frontend.canonicalize.passes.opset import opset_of
 from mhsa_compile.frontend.onnx_graph import GraphView
 from mhsa_compile.frontend.reading import preview
-from mhsa_compile.frontend.reading.check import not_understood
+from mhsa_compile.frontend.reading.check import unsupported_nodes
 from mhsa_compile.frontend.reading.functions import inlined
 from mhsa_compile.frontend.reading.standard import RANDOM
 
@@ -38,7 +38,7 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    nodes = not_understood(result, [node for node in result.graph.node if _has_definition(node, opset)])
+    nodes = unsupported_nodes(result, [node for node in result.graph.node if _has_definition(node, opset)])
     if not nodes:
         return model
     graph = GraphView(result)

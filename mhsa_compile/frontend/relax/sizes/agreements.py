@@ -44,13 +44,13 @@ def demand(op_name: str, shapes: Sequence[Shape | None], attrs: Mapping[str, Any
         return Demand()
 
 
-def agreement(names: SizeNames, node: str, shapes: Sequence[Shape | None], wanted: Demand) -> Agreement | None:
+def agreement(names: SizeNames, node: str, shapes: Sequence[Shape | None], requirement: Demand) -> Agreement | None:
     """What of a demand only a call can tell, for the manifest; None where nothing is left."""
-    equal = [pair for pair in wanted.equal if not names.same(*pair)]
-    broadcast = [group for group in wanted.broadcast if not _broadcasts(names, group)]
+    equal = [pair for pair in requirement.equal if not names.same(*pair)]
+    broadcast = [group for group in requirement.broadcast if not _broadcasts(names, group)]
     if not equal and not broadcast:
         return None
-    dims = _Stated(names)
+    dims = _ManifestDims(names)
     return Agreement(
         node=node,
         operands=tuple(dims(shape) for shape in shapes if shape is not None),
@@ -59,7 +59,7 @@ def agreement(names: SizeNames, node: str, shapes: Sequence[Shape | None], wante
     )
 
 
-def held(names: SizeNames, op_name: str, shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> None:
+def hold(names: SizeNames, op_name: str, shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> None:
     """Ends a call whose operands do not fit, for operators whose converters read them as if they did."""
     if op_name == "GatherElements":
         _hold_within(names, shapes, attrs)
@@ -67,11 +67,11 @@ def held(names: SizeNames, op_name: str, shapes: Sequence[Shape | None], attrs: 
         _hold_to(names, shapes[1], shapes[0])
     if op_name not in _RULES or op_name in _HELD_BY_TYPES:
         return
-    wanted = demand(op_name, shapes, attrs)
-    for one, other in wanted.equal:
+    requirement = demand(op_name, shapes, attrs)
+    for one, other in requirement.equal:
         if not names.same(one, other):
             names.checked([literal(one)], [literal(other)])
-    for whole, *parts in wanted.broadcast:
+    for whole, *parts in requirement.broadcast:
         for part in parts:
             _hold_to(names, part, whole)
     if op_name == "ScatterElements":
@@ -101,7 +101,7 @@ def _broadcasts(names: SizeNames, shapes: Sequence[Shape]) -> bool:
     return True
 
 
-class _Stated:
+class _ManifestDims:
     """Sizes as a manifest has them: expressions of the inputs' symbols."""
 
     def __init__(self, names: SizeNames) -> None:
@@ -151,11 +151,11 @@ def _einsum(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> Demand:
     terms = text.split("->")[0].split(",")
     if "." in text or len(terms) != len(shapes):
         return Demand()
-    seen: dict[str, Entry] = {}
+    sizes: dict[str, Entry] = {}
     groups = []
     for term, shape in zip(terms, shapes, strict=True):
         for letter, size in zip(term, shape or (), strict=False):
-            groups.append([[seen.setdefault(letter, size)], [size]])
+            groups.append([[sizes.setdefault(letter, size)], [size]])
     return Demand(broadcast=groups)
 
 

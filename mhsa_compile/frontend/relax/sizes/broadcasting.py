@@ -53,12 +53,12 @@ def _factors(bb: Any, names: SizeNames, inputs: list[Any], shapes: list[list[Any
     rows, columns = list(shapes[0]), list(shapes[1])
     place = -2 if len(columns) > 1 else -1
     if not _equal(rows[-1], columns[place]):
-        stated = columns[place] if number(columns[place]) is not None else rows[-1]
-        if not _equal(rows[-1], stated):
-            rows[-1] = stated
+        size = columns[place] if number(columns[place]) is not None else rows[-1]
+        if not _equal(rows[-1], size):
+            rows[-1] = size
             one = bb.match_cast(bb.normalize(one), relax.TensorType(rows, one.ty.dtype))
-        if not _equal(columns[place], stated):
-            columns[place] = stated
+        if not _equal(columns[place], size):
+            columns[place] = size
             other = bb.match_cast(bb.normalize(other), relax.TensorType(columns, other.ty.dtype))
     batches = [rows[:-2], columns[:-2]]
     if len(rows) > 2 and len(columns) > 2 and not _plain(batches):

@@ -25,8 +25,8 @@ def one_hot(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[str, 
     dims = dims_of(indices)
     if all(isinstance(value, tvm.ir.GenericConst) for value in (depth, values)) or dims is None:
         return None
-    stated = entries_of(inputs[1])
-    size = names.of_tensor(depth, 1)[0] if stated is None else stated.entries.reshape(-1)[0].astype("int64")
+    entries = entries_of(inputs[1])
+    size = names.of_tensor(depth, 1)[0] if entries is None else entries.entries.reshape(-1)[0].astype("int64")
     if not names.at_least(size, 0):
         names.checks.hold(size >= 0, "a depth of 0 or more", inputs[1])
     axis = attributes.get("axis", -1) % (len(dims) + 1)
@@ -53,8 +53,8 @@ def affine_grid(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[s
     axes = None if count is None else number(count[0])
     if axes not in (4, 5) or number(dims[1]) != axes - 2:
         raise names.checks.unknown("a size of 4 or 5 axes, and a theta for as many")
-    stated = entries_of(inputs[1])
-    sizes = names.of_tensor(target, int(axes)) if stated is None else list(stated.entries.reshape(-1))
+    entries = entries_of(inputs[1])
+    sizes = names.of_tensor(target, int(axes)) if entries is None else list(entries.entries.reshape(-1))
     fits = [equals(sizes[0], dims[0]), *[size >= 1 for size in sizes]]
     names.checks.hold(tirx.all(*fits), "a size of 1 or more, of the batch of theta", inputs[1])
     kind, aligned = str(theta.ty.dtype), bool(attributes.get("align_corners", 0))

@@ -41,13 +41,13 @@ def reduced_by_call(bb: Any, names: SizeNames, op_name: str, inputs: list[Any], 
     kind = str(data.ty.dtype)
     if op_name in _FLOATING and not kind.startswith(("float", "bfloat")):
         raise names.checks.unknown("floating numbers, or constant axes")
-    kept = bool(attributes.get("keepdims", 1))
-    if not kept and number(count[0]) is None:
+    keepdims = bool(attributes.get("keepdims", 1))
+    if not keepdims and number(count[0]) is None:
         raise names.checks.unknown("a fixed number of axes, or keepdims=1")
     over = _axes(bb, names, axes, len(dims), count[0], all_of_none=not attributes.get("noop_with_empty_axes", 0))
     reduction = _Reduction(bb, names, data, dims, over)
     result = reduction.of(op_name)
-    return result if kept else reduction.without_axes(result, len(dims) - int(number(count[0]) or 0))
+    return result if keepdims else reduction.without_axes(result, len(dims) - int(number(count[0]) or 0))
 
 
 def _axes(bb: Any, names: SizeNames, axes: Any, rank: int, count: Entry, *, all_of_none: bool) -> list[Entry]:
@@ -87,9 +87,9 @@ class _Reduction:
     def of(self, op_name: str) -> Any:
         """The value of a Reduce* of ONNX's, with every axis kept, those that are reduced with one element."""
 
-        def reduction(data: Any, kept: list[Any], extents: list[Any]) -> Any:
-            result = self._stages(op_name, data, tuple(kept), extents)
-            return te.compute(tuple(kept), lambda *at: result(*at).astype(self._kind), "narrowed")
+        def reduction(data: Any, shape: list[Any], extents: list[Any]) -> Any:
+            result = self._stages(op_name, data, tuple(shape), extents)
+            return te.compute(tuple(shape), lambda *at: result(*at).astype(self._kind), "narrowed")
 
         return emitted(self._bb, reduction, self._data, self._kept, self._extents, name="reduction")
 
@@ -141,14 +141,14 @@ class _Reduction:
 
     def without_axes(self, result: Any, rank: int) -> Any:
         """A result without its axes that were reduced, `rank` of them left."""
-        left: list[Entry] = []
+        sizes: list[Entry] = []
         for place in range(rank):
             size, before = literal(0), literal(0)
             for axis, own in zip(self._over, self._own, strict=True):
                 size = size + tirx.Select(tirx.all(axis == 0, before == place), own, literal(0))
                 before = before + (1 - axis)
-            left.append(size)
-        shape = self._names.shape(left)
+            sizes.append(size)
+        shape = self._names.shape(sizes)
         return self._bb.normalize(relax.op.reshape(result, relax.ShapeExpr(shape)))
 
 

@@ -18,10 +18,10 @@ def resized(bb: Any, data: Any, shape: Sequence[Any], scales: Sequence[Any] | No
     """
     words = {name: _word(attributes.get(name), default) for name, default in _DEFAULTS.items()}
     node = f"Resize node {attributes['tvm_custom']['name']!r}"
-    for name, known in _KNOWN.items():
-        if words[name] not in known:
+    for name, choices in _KNOWN.items():
+        if words[name] not in choices:
             hint = "Fix free sizes with dims, or export another mode."
-            raise ModelError(node, f"{name} of {', '.join(known)}, where sizes are computed", words[name], hint)
+            raise ModelError(node, f"{name} of {', '.join(choices)}, where sizes are computed", words[name], hint)
     if attributes.get("exclude_outside", 0):
         raise ModelError(node, "exclude_outside=0, where sizes are computed", "1", "Fix free sizes with dims.")
     kind = str(data.ty.dtype)
@@ -37,10 +37,10 @@ def resized(bb: Any, data: Any, shape: Sequence[Any], scales: Sequence[Any] | No
 
     def compute(data: Any, shape: list[Any], scales: list[Any] | None) -> Any:
         def element(*at: Any) -> Any:
-            def value(places: list[Any], left: list[int]) -> Any:
-                if not left:
+            def value(places: list[Any], axes: list[int]) -> Any:
+                if not axes:
                     return data[tuple(places)].astype(wide)
-                axis, rest = left[0], left[1:]
+                axis, rest = axes[0], axes[1:]
                 size = data.shape[axis]
                 scale = None if scales is None else scales[axis]
                 x = _source(at[axis], size, shape[axis], scale, words["coordinate_transformation_mode"])

@@ -79,14 +79,14 @@ class ShapeOperators:
         constant, dims = isinstance(target, tvm.ir.GenericConst) or is_known(target), dims_of(data)
         if constant and (dims is None or all(number(size) is not None for size in dims)):
             return None
-        wanted = self._entries(target)
-        if wanted is None or dims is None:
+        entries = self._entries(target)
+        if entries is None or dims is None:
             raise self._names.checks.unknown("a target of known length, and dims of its data")
-        of_call = [number(size) is None and not self._names.at_least(size, 0) for size in wanted]
+        of_call = [number(size) is None and not self._names.at_least(size, 0) for size in entries]
         if any(of_call):
-            result = self._resolved(dims, wanted, of_call, target, attributes)
+            result = self._resolved(dims, entries, of_call, target, attributes)
         else:
-            result = [self._kept(dims, i, size, attributes) for i, size in enumerate(wanted)]
+            result = [self._target_size(dims, i, size, attributes) for i, size in enumerate(entries)]
             free = next((i for i, size in enumerate(result) if number(size) == -1), None)
             if free is not None:
                 result[free] = self._quotient(dims, [size for i, size in enumerate(result) if i != free])
@@ -99,7 +99,7 @@ class ShapeOperators:
             self._names.checks.hold(whole, "a shape of as many elements as its data has", target)
         return self._bb.normalize(relax.op.reshape(data, relax.ShapeExpr(shape)))
 
-    def _kept(self, dims: Sequence[Entry], place: int, size: Entry, attributes: dict[str, Any]) -> Entry:
+    def _target_size(self, dims: Sequence[Entry], place: int, size: Entry, attributes: dict[str, Any]) -> Entry:
         """A size of a Reshape's target; 0, unless it is one, is that of the data."""
         if attributes.get("allowzero", 0) or number(size) not in (0, None) or place >= len(dims):
             return size
@@ -109,14 +109,14 @@ class ShapeOperators:
         return size if known else tirx.Select(equals(size, literal(0)), dims[place], size)
 
     def _resolved(
-        self, dims: Sequence[Entry], wanted: Sequence[Entry], of_call: Sequence[bool], target: Any, attributes: Any
+        self, dims: Sequence[Entry], entries: Sequence[Entry], of_call: Sequence[bool], target: Any, attributes: Any
     ) -> list[Entry]:
         """The target of a Reshape that a call states: any of its sizes may be 0, and one -1."""
-        sizes = [self._kept(dims, i, size, attributes) for i, size in enumerate(wanted)]
-        open_ends = [equals(size, literal(-1)) for size in wanted]
+        sizes = [self._target_size(dims, i, size, attributes) for i, size in enumerate(entries)]
+        open_ends = [equals(size, literal(-1)) for size in entries]
         plain = [tirx.Select(end, literal(1), size) for end, size in zip(open_ends, sizes, strict=True)]
         count = sum((end.astype("int64") for end in open_ends), start=literal(0))
-        least = [size >= -1 for size, own in zip(wanted, of_call, strict=True) if own]
+        least = [size >= -1 for size, own in zip(entries, of_call, strict=True) if own]
         self._names.checks.hold(tirx.all(count <= 1, *least), "sizes of 0 or more, and -1 once at most", target)
         rest = tirx.floordiv(product(dims), tirx.max(product(plain), literal(1)))
         return [tirx.Select(end, rest, size) for end, size in zip(open_ends, sizes, strict=True)]
@@ -141,10 +141,10 @@ class ShapeOperators:
         data, target = as_tensor(self._bb, inputs[0]), inputs[1]
         if isinstance(target, tvm.ir.GenericConst) or is_known(target):
             return None
-        wanted, dims = self._entries(target), dims_of(data)
-        if wanted is None or dims is None:
+        entries, dims = self._entries(target), dims_of(data)
+        if entries is None or dims is None:
             raise self._names.checks.unknown("a shape of known length")
-        shape = broadcast_dims(self._names, [dims, self._names.shape(wanted)])
+        shape = broadcast_dims(self._names, [dims, self._names.shape(entries)])
         return spread(self._bb, self._names, data, shape)
 
     def _filled(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -276,11 +276,11 @@ class ShapeOperators:
         self._hold_axes(along, rank, axes)
         for place in range(rank):
             for axis, cut in zip(along, cuts, strict=True):
-                meant = _is_axis(axis, place, rank) > 0
-                one, other, by = (tirx.Select(meant, *pair) for pair in zip(cut, whole[place], strict=True))
+                here = _is_axis(axis, place, rank) > 0
+                one, other, by = (tirx.Select(here, *pair) for pair in zip(cut, whole[place], strict=True))
                 whole[place] = (one, other, by)
-        chosen = iter(self._names.opaque([bound for cut in whole for bound in cut]))
-        return list(zip(chosen, chosen, chosen, strict=True))
+        entries = iter(self._names.opaque([bound for cut in whole for bound in cut]))
+        return list(zip(entries, entries, entries, strict=True))
 
     def _part(self, data: Any, shape: list[Any], first: list[Any], step: Sequence[Any]) -> Any:
         def part(data: Any, shape: list[Any], first: list[Any], step: list[Any]) -> Any:
@@ -297,8 +297,8 @@ class ShapeOperators:
         if forwards is None:
             ways = [self._cut_one_way(size, start, end, step, up=up) for up in (True, False)]
             first, length = (tirx.Select(step > 0, *pair) for pair in zip(*ways, strict=True))
-            chosen = self._names.opaque([first, tirx.max(length, literal(0))])
-            return chosen[0], chosen[1]
+            cut = self._names.opaque([first, tirx.max(length, literal(0))])
+            return cut[0], cut[1]
         begin, length = self._cut_one_way(size, start, end, step, up=forwards > 0)
         return begin, length if self._names.at_least(length, 0) else tirx.max(length, literal(0))
 
@@ -436,17 +436,17 @@ class ShapeOperators:
         dims = dims_of(data)
         if isinstance(count, tvm.ir.GenericConst) or is_known(count) or dims is None:
             return None
-        axis, wanted = attributes.get("axis", -1) % len(dims), self._entries(count)
-        if wanted is None:
+        axis, entries = attributes.get("axis", -1) % len(dims), self._entries(count)
+        if entries is None:
             raise self._names.checks.unknown("one number of elements")
         ordered = self._bb.emit(
             relax.op.topk(data, -1, axis, ret_type="both", largest=bool(attributes.get("largest", 1)), dtype="int64")
         )
-        if not self._names.at_least(dims[axis], wanted[0]):
-            self._names.checks.hold(wanted[0] <= dims[axis], "no more elements than the axis has", count)
-        self._hold_sizes(wanted[:1], count)
+        if not self._names.at_least(dims[axis], entries[0]):
+            self._names.checks.hold(entries[0] <= dims[axis], "no more elements than the axis has", count)
+        self._hold_sizes(entries[:1], count)
         shape = list(dims)
-        shape[axis] = self._names.size(wanted[0])
+        shape[axis] = self._names.size(entries[0])
         first, step = [literal(0)] * len(dims), [1] * len(dims)
         parts = [self._bb.emit(relax.TupleGetItem(ordered, i)) for i in range(2)]
         return relax.Tuple([self._part(part, shape, first, step) for part in parts])
@@ -483,11 +483,11 @@ class ShapeOperators:
                 whole = all(float(number(d) or 0) * float(f or 0) % 1 == 0 for d, f in zip(dims, by, strict=True))
                 if whole and all(f == 1 for f in by[:2]):
                     return None
-            wanted = [
+            sizes = [
                 dim if number(f) == 1 else tirx.floor(dim.astype("float32") * f).astype("int64")
                 for dim, f in zip(dims, factors.entries.reshape(-1), strict=True)
             ]
-            return resized(self._bb, data, self._names.shape(wanted), list(factors.entries.reshape(-1)), attributes)
+            return resized(self._bb, data, self._names.shape(sizes), list(factors.entries.reshape(-1)), attributes)
         if isinstance(target, tvm.ir.GenericConst) and all(number(dim) is not None for dim in dims):
             return None
         entries = self._entries(target)
@@ -503,9 +503,9 @@ def _not_zero(step: Entry) -> Entry:
 
 def _is_axis(axis: Entry, place: int, rank: int) -> Entry:
     """1 where an axis, which may be counted from the end, is this one; else 0."""
-    stated = number(axis)
-    if stated is not None:
-        return literal(int(stated in (place, place - rank)))
+    value = number(axis)
+    if value is not None:
+        return literal(int(value in (place, place - rank)))
     return tirx.any(equals(axis, literal(place)), equals(axis, literal(place - rank))).astype("int64")
 
 

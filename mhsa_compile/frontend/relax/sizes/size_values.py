@@ -123,7 +123,10 @@ class SizeNames:
         """`limits`: the largest size of a symbol that a call may have, by its name."""
         self.checks = checks
         self._bb, self._taken = bb, {str(symbol.name) for symbol in symbols}
-        self._told, self._meanings = set(self._taken), Analyzer()  # names that symbols tell; what they stand for
+        self._symbolic, self._meanings = (
+            set(self._taken),
+            Analyzer(),
+        )  # names that symbols tell; what they stand for
         self._known: list[tuple[Entry, Any]] = []
         self._analyzer, self._proofs = Analyzer(), Analyzer()  # the latter knows what names stand for
         self._count = 0
@@ -180,22 +183,22 @@ class SizeNames:
         if new:
             self._bind([entry for entry, _ in new], [name for _, name in new])
             for entry, name in new:
-                self._named(entry, name)
+                self._bind_name(entry, name)
         return dims
 
-    def _named(self, entry: Entry, name: Any) -> None:
+    def _bind_name(self, entry: Entry, name: Any) -> None:
         if self.at_least(entry, 0):
             self._analyzer.update(name, ConstIntBound(0, ConstIntBound.POS_INF), True)
         self._proofs.bind(name, entry, True)
         if (meaning := self.of_symbols(entry)) is not None:
-            self._told.add(str(name.name))
+            self._symbolic.add(str(name.name))
             self._meanings.bind(name, meaning, True)
         self._known.append((entry, name))
 
     def of_symbols(self, entry: Entry) -> Entry | None:
         """A size as an expression of symbols alone; None where values make it, and for one without an end."""
         entry = literal(entry)
-        if not _is_provable(entry) or any(str(one.name) not in self._told for one in _variables(entry)):
+        if not _is_provable(entry) or any(str(one.name) not in self._symbolic for one in _variables(entry)):
             return None
         whole = self._meanings.simplify(entry)
         return whole if _is_provable(whole) else None
@@ -211,7 +214,7 @@ class SizeNames:
         if known is None:
             known = self.variable()
             self._bind([first, second], [known, known])
-            self._named(first, known)
+            self._bind_name(first, known)
         else:
             self._bind([second], [known])
         return known
