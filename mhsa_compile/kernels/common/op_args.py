@@ -75,10 +75,10 @@ def scatter_arguments(op: KvScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
     update = argument("update", _update_shape(op, dim), op.dtype)
     indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
     result = cache if op.in_place else argument("result", [dim(size) for size in op.cache], op.dtype)
-    seen = _folded(cache, op)
-    written = seen if op.in_place else _folded(result, op)
+    cache_rows = _folded(cache, op)
+    result_rows = cache_rows if op.in_place else _folded(result, op)
     rows = update if op.update is not None else _folded(update, op)
-    return seen, rows, indices, written
+    return cache_rows, rows, indices, result_rows
 
 
 def refuse_too_many_rows(op: KvScatterOp, new: Expr, rows: Expr) -> None:

@@ -93,7 +93,7 @@ class _Exact:
     def vector(self, value: Value, lanes: int) -> Value:
         return value
 
-    def kept(self, value: Value) -> Value:
+    def bind(self, value: Value) -> Value:
         return value
 
     def function(self, op: str, x: Value) -> Expr:

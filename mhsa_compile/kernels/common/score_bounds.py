@@ -50,11 +50,11 @@ def _last(size: Dim) -> int:
 
 def bounds_of(function: ScoreFunction, places: Mapping[str, Bounds]) -> list[Bounds]:
     """The bounds of each step; those of floats and bools mean nothing."""
-    found: list[Bounds] = []
+    bounds: list[Bounds] = []
     for step in function.steps:
-        exact = _of_step(function, step, [found[arg] for arg in step.args], places)
-        found.append(exact if _within(exact, INT64) else INT64)
-    return found
+        exact = _of_step(function, step, [bounds[arg] for arg in step.args], places)
+        bounds.append(exact if _within(exact, INT64) else INT64)
+    return bounds
 
 
 def wrapping(function: ScoreFunction, places: Mapping[str, Bounds]) -> frozenset[int]:
@@ -127,7 +127,7 @@ _OF_OPS: dict[str, Callable[..., Bounds]] = {
     "mod": _remainder,
     "neg": lambda one: (-one[1], -one[0]),
     "abs": lambda one: (0 if one[0] <= 0 <= one[1] else min(map(abs, one)), max(map(abs, one))),
-    "where": lambda chosen, one, other: (min(one[0], other[0]), max(one[1], other[1])),
+    "where": lambda condition, one, other: (min(one[0], other[0]), max(one[1], other[1])),
     "not": lambda one: (~one[1], ~one[0]),
     **dict.fromkeys(("and", "or", "xor"), _bits),
 }

@@ -46,7 +46,7 @@ class StepArithmetic(Protocol):
         """The value in so many lanes, where it had one."""
         ...
 
-    def kept(self, value: Value) -> Value:
+    def bind(self, value: Value) -> Value:
         """The value, computed once and here."""
         ...
 
@@ -92,7 +92,7 @@ class ScoreEmission:
                 continue
             step = self.function.steps[number]
             value = self._value(number, step, leaves, [known[arg] for arg in step.args], flags)
-            known[number] = self.arithmetic.kept(value) if self._is_shared(number) else value
+            known[number] = self.arithmetic.bind(value) if self._is_shared(number) else value
 
     def _is_shared(self, number: int) -> bool:
         step = self.function.steps[number]
@@ -182,7 +182,7 @@ class ScoreEmission:
 
     def _whole(self, value: Value, dtype: str) -> Value:
         """A float without what is behind its point; the least number of `dtype` where it holds none near it."""
-        lanes, value = value.lanes, self.arithmetic.kept(value)
+        lanes, value = value.lanes, self.arithmetic.bind(value)
         least = float(WHOLE[dtype][0])
         low, end = (self._constant(bound, value.dtype, lanes) for bound in (least, -least))
         fits = tirx.And(value.expr > low, value.expr < end)  # NaN does not
@@ -201,9 +201,9 @@ class ScoreEmission:
         return tirx.Select(operands[0] < self._constant(0, "int64", lanes), changed, operands[0])
 
     def _where(self, args: Sequence[Value], dtype: str, lanes: int) -> Value:
-        chosen = self._vector(args[0], lanes)
+        condition = self._vector(args[0], lanes)
         one, other = self._alike(args[1:], dtype, lanes)
-        return Value(tirx.Select(chosen, one, other), dtype, lanes)
+        return Value(tirx.Select(condition, one, other), dtype, lanes)
 
     def _compared(self, op: str, operands: list[Expr], dtype: str) -> Expr:
         """A comparison; of floats one that logic about it leaves as it is, as the opposite of "less" includes NaN."""
@@ -229,11 +229,11 @@ class ScoreEmission:
         if op == "not":
             return self._constant(-1, dtype, lanes) - operands[0]
         if op == "abs":
-            (x,) = (self.arithmetic.kept(Value(operands[0], dtype, lanes)).expr,)
+            (x,) = (self.arithmetic.bind(Value(operands[0], dtype, lanes)).expr,)
             return tirx.Select(x < self._constant(0, dtype, lanes), self._constant(0, dtype, lanes) - x, x)
         one, other = operands
         if op in ("min", "max"):
-            one, other = (self.arithmetic.kept(Value(x, dtype, lanes)).expr for x in operands)
+            one, other = (self.arithmetic.bind(Value(x, dtype, lanes)).expr for x in operands)
             first, second = (one < other, other <= one) if op == "min" else (one > other, other >= one)
             last = one + other if dtype == self.arithmetic.floating else other  # NaN, if either is
             return tirx.Select(first, one, tirx.Select(second, other, last))
@@ -278,17 +278,17 @@ class ScoreEmission:
         if low >= 0 and leaf in LEAVES[1:] and not isinstance(size, int) and size == last_place(self.op, leaf):
             return index
         lanes = index.lanes
-        wide = self.arithmetic.kept(self._cast(index, "int64"))
+        wide = self.arithmetic.bind(self._cast(index, "int64"))
         end = self._vector(Value(self.arithmetic.size(tensor, axis), "int64"), lanes)
         zero, one = (self._constant(value, "int64", lanes) for value in (0, 1))
         counted = wide
         if low < 0:
-            counted = self.arithmetic.kept(
+            counted = self.arithmetic.bind(
                 Value(tirx.Select(wide.expr < zero, wide.expr + end, wide.expr), "int64", lanes)
             )
         flags.append(Value(tirx.And(counted.expr >= zero, counted.expr < end), "bool", lanes))
-        held = tirx.Select(counted.expr >= end, end - one, counted.expr)
-        return Value(tirx.Select(counted.expr < zero, zero, held), "int64", lanes)
+        inside = tirx.Select(counted.expr >= end, end - one, counted.expr)
+        return Value(tirx.Select(counted.expr < zero, zero, inside), "int64", lanes)
 
     # Results.
 

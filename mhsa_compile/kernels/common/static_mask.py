@@ -21,7 +21,7 @@ def why_not_plan(op: AttentionOp, family: str) -> str | None:
     return f"a static mask or {others[0]}, not both" if op.pairs is not None and others else None
 
 
-def divided_window(op: AttentionOp) -> tuple[WindowSpec | None, AttentionOp]:
+def split_window(op: AttentionOp) -> tuple[WindowSpec | None, AttentionOp]:
     """(what a plan holds of the window, what is left to the kernel): a window counted from numbers of keys is known in
     the call only, and distances and places are counted from its edge."""
     if op.any_step("counts_keys") and op.from_end:
@@ -31,7 +31,7 @@ def divided_window(op: AttentionOp) -> tuple[WindowSpec | None, AttentionOp]:
     return op.window, replace(op, scores=tuple(step for step in op.scores if step.window is None))
 
 
-def seen_in_window(window: WindowSpec | None, rows: range, L: int, S: int) -> NDArray[np.bool_]:
+def visible_in_window(window: WindowSpec | None, rows: range, L: int, S: int) -> NDArray[np.bool_]:
     """(rows, S): which keys some of the L queries see by their place."""
     visible = np.ones((len(rows), S), np.bool_)
     if window is not None:

@@ -38,7 +38,7 @@ class _CpuArithmetic:
             return value
         return Value(splat(value.expr, lanes), value.dtype, lanes)
 
-    def kept(self, value: Value) -> Value:
+    def bind(self, value: Value) -> Value:
         if value.dtype == "bool":
             return value
         return Value(materialize(value.expr, value.dtype, value.lanes), value.dtype, value.lanes)

@@ -87,22 +87,22 @@ class _CudaAngles:
         """The pieces of cos, then those of sin, that a thread needs at place i: laid out as x, or one for its pairs."""
         columns = pairs.columns(turn) if self.op.whole_angles else [turn * pairs.count]
         size = pairs.piece if self.op.whole_angles else pairs.count
-        found = [[Piece(size, self.op.dtype) for _ in columns] for _ in self.tables]
+        angles = [[Piece(size, self.op.dtype) for _ in columns] for _ in self.tables]
         entry = T.int64(0) if self.op.shared_angles else b
         if self.positions is None:
-            self._load(found, [entry, i], columns)
-            return found
+            self._load(angles, [entry, i], columns)
+            return angles
         position = materialize(self.positions[entry, i], "int64")
         with T.If(T.And(position >= 0, position < self.tables[0].shape[0])):
             with T.Then():
-                self._load(found, [position], columns)
+                self._load(angles, [position], columns)
             with T.Else():
-                for piece in (piece for table in found for piece in table):
+                for piece in (piece for table in angles for piece in table):
                     piece.fill_with_nan()
-        return found
+        return angles
 
-    def _load(self, found: list[list[Piece]], row: list[Expr], columns: list[Expr]) -> None:
-        for table, pieces in zip(self.tables, found, strict=True):
+    def _load(self, angles: list[list[Piece]], row: list[Expr], columns: list[Expr]) -> None:
+        for table, pieces in zip(self.tables, angles, strict=True):
             for piece, column in zip(pieces, columns, strict=True):
                 piece.load(table, [*row, column])
 

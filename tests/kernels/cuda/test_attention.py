@@ -18,7 +18,7 @@ from support.simt.banks import counted
 
 import mhsa_compile as mhsa
 from mhsa_compile.hardware.profile import load_profile
-from mhsa_compile.kernels.cuda.attention.block_sparsity import plan
+from mhsa_compile.kernels.cuda.attention.block_sparsity import block_plan
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 from mhsa_compile.kernels.registry import KERNELS
@@ -68,7 +68,7 @@ def test_a_plan_visits_what_is_seen_and_nothing_else():
     visible = np.zeros((1, 100, 256), np.bool_)
     visible[0, :64, :64] = True  # whole for the first block
     visible[0, 64:, 100:110] = True  # for the second, the middle of a tile
-    made = plan(visible, None, queries=64, keys=64)
+    made = block_plan(visible, None, queries=64, keys=64)
     assert made.index.tolist() == [0, 1, 2] and made.visits.tolist() == [[0, -1], [1, 0]]
     assert made.bits.shape == (64, 2) and not made.bits[36:].any()
     assert (made.bits[:36] == [0, 0x3FF << 4]).all()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mhsa_compile.kernels.common.static_mask import seen_in_window
+from mhsa_compile.kernels.common.static_mask import visible_in_window
 from mhsa_compile.kernels.interface.ops import WindowSpec
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
@@ -52,7 +52,7 @@ def plan(
     for head in range(heads):
         for tile in range(tiles):
             of_tile = range(tile * queries, min(L, (tile + 1) * queries))
-            block = pairs[head, of_tile.start : of_tile.stop] & seen_in_window(window, of_tile, L, S)
+            block = pairs[head, of_tile.start : of_tile.stop] & visible_in_window(window, of_tile, L, S)
             for kind, begin, end in _runs(_kinds(block, key_tile), keys // key_tile):
                 keys_of_run = slice(begin * key_tile, min(S, end * key_tile))
                 row = -1

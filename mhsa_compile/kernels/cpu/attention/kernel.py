@@ -16,7 +16,7 @@ from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import why_not_scores
-from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_window, why_not_plan
+from mhsa_compile.kernels.common.static_mask import constant_arguments, split_window, why_not_plan
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
@@ -84,7 +84,7 @@ def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple
     if op.pairs is None:
         return op, None
     tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
-    window, left = divided_window(op)
+    window, left = split_window(op)
     return left, plan(op.pairs, window, lanes=profile.vector_lanes("float32"), **tile)
 
 

@@ -111,7 +111,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.first_row, self.lane = _rows_and_lane(shape, place)
         self.order = KeyTiles(op, visibility.key_range, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks
-        self.scored = registers(rows * shape.keys_of_lane)
+        self.acc_s = registers(rows * shape.keys_of_lane)
         self.acc, self.added = registers(rows * columns), registers(rows * columns)
         self.row_max, self.row_sum, self.rescale = registers(rows), registers(rows), registers(rows)
         self.left = registers(rows * CHUNK)
@@ -157,9 +157,9 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self._copy_tile(self.keys, self.operands[1], turn + stages)
         # 4. P and l by the new maximum.
         tiles = self.shape.keys_of_lane
-        self.scores.convert(self.scored, tiles, first_key)
+        self.scores.convert(self.acc_s, tiles, first_key)
         with T.If(hides), T.Then():
-            self.visibility.hide(self.scored, tiles, first_key, bits_row)
+            self.visibility.hide(self.acc_s, tiles, first_key, bits_row)
         for row in range(self.shape.rows):
             self._weigh(row, hides)
         # P is read by the half warp that wrote it, so the block need not wait.
@@ -173,7 +173,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         """A loop over chunks of the head, of a size that the cache of instructions holds."""
         rows, keys = self.shape.rows, self.shape.keys_of_lane
         for at in range(rows * keys):
-            set_register(self.scored, at, T.float32(0))
+            set_register(self.acc_s, at, T.float32(0))
         with T.serial(T.int32(self.shape.head_dim // CHUNK)) as chunk:
             column = chunk * CHUNK
             for row in range(rows):
@@ -183,7 +183,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                 load(self.right, 0, CHUNK, self.keys.address(slot, self.lane + key * LANES, column))
                 for row in range(rows):
                     for i in range(CHUNK):
-                        self._multiply_add(self.scored, row * keys + key, self.left[row * CHUNK + i] * self.right[i])
+                        self._multiply_add(self.acc_s, row * keys + key, self.left[row * CHUNK + i] * self.right[i])
 
     def _add_values(self, slot: Expr, hides: Expr) -> None:
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
@@ -239,15 +239,15 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         cells = range(row * keys, (row + 1) * keys)
         set_register(new, 0, T.float32(-math.inf))
         for at in cells:
-            set_register(new, 0, T.max(new[0], self.scored[at]))
+            set_register(new, 0, T.max(new[0], self.acc_s[at]))
         # Each half of the warp by itself: the other one has other rows.
         over_warp(new, 0, T.max, end=LANES)
         origin = update_row_max(new[0] * factor, self.row_max, self.row_sum, self.rescale, row)
         for key, at in enumerate(cells):
-            hidden = materialize(T.And(hides, self.scored[at] == T.float32(-math.inf)), "bool")
-            exp2(self.scored, at, self.scored[at] * factor - origin)
-            set_register(self.row_sum, row, self.row_sum[row] + self.scored[at])
-            prob = self.scored[at]
+            hidden = materialize(T.And(hides, self.acc_s[at] == T.float32(-math.inf)), "bool")
+            exp2(self.acc_s, at, self.acc_s[at] * factor - origin)
+            set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[at])
+            prob = self.acc_s[at]
             if self.hides_values:
                 prob = materialize(T.Select(hidden, T.float32(HIDDEN), prob), "float32")
             store(self.probs.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [prob])

@@ -80,8 +80,8 @@ class MmaBlockShape(TileShape):
     def tile_registers(self) -> int:
         """The registers in which a thread holds its part of S, O and Q."""
         columns = self.keys + padded(self.v_head_dim)
-        held = padded(self.head_dim) // DEPTH if self.holds_queries else 1
-        return self.row_tiles * (columns // 2 + 4 * held)
+        query_tiles = padded(self.head_dim) // DEPTH if self.holds_queries else 1
+        return self.row_tiles * (columns // 2 + 4 * query_tiles)
 
     @property
     def holds_queries(self) -> bool:
@@ -115,7 +115,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self.depth_steps, self.key_steps = padded(E) // DEPTH, shape.keys // DEPTH
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(F) // COLUMNS
         self.softmax = Softmax(2 * shape.row_tiles, self.key_tiles, self.value_tiles, scores)
-        self.scored, self.acc = self.softmax.scored, self.softmax.acc
+        self.acc_s, self.acc = self.softmax.acc_s, self.softmax.acc
         self.attempts = registers(1, "int32")
         words = 4 * shape.row_tiles
         self.query_words = registers(words * (self.depth_steps if shape.holds_queries else 1), "uint32")
@@ -178,14 +178,14 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         barrier()
         self._copy_keys(turn + stages)
         # 4. P, l and O by the new maximum.
-        self.scores.convert(self.scored, self.key_tiles, first_key)
+        self.scores.convert(self.acc_s, self.key_tiles, first_key)
         with T.If(hides), T.Then():
-            self.visibility.hide(self.scored, self.key_tiles, first_key, bits_row)
+            self.visibility.hide(self.acc_s, self.key_tiles, first_key, bits_row)
         with T.If(self.softmax.update_max()), T.Then():
             self.softmax.rescale_acc()
         sizes = self.shape.row_tiles, self.shape.keys
         # Before scores become probs: what is hidden is still told by its -inf.
-        self._with_care(hides, lambda: self.repair.resolve(slot, turn, self.scored, self.acc, *sizes))
+        self._with_care(hides, lambda: self.repair.resolve(slot, turn, self.acc_s, self.acc, *sizes))
         self.softmax.softmax_step()
         # 5. O = O + P V.
         self._multiply_values(slot)
@@ -226,7 +226,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         row = T.truncdiv(lane, T.int32(16)) * 8 + T.truncmod(lane, T.int32(8))
         column = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2)) * 8
         for at in range(2 * self.shape.row_tiles * self.key_tiles * 2):
-            set_register(self.scored, at, T.float32(0))
+            set_register(self.acc_s, at, T.float32(0))
         for step in range(self.depth_steps):
             if not self.shape.holds_queries:
                 self._load_queries(step)
@@ -237,7 +237,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                     for half in range(2):
                         at = 4 * (m * self.key_tiles + 2 * pair + half)
                         a = self._query_word(step, m)
-                        multiply_add(self.scored, at, self.query_words, a, self.words, 2 * half, self.op.dtype)
+                        multiply_add(self.acc_s, at, self.query_words, a, self.words, 2 * half, self.op.dtype)
 
     def _multiply_values(self, slot: Expr) -> None:
         lane = self.place.lane
@@ -247,7 +247,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                 # Two neighbouring tiles of C are the four words of an A.
                 for i in range(4):
                     at = 4 * (m * self.key_tiles + 2 * step + i // 2) + 2 * (i % 2)
-                    pack(self.prob_words, 4 * m + i, self.scored[at], self.scored[at + 1], self.op.dtype)
+                    pack(self.prob_words, 4 * m + i, self.acc_s[at], self.acc_s[at + 1], self.op.dtype)
             for pair in range(self.value_tiles // 2):
                 address = self.values.address(slot, row + step * DEPTH, column + pair * 2 * COLUMNS)
                 # V lies key by key; the right operand wants a column's keys side by side.

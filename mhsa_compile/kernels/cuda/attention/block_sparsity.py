@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_window, seen_in_window
+from mhsa_compile.kernels.common.static_mask import constant_arguments, split_window, visible_in_window
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 
@@ -39,23 +39,23 @@ class CudaBlockSparsity:
         return (self.order, self.index, self.visits, self.bits)
 
 
-def plan(pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: int, keys: int) -> CudaBlockSparsity:
+def block_plan(pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: int, keys: int) -> CudaBlockSparsity:
     """Blocks of `queries` rows, tiles of `keys`."""
     heads, L, S = pairs.shape
     blocks, tiles = -(-L // queries), -(-S // keys)
     order = np.empty((heads, blocks), np.int32)
     index, visits, bits = [0], list[tuple[int, int]](), list[NDArray[np.uint32]]()
     for head in range(heads):
-        visible = pairs[head] & seen_in_window(window, range(L), L, S)
+        visible = pairs[head] & visible_in_window(window, range(L), L, S)
         for block in range(blocks):
             rows = np.zeros((queries, tiles * keys), np.bool_)
             part = visible[block * queries : (block + 1) * queries]
             rows[: len(part), :S] = part
             # Rows beyond L are of no account: a tile may be whole without them.
             cells = rows.reshape(queries, tiles, keys)
-            seen = np.asarray(cells.any(axis=(0, 2)))
+            visited = np.asarray(cells.any(axis=(0, 2)))
             whole = np.asarray(cells[: len(part)].all(axis=(0, 2)))
-            for tile in np.flatnonzero(seen):
+            for tile in np.flatnonzero(visited):
                 visits.append((int(tile), -1 if whole[tile] else len(bits) * queries))
                 bits += [] if whole[tile] else [_words(cells[:, tile])]
             index.append(len(visits))
@@ -78,12 +78,12 @@ def _words(cells: NDArray[np.bool_]) -> NDArray[np.uint32]:
     return np.asarray((padded << np.arange(WORD, dtype=np.uint32)).sum(axis=2, dtype=np.uint32))
 
 
-def planned_apart(op: AttentionOp, queries: int, keys: int) -> tuple[AttentionOp, CudaBlockSparsity | None]:
+def separate_plan(op: AttentionOp, queries: int, keys: int) -> tuple[AttentionOp, CudaBlockSparsity | None]:
     """(what is left to the kernel, the plan of pairs that are known and of as much of the window as it holds)."""
     if op.pairs is None:
         return op, None
-    window, left = divided_window(op)
-    return left, plan(op.pairs, window, queries=queries, keys=keys)
+    window, rest = split_window(op)
+    return rest, block_plan(op.pairs, window, queries=queries, keys=keys)
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Visits:
         return materialize(self.visits[self.first + turn, 1])
 
 
-def plan_arguments(planned: CudaBlockSparsity) -> list[Expr]:
-    return constant_arguments(("order", "index", "visits", "bits"), planned.arrays)
+def plan_arguments(plan: CudaBlockSparsity) -> list[Expr]:
+    return constant_arguments(("order", "index", "visits", "bits"), plan.arrays)
 
 
 def visits_of(views: list[Expr], turn: Expr, blocks: Expr, h: Expr) -> tuple[Expr, Visits]:

@@ -40,7 +40,7 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
         With 128 rows, each piece of K and V that comes out of shared memory is multiplied by twice as many queries;
         with 64, there are blocks for more multiprocessors."""
         sizes = [(queries, keys, 1) for queries in (128, 64) for keys in (64, 32)]
-        for config in (dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes):
+        for config in (dict(zip(KNOBS, values, strict=True)) for values in sizes):
             shape = self.shape(op, config)
             together = profile.blocks_at_once(shape.threads, MOST_REGISTERS, shape.shared_bytes)
             fills = shape.queries == 64 or _blocks(op, shape) >= profile.hardware.multiprocessors
@@ -63,12 +63,12 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
         return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
     def function(
-        self, op: AttentionOp, shape: MmaBlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
+        self, op: AttentionOp, shape: MmaBlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
     ) -> Expr:
         together = None
         if not op.any_step("function"):  # which take whatever there is
             together = occupancy_hint(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
-        return attention(op, shape, planned, MmaAttentionBlock, together)
+        return attention(op, shape, plan, MmaAttentionBlock, together)
 
 
 def _registers(op: AttentionOp, shape: MmaBlockShape) -> int:

@@ -37,7 +37,7 @@ class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
         """Two blocks are to share a multiprocessor, so that one multiplies while the other waits; many rows, since a
         thread multiplies each key and value by all of its own."""
         sizes = [(64, 64, 1), (64, 48, 1), (64, 32, 1), (32, 64, 1), (32, 32, 1), (32, 16, 1), (16, 16, 1)]
-        configs = [dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes]
+        configs = [dict(zip(KNOBS, values, strict=True)) for values in sizes]
         fitting = [config for config in configs if self.why_not_config(op, profile, config) is None]
         return next((config for config in fitting if self._together(op, profile, config) >= 2), fitting[-1])
 
@@ -58,10 +58,10 @@ class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
         return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
     def function(
-        self, op: AttentionOp, shape: Fp32BlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
+        self, op: AttentionOp, shape: Fp32BlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
     ) -> Expr:
         together = occupancy_hint(profile, shape.threads, _registers(shape) + _LIKED, shape.shared_bytes)
-        return attention(op, shape, planned, Fp32AttentionBlock, together)
+        return attention(op, shape, plan, Fp32AttentionBlock, together)
 
 
 def _registers(shape: Fp32BlockShape) -> int:

@@ -54,22 +54,22 @@ class BlockKeyRange:
         self.left = None if op.window is None or op.window.left is None else min(op.window.left, FAR)
         self.right = None if op.window is None or op.window.right is None else min(op.window.right, FAR)
 
-    def seen_by_any(self) -> tuple[Expr, Expr]:
+    def visible_to_any(self) -> tuple[Expr, Expr]:
         """(first, end): no row of the block sees a key outside."""
         return span(self.op.window, self.first_row, self.queries, self.q_length, self.kv_length)
 
-    def seen_by_all(self, first_key: Expr, count: int) -> Expr:
+    def visible_to_all(self, first_key: Expr, count: int) -> Expr:
         """Whether every row sees these keys, by all but the bits."""
-        return T.bool(False) if self.op.any_step("blind") else self.seen_by_place(first_key, count)
+        return T.bool(False) if self.op.any_step("blind") else self.visible_by_place(first_key, count)
 
-    def seen_by_place(self, first_key: Expr, count: int) -> Expr:
+    def visible_by_place(self, first_key: Expr, count: int) -> Expr:
         """Whether every row sees these keys, by all but the bits and what only the call knows."""
-        seen = first_key + count <= self.kv_length
+        visible = first_key + count <= self.kv_length
         if self.left is not None:
-            seen = T.And(seen, first_key >= self.first_row + self.shift + (self.queries - 1 - self.left))
+            visible = T.And(visible, first_key >= self.first_row + self.shift + (self.queries - 1 - self.left))
         if self.right is not None:
-            seen = T.And(seen, first_key + count <= self.first_row + self.shift + (self.right + 1))
-        return seen
+            visible = T.And(visible, first_key + count <= self.first_row + self.shift + (self.right + 1))
+        return visible
 
     def end_of(self, number: Expr) -> Expr:
         """The first key that a query does not see any more."""

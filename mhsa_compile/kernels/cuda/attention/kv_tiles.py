@@ -18,7 +18,7 @@ class KeyTiles:
         if self.visits is not None:
             self.count = self.visits.count
             return
-        first, end = key_range.seen_by_any()
+        first, end = key_range.visible_to_any()
         # Tiles are counted from key 0, wherever a window begins.
         self._first = materialize(T.truncdiv(first, T.int32(keys)))
         self.count = materialize(T.max(T.int32(0), T.truncdiv(end + (keys - 1), T.int32(keys)) - self._first))
@@ -29,13 +29,13 @@ class KeyTiles:
 
     def hides(self, turn: Expr, first_key: Expr) -> tuple[Expr | None, Expr]:
         """(the tile's row of bits, whether anything of it is hidden from any row)."""
-        seen = self.key_range.seen_by_all(first_key, self.keys)
+        visible = self.key_range.visible_to_all(first_key, self.keys)
         if self.visits is None:
-            return None, materialize(T.Not(seen), "bool")
+            return None, materialize(T.Not(visible), "bool")
         bits_row = self.visits.bits_row(turn)
         # The plan knows neither lengths nor what is counted from them.
         late = self.op.any_step("counts_keys") or self.op.window is not None or self.op.any_step("blind")
-        return bits_row, materialize(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
+        return bits_row, materialize(T.Or(bits_row >= 0, T.Not(visible)) if late else bits_row >= 0, "bool")
 
 
 def hides_values(op: AttentionOp, *, copied_to_length: bool) -> bool:

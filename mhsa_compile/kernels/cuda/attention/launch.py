@@ -95,7 +95,7 @@ class AttentionBlock(ABC, Generic[Shape]):
 def attention(
     op: AttentionOp,
     shape: Shape,
-    planned: CudaBlockSparsity | None,
+    plan: CudaBlockSparsity | None,
     block_type: type[AttentionBlock[Shape]],
     together: int | None,
 ) -> Expr:
@@ -104,11 +104,11 @@ def attention(
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op)
-            views = None if planned is None else plan_arguments(planned)
-            y, inputs = given.output(), given.inputs
-            tiles = ceil_div(given.q_length, shape.queries)
-            blocks = given.batch * T.int64(op.num_heads) * tiles
+            arguments = attention_arguments(op)
+            views = None if plan is None else plan_arguments(plan)
+            y, inputs = arguments.output(), arguments.inputs
+            tiles = ceil_div(arguments.q_length, shape.queries)
+            blocks = arguments.batch * T.int64(op.num_heads) * tiles
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", shape.threads) as thread,
@@ -127,8 +127,8 @@ def attention(
                 first_row = materialize(T.cast(turn * shape.queries, "int32"))
                 numbers, cells = block_type.layout(shape, place, first_row)
                 # 2. What they see, and what their scores are.
-                q_length, kv_length = materialize(T.cast(given.q_length, "int32")), keys_of(given, b)
-                parts = thread_parts(given, b, h)
+                q_length, kv_length = materialize(T.cast(arguments.q_length, "int32")), keys_of(arguments, b)
+                parts = thread_parts(arguments, b, h)
                 key_range = BlockKeyRange(
                     op, first_row, shape.queries, q_length=q_length, kv_length=kv_length, visits=visits
                 )

@@ -57,7 +57,7 @@ class ScoreMask:
         for part in self.masking:
             part.add(scores, tiles, first_key, self)
         # 2. Edges, where there are any.
-        with T.If(T.Not(self.key_range.seen_by_place(first_key, tiles * COLUMNS))), T.Then():
+        with T.If(T.Not(self.key_range.visible_by_place(first_key, tiles * COLUMNS))), T.Then():
             self._hide_by_place(scores, tiles, first_key, None, 0)
 
     def _hide_by_place(
@@ -90,8 +90,8 @@ class ScoreMask:
         count, row = last // WORD + 1, number - self.key_range.first_row
         words, shift = registers(count, "uint32"), T.cast(self.cells.first, "uint32")
         for w in range(count):
-            read = visits.bits[T.max(bits_row, T.int32(0)) + row, first_word + w]
-            set_register(words, w, T.if_then_else(bits_row >= 0, read >> shift, T.uint32(0xFFFFFFFF)))
+            word = visits.bits[T.max(bits_row, T.int32(0)) + row, first_word + w]
+            set_register(words, w, T.if_then_else(bits_row >= 0, word >> shift, T.uint32(0xFFFFFFFF)))
         return words
 
     def _masked(self, score: Expr, row: int, key: Expr) -> Expr:
@@ -106,5 +106,5 @@ class ScoreMask:
         return score
 
 
-def _select(seen: Expr, score: Expr) -> Expr:
-    return T.Select(seen, score, T.float32(-math.inf))
+def _select(visible: Expr, score: Expr) -> Expr:
+    return T.Select(visible, score, T.float32(-math.inf))

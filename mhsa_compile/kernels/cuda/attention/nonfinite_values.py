@@ -41,23 +41,23 @@ class BlockNonFiniteRepair:
         # The exponent's lowest bit: added to an exponent of all ones, it carries into the sign's place.
         step = exponent & -exponent
         self._exponents, self._steps = T.uint32(exponent * 0x10001), T.uint32(step * 0x10001)
-        self._words, self.found = registers(4, "uint32"), registers(1, "uint32")
+        self._words, self.nonfinite = registers(4, "uint32"), registers(1, "uint32")
 
     def look(self, slot: Expr, turn: Expr) -> None:
         """Looks through this thread's pieces of the tile of this turn, and notes the turn in the flag if any value is
         not finite. To be called when the pieces have arrived, and before the barrier after that."""
         self.find(slot, self.place.thread, self.threads)
-        with T.If(self.found[0] != T.uint32(0)), T.Then():
+        with T.If(self.nonfinite[0] != T.uint32(0)), T.Then():
             store(self.flag, [T.cast(turn, "uint32")])
 
     def find(self, slot: Expr, thread: Expr, threads: int) -> None:
-        """Looks through this thread's pieces, of so many threads'; `found` is 0 if all their values are finite."""
-        set_register(self.found, 0, T.uint32(0))
+        """Looks through this thread's pieces, of so many threads'; `nonfinite` is 0 if all their values are finite."""
+        set_register(self.nonfinite, 0, T.uint32(0))
 
         def piece(row: Expr, column: Expr) -> None:
             load(self._words, 0, 4, self.values.address(slot, row, column))
             for i in range(4):
-                set_register(self.found, 0, self.found[0] | self._infinite(self._words[i]))
+                set_register(self.nonfinite, 0, self.nonfinite[0] | self._infinite(self._words[i]))
 
         self.values.each_chunk(thread, threads, piece)
 
@@ -95,15 +95,17 @@ class BlockNonFiniteRepair:
         """O = O + v for every value v that is not finite and that a row sees. A loop over the keys, since what it is
         unrolled by takes registers from the loop that matters."""
         rows, key_tiles = 2 * row_tiles, keys // COLUMNS
-        seen = registers(rows, "uint32")
+        visible = registers(rows, "uint32")
         for first in range(0, keys, WORD):
             tiles = range(first // COLUMNS, min(first + WORD, keys) // COLUMNS)
             for row in range(rows):
-                self._note_seen(seen, row, [(n * COLUMNS - first, cell(row, key_tiles, n, 0)) for n in tiles], scores)
-            self._add_keys(slot, seen, rows, T.int32(first), T.int32(len(tiles) * COLUMNS), sums)
+                self._set_visible(
+                    visible, row, [(n * COLUMNS - first, cell(row, key_tiles, n, 0)) for n in tiles], scores
+                )
+            self._add_keys(slot, visible, rows, T.int32(first), T.int32(len(tiles) * COLUMNS), sums)
 
-    def _add_keys(self, slot: Expr, seen: Expr, rows: int, first: Expr, count: Expr, sums: Expr) -> None:
-        """Adds `count` keys from `first` on, of which row r sees those whose bits are set in seen[r]."""
+    def _add_keys(self, slot: Expr, visible: Expr, rows: int, first: Expr, count: Expr, sums: Expr) -> None:
+        """Adds `count` keys from `first` on, of which row r sees those whose bits are set in visible[r]."""
         value_tiles = padded(self.values.width) // COLUMNS
         with T.serial(count) as key:
             address = self._words_of(slot, key + first)
@@ -114,7 +116,7 @@ class BlockNonFiniteRepair:
                     for e, value in enumerate(unpack(self._words[0], self.dtype)):
                         for row in range(rows):
                             at = cell(row, value_tiles, n, e)
-                            sees = ((seen[row] >> T.cast(key, "uint32")) & T.uint32(1)) != T.uint32(0)
+                            sees = ((visible[row] >> T.cast(key, "uint32")) & T.uint32(1)) != T.uint32(0)
                             adds = T.And(sees, self._infinite_half(self._words[0], e))
                             set_register(sums, at, T.Select(adds, sums[at] + value, sums[at]))
 
@@ -122,17 +124,17 @@ class BlockNonFiniteRepair:
         """The address of this lane's word of a row's chunk, by the chunk's number."""
         return lambda chunk: self.values.address(slot, row, 2 * self.place.q + chunk * CHUNK)
 
-    def _note_seen(self, seen: Expr, row: int, cells: list[tuple[int, int]], scores: Expr) -> None:
-        """seen[row]: bit i, whether the row sees key i of 32. `cells`: the first key of a tile, and where its score
+    def _set_visible(self, visible: Expr, row: int, cells: list[tuple[int, int]], scores: Expr) -> None:
+        """visible[row]: bit i, whether the row sees key i of 32. `cells`: the first key of a tile, and where its score
         is."""
-        set_register(seen, row, T.uint32(0))
+        set_register(visible, row, T.uint32(0))
         for first, at in cells:
             for e in range(2):
                 bit = T.Select(scores[at + e] == T.float32(-math.inf), T.uint32(0), T.uint32(1 << first + e))
-                set_register(seen, row, seen[row] | bit)
+                set_register(visible, row, visible[row] | bit)
         # A lane has two keys of every eight; together the quad's words have all 32.
-        set_register(seen, row, seen[row] << T.cast(2 * self.place.q, "uint32"))
-        over_quad(seen, row, lambda a, b: a | b)
+        set_register(visible, row, visible[row] << T.cast(2 * self.place.q, "uint32"))
+        over_quad(visible, row, lambda a, b: a | b)
 
     def _infinite_half(self, word: Expr, half: int) -> Expr:
         exponent = T.uint32(EXPONENT[self.dtype] << 16 * half)

@@ -32,7 +32,7 @@ class Softmax:
 
     def __init__(self, rows: int, key_tiles: int, value_tiles: int, scores: RowScoreMods) -> None:
         self.rows, self.key_tiles, self.value_tiles, self.scores = range(rows), key_tiles, value_tiles, scores
-        self.scored = registers(rows * key_tiles * 2)  # S and then P: tile (m, n) from 4 (m key_tiles + n) on
+        self.acc_s = registers(rows * key_tiles * 2)  # S and then P: tile (m, n) from 4 (m key_tiles + n) on
         self.acc = registers(rows * value_tiles * 2)  # O
         self.row_max, self.row_sum = registers(rows), registers(rows)  # m and this thread's part of l
         self._rescale = registers(rows)  # from sums by the last m to those by the new one
@@ -51,7 +51,7 @@ class Softmax:
         for row in self.rows:
             set_register(new_max, row, T.float32(-math.inf))
             for a, b in self._pairs(row):  # in pairs, so that fewer wait for the one before
-                set_register(new_max, row, T.max(new_max[row], T.max(self.scored[a], self.scored[b])))
+                set_register(new_max, row, T.max(new_max[row], T.max(self.acc_s[a], self.acc_s[b])))
             over_quad(new_max, row, T.max)
             # Of plain products: the factor is positive then, so their maximum is that of the scores.
             row_max = materialize(new_max[row] * T.float32(self.scores.factor), "float32")
@@ -79,9 +79,9 @@ class Softmax:
             reference = zero_if_unseen(self.row_max[row])
             for pair in self._pairs(row):
                 for at in pair:
-                    exp2(self.scored, at, self.scored[at] * T.float32(self.scores.factor) - reference)
+                    exp2(self.acc_s, at, self.acc_s[at] * T.float32(self.scores.factor) - reference)
                 # Pairs first: half as many additions wait for the one before.
-                set_register(self.row_sum, row, self.row_sum[row] + (self.scored[pair[0]] + self.scored[pair[1]]))
+                set_register(self.row_sum, row, self.row_sum[row] + (self.acc_s[pair[0]] + self.acc_s[pair[1]]))
 
     def is_spoilt(self) -> Expr:
         """Whether anything that this thread has summed is NaN: then the sum of it all is, too."""

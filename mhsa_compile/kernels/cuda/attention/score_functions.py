@@ -32,7 +32,7 @@ class _CudaArithmetic:
     def vector(self, value: Value, lanes: int) -> Value:
         return value
 
-    def kept(self, value: Value) -> Value:
+    def bind(self, value: Value) -> Value:
         return Value(materialize(value.expr, value.dtype), value.dtype)
 
     def function(self, op: str, x: Value) -> Expr:
@@ -74,9 +74,9 @@ class RowFunction:
         known: dict[int, Value] = {}
         flags: list[Value] = []
         emission.emit(early, places, known, flags)
-        steps, kept = emission.function.steps, emission.arithmetic.kept
-        self._known = {n: value if steps[n].op == "constant" else kept(value) for n, value in known.items()}
-        self._flags = [kept(flag) for flag in flags]
+        steps, bind = emission.function.steps, emission.arithmetic.bind
+        self._known = {n: value if steps[n].op == "constant" else bind(value) for n, value in known.items()}
+        self._flags = [bind(flag) for flag in flags]
 
     def score(self, score: Expr, number: Expr) -> Expr:
         """What becomes of the score of this query and the key of this number, in units of log2 before and after; NaN
@@ -92,8 +92,8 @@ class RowFunction:
         key = self._key(number)
         score = materialize(score, "float32")
         known, holds = self._late({"kv_idx": key})
-        seen = known[len(self._emission.function.steps) - 1].expr
-        return self._where(holds, T.Select(seen, score, T.float32(-math.inf)))
+        visible = known[len(self._emission.function.steps) - 1].expr
+        return self._where(holds, T.Select(visible, score, T.float32(-math.inf)))
 
     def _key(self, number: Expr) -> Value:
         return Value(materialize(T.min(number, self._last_key)), "int32")

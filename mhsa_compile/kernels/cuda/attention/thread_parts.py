@@ -102,7 +102,7 @@ class ThreadPart:
         return None
 
 
-def thread_parts(given: AttentionArguments, b: Expr, heads: OfRows[Expr]) -> list[ThreadPart]:
+def thread_parts(arguments: AttentionArguments, b: Expr, heads: OfRows[Expr]) -> list[ThreadPart]:
     """The parts of all steps, in their order."""
-    tasks = [(step, ThreadTask(given.op, own, b, heads)) for step, own in given.steps()]
+    tasks = [(step, ThreadTask(arguments.op, own, b, heads)) for step, own in arguments.steps()]
     return [(step.cuda_rows or ThreadPart)(step, task) for step, task in tasks]

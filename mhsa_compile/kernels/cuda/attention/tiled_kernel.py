@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.common.static_mask import why_not_plan
-from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, planned_apart
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, separate_plan
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
@@ -55,7 +55,7 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
         """Why the threads of a block have too few registers."""
 
     @abstractmethod
-    def function(self, op: AttentionOp, shape: Shape, planned: CudaBlockSparsity | None, profile: CudaProfile) -> Expr:
+    def function(self, op: AttentionOp, shape: Shape, plan: CudaBlockSparsity | None, profile: CudaProfile) -> Expr:
         """The PrimFunc of an attention, whose blocks have these sizes."""
 
     def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
@@ -73,5 +73,5 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
 
     def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:
         shape = self.shape(op, config)
-        op, planned = planned_apart(op, shape.queries, shape.keys)
-        return Emitted(self.function(op, shape, planned, profile), constants=planned.arrays if planned else ())
+        op, plan = separate_plan(op, shape.queries, shape.keys)
+        return Emitted(self.function(op, shape, plan, profile), constants=plan.arrays if plan else ())

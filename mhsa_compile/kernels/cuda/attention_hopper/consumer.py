@@ -84,7 +84,7 @@ class AttentionConsumer:
         tiles = KeyTiles(self.op, visibility.key_range, self.shape.keys)
         before, item = materialize(self.tiles[0]), materialize(self.items[0])
         self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
-        self.scored, self.acc = self.softmax.scored, self.softmax.acc
+        self.acc_s, self.acc = self.softmax.acc_s, self.softmax.acc
         self.softmax.begin()
         self.memory.queries.wait_full(item)
         with T.If(tiles.count > 0), T.Then():
@@ -135,11 +135,11 @@ class AttentionConsumer:
         keys.wait_full(use)
         left = queries.by_rows(T.int32(0), self.group * words.ROWS)
         right = keys.tiles.by_rows(keys.slot(use))
-        words.pin(self.scored, self.shape.keys // 2)
+        words.pin(self.acc_s, self.shape.keys // 2)
         words.products_begin()
         for step in range(padded(self.shape.head_dim) // DEPTH):
             a, b = left + T.uint64(queries.row_step(step)), right + T.uint64(keys.tiles.row_step(step))
-            words.multiply_shared(self.scored, self.shape.keys, a, b, step > 0, self.op.dtype)
+            words.multiply_shared(self.acc_s, self.shape.keys, a, b, step > 0, self.op.dtype)
         words.products_end()
 
     def _multiply_values(self, use: Expr) -> None:
@@ -152,7 +152,7 @@ class AttentionConsumer:
         words.products_begin()
         for step in range(self.shape.keys // DEPTH):
             b = right + T.uint64(values.tiles.column_step(step))
-            words.multiply_held(self.acc, 8 * self.value_tiles, self.probs, 4 * step, b, self.op.dtype)
+            words.multiply_registers(self.acc, 8 * self.value_tiles, self.probs, 4 * step, b, self.op.dtype)
         words.products_end()
 
     def _pin_sums(self) -> None:
@@ -160,7 +160,7 @@ class AttentionConsumer:
 
     def _wait_keys(self, pending: int, use: Expr) -> None:
         words.products_wait(pending)
-        words.pin(self.scored, self.shape.keys // 2)
+        words.pin(self.acc_s, self.shape.keys // 2)
         self.memory.keys.release(use, self.place.lane)
 
     def _wait_values(self, use: Expr) -> None:
@@ -177,9 +177,9 @@ class AttentionConsumer:
         first_key = tiles.first_key(turn)
         bits_row, hides = tiles.hides(turn, first_key)
         # 1. P and l by the new maximum.
-        scores.convert(self.scored, self.key_tiles, first_key)
+        scores.convert(self.acc_s, self.key_tiles, first_key)
         with T.If(hides), T.Then():
-            visibility.hide(self.scored, self.key_tiles, first_key, bits_row)
+            visibility.hide(self.acc_s, self.key_tiles, first_key, bits_row)
         grows = self.softmax.update_max()
         self.softmax.softmax_step()
         # 2. O by it. The values are of use in a moment; that somebody may have to wait for them here keeps the compiler
@@ -193,7 +193,7 @@ class AttentionConsumer:
         for step in range(self.shape.keys // DEPTH):
             for i in range(4):
                 at = 4 * (2 * step + i // 2) + 2 * (i % 2)
-                pack(self.probs, 4 * step + i, self.scored[at], self.scored[at + 1], self.op.dtype)
+                pack(self.probs, 4 * step + i, self.acc_s[at], self.acc_s[at + 1], self.op.dtype)
         # 4. A prob of zero makes NaN of what is not finite.
         if hides_values(self.op, copied_to_length=False):
             with T.If(hides), T.Then():

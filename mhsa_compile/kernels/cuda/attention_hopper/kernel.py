@@ -77,13 +77,13 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
         return None
 
     def why_not_shape(self, op: AttentionOp, shape: HopperBlockShape) -> str | None:
-        needed, held = _registers(op, shape), REGISTERS[shape.consumers][1]
-        return f"{needed} registers of {held}" if needed > held else None
+        needed, available = _registers(op, shape), REGISTERS[shape.consumers][1]
+        return f"{needed} registers of {available}" if needed > available else None
 
     def function(
-        self, op: AttentionOp, shape: HopperBlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
+        self, op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
     ) -> Expr:
-        return attention(op, shape, planned, profile.hardware.multiprocessors)
+        return attention(op, shape, plan, profile.hardware.multiprocessors)
 
 
 def _registers(op: AttentionOp, shape: HopperBlockShape) -> int:

@@ -38,7 +38,7 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
     def look_together(self, slot: Expr) -> Expr:
         """Whether any of all the threads has found a value that is not finite, each in pieces of its own."""
         self.find(slot, self.place.thread, self.threads)
-        meet_any(self._any, self._barrier, self.threads, self.found[0])
+        meet_any(self._any, self._barrier, self.threads, self.nonfinite[0])
         return self._any[0] != T.uint32(0)
 
     def resolve_together(self, slot: Expr, sums: Expr, keys: int, hide: Callable[[Expr, int, Expr], None]) -> None:
@@ -46,14 +46,14 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
         `hide(scores, tiles, part)` makes -inf of the scores of the keys from 32 `part` on that are hidden."""
         tiles = WORD // COLUMNS
         with T.serial(T.int32(-(-keys // WORD))) as part:
-            scores, seen = registers(4 * tiles), registers(2, "uint32")
+            scores, visible = registers(4 * tiles), registers(2, "uint32")
             for at in range(4 * tiles):
                 set_register(scores, at, T.float32(0))
             hide(scores, tiles, part)
             for row in range(2):
-                self._note_seen(seen, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
+                self._set_visible(visible, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
             first = materialize(part * WORD)
-            self._add_keys(slot, seen, 2, first, materialize(T.min(T.int32(WORD), T.int32(keys) - first)), sums)
+            self._add_keys(slot, visible, 2, first, materialize(T.min(T.int32(WORD), T.int32(keys) - first)), sums)
         # All have added before anyone clears; named, since the warpgroup that copies does not come.
         meet(self._barrier, self.threads)
         self.clear(slot, self.place.thread, self.threads)

@@ -56,7 +56,7 @@ class Items:
 
     op: AttentionOp
     shape: HopperBlockShape
-    given: AttentionArguments
+    arguments: AttentionArguments
     views: list[Expr] | None
     schedule: Schedule
     block: Expr
@@ -81,9 +81,9 @@ class Items:
 
     def key_range(self, rows: ItemRows, b: Expr) -> BlockKeyRange:
         """Which keys an item's rows see."""
-        given = self.given
-        q_length = materialize(T.cast(given.q_length, "int32"))
-        kv_length = keys_of(given, T.cast(b, "int64"))
+        arguments = self.arguments
+        q_length = materialize(T.cast(arguments.q_length, "int32"))
+        kv_length = keys_of(arguments, T.cast(b, "int64"))
         return BlockKeyRange(
             self.op, rows.first, self.shape.queries, q_length=q_length, kv_length=kv_length, visits=rows.visits
         )
@@ -93,23 +93,21 @@ class Items:
         warps = self.shape.consumer_threads // WARP
         numbers = rows_of(place, rows.first, self.shape.queries, warps)
         cells = QuadFragment(place)
-        parts = thread_parts(self.given, T.cast(b, "int64"), T.cast(h, "int64"))
+        parts = thread_parts(self.arguments, T.cast(b, "int64"), T.cast(h, "int64"))
         return ScoreMask(self.key_range(rows, b), cells, numbers, parts)
 
 
-def attention(
-    op: AttentionOp, shape: HopperBlockShape, planned: CudaBlockSparsity | None, multiprocessors: int
-) -> Expr:
+def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity | None, multiprocessors: int) -> Expr:
     """The PrimFunc of an attention, whose blocks have the sizes `shape`."""
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op)
-            views = None if planned is None else plan_arguments(planned)
-            sizes = batch, q_length, _ = given.batch, given.q_length, given.kv_length
+            arguments = attention_arguments(op)
+            views = None if plan is None else plan_arguments(plan)
+            sizes = batch, q_length, _ = arguments.batch, arguments.q_length, arguments.kv_length
             # 1. The operands as the copy engine sees them.
-            *loaded, output = _tensors(shape, given, given.output())
+            *loaded, output = _tensors(shape, arguments, arguments.output())
             tiles = ceil_div(q_length, shape.queries)
             # One a multiprocessor, which goes from item to item.
             blocks = T.min(batch * T.int64(op.num_heads) * tiles, T.int64(multiprocessors))
@@ -126,7 +124,7 @@ def attention(
                 # No one is to arrive at an mbarrier that is not there yet.
                 barrier()
                 schedule = scheduled(op, sizes, shape.queries, multiprocessors)
-                items = Items(op, shape, given, views, schedule, materialize(T.cast(block, "int32")))
+                items = Items(op, shape, arguments, views, schedule, materialize(T.cast(block, "int32")))
                 # 3. The roles.
                 # The thread that copies needs few registers; those that compute take the rest.
                 few, many = REGISTERS[shape.consumers]
@@ -142,12 +140,12 @@ def attention(
     return builder.get()
 
 
-def _tensors(shape: HopperBlockShape, given: AttentionArguments, y: Expr) -> list[Tensor]:
+def _tensors(shape: HopperBlockShape, arguments: AttentionArguments, y: Expr) -> list[Tensor]:
     """Q, K and V in boxes of the tiles that are loaded, Y in those of one warp. Where there is no query, nothing is
     launched, so no map is filled in; where there is no key, those of K and V are of what is there."""
-    op, batch, q_length, kv_length = given.op, given.batch, given.q_length, given.kv_length
+    op, batch, q_length, kv_length = arguments.op, arguments.batch, arguments.q_length, arguments.kv_length
     H, G, E, F = (T.int64(size) for size in (op.num_heads, op.num_kv_heads, op.head_dim, op.v_head_dim))
-    Q, K, V = (given.inputs[place.buffer] for place in (op.query, op.key, op.value))
+    Q, K, V = (arguments.inputs[place.buffer] for place in (op.query, op.key, op.value))
     query = Tensor("query", Q, op.query, (batch, q_length, H, E), shape.queries)
     key = Tensor("key", K, op.key, (batch, kv_length, G, E), shape.keys)
     value = Tensor("value", V, op.value, (batch, kv_length, G, F), shape.keys)

@@ -48,13 +48,13 @@ CHUNK = 4  # columns that a thread writes at a time
 class Arrays:
     """The arguments of the kernel. `workspace` is (slots, rows, words of a result), float32."""
 
-    given: AttentionArguments
+    arguments: AttentionArguments
     y: Expr
     workspace: Expr
 
     def element(self, place: HeadLayout, width: int, b: Expr, head: Expr) -> Element:
         """Elements of one head of an input by row and column."""
-        return elements(self.given.inputs[place.buffer], place, width, T.cast(b, "int64"), T.cast(head, "int64"))
+        return elements(self.arguments.inputs[place.buffer], place, width, T.cast(b, "int64"), T.cast(head, "int64"))
 
 
 class DecodeBlock:
@@ -103,7 +103,7 @@ class DecodeBlock:
         # 2. One tile of the warp's after the other.
         with T.serial(count) as turn:
             slot, first_key = self._slot(turn), materialize(self._first_key(part, turn))
-            hides = materialize(T.Not(visibility.key_range.seen_by_all(first_key, shape.keys)), "bool")
+            hides = materialize(T.Not(visibility.key_range.visible_to_all(first_key, shape.keys)), "bool")
             # One group of copies a turn; those of the tiles behind this one may still be under way.
             smem_pipeline.wait(shape.stages - 2)
             if shape.hides_values:
@@ -127,7 +127,7 @@ class DecodeBlock:
         queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
         b = T.cast(part.b, "int64")
         cells = self.warp.cells(T.And(self.place.warp == 0, part.begins))
-        parts = thread_parts(self.arrays.given, b, heads)
+        parts = thread_parts(self.arrays.arguments, b, heads)
         key_range = BlockKeyRange(
             self.op, T.int32(0), L, q_length=T.int32(L), kv_length=part.entry.kv_length, visits=None
         )
@@ -194,7 +194,7 @@ class DecodeBlock:
             with T.If(number < total), T.Then():
                 row = materialize(T.truncdiv(number, T.int32(chunks)))
                 column = materialize(T.truncmod(number, T.int32(chunks)) * CHUNK)
-                row_max, row_sum, sums = self.area.joined(row, column, CHUNK)
+                row_max, row_sum, sums = self.area.merge(row, column, CHUNK)
                 with T.If(whole):
                     with T.Then():
                         query, head = self._row(part, row)

@@ -124,5 +124,5 @@ class DecodeBlockShape:
             return self.rows * (2 * self.columns_of_lane + 4 + self.terms) + rest
         if self.row_tiles > 2 and self.hides_values:
             rest += 16 * self.row_tiles
-        held = 4 * self.row_tiles if self.shares_queries else self._query_words
-        return self.row_tiles * ((padded(self.v_head_dim) + self.keys + 16) // 4 + 4 * self.terms) + held + rest
+        query_words = 4 * self.row_tiles if self.shares_queries else self._query_words
+        return self.row_tiles * ((padded(self.v_head_dim) + self.keys + 16) // 4 + 4 * self.terms) + query_words + rest

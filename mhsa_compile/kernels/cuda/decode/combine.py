@@ -61,8 +61,8 @@ def _combine_row(
     words = CHUNK + 2
     pool = T.alloc_buffer((groups * chunks * words,), "float32", scope="shared.dyn")
     # A view: TVM would make the buffer itself as small as it thinks to be enough.
-    left = T.decl_buffer((groups, chunks, words), "float32", data=pool.data, scope="shared.dyn")
-    joined, read, statistics = JoinedResults(CHUNK), registers(words), registers(2)
+    partials = T.decl_buffer((groups, chunks, words), "float32", data=pool.data, scope="shared.dyn")
+    results, result, statistics = JoinedResults(CHUNK), registers(words), registers(2)
     with T.If(group < groups), T.Then():
         # 1. Every so manieth result.
         with T.serial(T.truncdiv(count - group + (groups - 1), T.int32(groups))) as turn:
@@ -72,16 +72,16 @@ def _combine_row(
             )
             at = [slot, T.cast(row, "int64")]
             load(statistics, 0, 2, T.address_of(arrays.workspace[(*at, T.int64(shape.v_head_dim))]), "global")
-            load(read, 0, CHUNK, T.address_of(arrays.workspace[(*at, T.cast(column, "int64"))]), "global")
-            joined.add(statistics[0], statistics[1], [read[i] for i in range(CHUNK)])
-        for i, value in enumerate([joined.row_max, joined.row_sum, *joined.sums]):
-            store(T.address_of(left[group, chunk, T.int32(i)]), [value])
+            load(result, 0, CHUNK, T.address_of(arrays.workspace[(*at, T.cast(column, "int64"))]), "global")
+            results.add(statistics[0], statistics[1], [result[i] for i in range(CHUNK)])
+        for i, value in enumerate([results.row_max, results.row_sum, *results.sums]):
+            store(T.address_of(partials[group, chunk, T.int32(i)]), [value])
     barrier()
     # 2. All groups'.
     with T.If(group == 0), T.Then():
         # In a fixed order, so that results are the same every time.
         for other in range(1, groups):
             for i in range(words):
-                load(read, i, 1, T.address_of(left[T.int32(other), chunk, T.int32(i)]))
-            joined.add(read[0], read[1], [read[2 + i] for i in range(CHUNK)])
-        write(op, arrays.y, *out, column, joined.row_sum, joined.sums)
+                load(result, i, 1, T.address_of(partials[T.int32(other), chunk, T.int32(i)]))
+            results.add(result[0], result[1], [result[2 + i] for i in range(CHUNK)])
+        write(op, arrays.y, *out, column, results.row_sum, results.sums)

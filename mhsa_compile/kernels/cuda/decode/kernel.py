@@ -102,13 +102,13 @@ def _decode(op: AttentionOp, shape: DecodeBlockShape, blocks: int, count: int) -
         with T.prim_func():
             T.func_name("decode")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op)
-            y = given.output()
+            arguments = attention_arguments(op)
+            y = arguments.output()
             slots = [T.int64(size) for size in (2 * count, shape.rows, shape.result_pitch)]
-            arrays = Arrays(given, y, argument("workspace", slots, "float32"))
+            arrays = Arrays(arguments, y, argument("workspace", slots, "float32"))
 
             def shares(lane: Expr) -> CudaSplitKv:
-                return CudaSplitKv(given, lane, piece=shape.piece, count=count)
+                return CudaSplitKv(arguments, lane, piece=shape.piece, count=count)
 
             with (
                 T.launch_thread("blockIdx.x", T.int64(count)) as block,

@@ -41,7 +41,7 @@ class WarpNonFiniteRepair:
         """Looks for values that are not finite in this lane's pieces of the tile, and tells all lanes whether any of
         them found one. To be called when the pieces have arrived."""
         self.pieces.find(slot, self.place.lane, WARP)
-        over_warp(self.pieces.found, 0, lambda a, b: a | b)
+        over_warp(self.pieces.nonfinite, 0, lambda a, b: a | b)
 
     def resolve(
         self,
@@ -54,16 +54,16 @@ class WarpNonFiniteRepair:
         """Adds the values of the tile, of `tiles` times 8 keys, that are not finite to the sums of the rows that see
         them, and makes them zeros, if `look` found any. `add(row, tile of columns, half of it, value)` adds one to the
         sums of a lane's `rows`; `sees(row, n)` is whether one sees key 8 n + g."""
-        with T.If(self.pieces.found[0] != T.uint32(0)), T.Then():
+        with T.If(self.pieces.nonfinite[0] != T.uint32(0)), T.Then():
             for n in range(tiles):
                 with T.serial(T.int32(8)) as turn:
                     holder = materialize(turn * 4 + self.place.q)
-                    seen = [self._of_lane(sees(row, n), holder) for row in range(rows)]
+                    visible = [self._of_lane(sees(row, n), holder) for row in range(rows)]
                     for tile in range(padded(self.values.width) // ROWS):
                         for half in range(2):
                             value = self._value(slot, turn + 8 * n, self.place.g + (tile * ROWS + 8 * half))
                             for row in range(rows):
-                                add(row, tile, half, T.Select(seen[row], value, T.float32(0)))
+                                add(row, tile, half, T.Select(visible[row], value, T.float32(0)))
             warp_barrier()
             self.pieces.clear(slot, self.place.lane, WARP)
             warp_barrier()

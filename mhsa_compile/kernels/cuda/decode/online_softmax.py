@@ -41,17 +41,17 @@ class Area:
         """Puts a row's maximum and the sum of its probs; several threads may put the same."""
         store(self.address(self._word(self.warp, row) + self.shape.v_head_dim), [row_max, row_sum])
 
-    def joined(self, row: Expr, column: Expr, count: int) -> tuple[Expr, Expr, list[Expr]]:
+    def merge(self, row: Expr, column: Expr, count: int) -> tuple[Expr, Expr, list[Expr]]:
         """(m, l, `count` columns of O) of a row, of all warps together."""
-        joined, found = JoinedResults(count), registers(2)
+        results, statistics = JoinedResults(count), registers(2)
         sums = registers(count)
         # In the order of the warps, so that results are the same every time.
         for warp in range(self.shape.warps):
             word = materialize(self._word(T.int32(warp), row))
-            load(found, 0, 2, self.address(word + self.shape.v_head_dim))
+            load(statistics, 0, 2, self.address(word + self.shape.v_head_dim))
             load(sums, 0, count, self.address(word + column))
-            joined.add(found[0], found[1], [sums[i] for i in range(count)])
-        return joined.row_max, joined.row_sum, joined.sums
+            results.add(statistics[0], statistics[1], [sums[i] for i in range(count)])
+        return results.row_max, results.row_sum, results.sums
 
 
 class JoinedResults:

@@ -57,11 +57,11 @@ class SplitPart:
 class CudaSplitKv:
     """`count` shares. Numbers are int32: there are fewer than 2^31 pieces. All lanes of a warp have to ask together."""
 
-    def __init__(self, given: AttentionArguments, lane: Expr, *, piece: int, count: int) -> None:
-        op = self.op = given.op
+    def __init__(self, arguments: AttentionArguments, lane: Expr, *, piece: int, count: int) -> None:
+        op = self.op = arguments.op
         assert isinstance(op.q_length, int)
-        self.given, self.lane, self.piece = given, lane, piece
-        self.batch = materialize(T.cast(given.batch, "int32"))
+        self.arguments, self.lane, self.piece = arguments, lane, piece
+        self.batch = materialize(T.cast(arguments.batch, "int32"))
         self.heads = op.num_kv_heads
         self.alike = None if op.any_step("counts_keys") else self._entry(T.int64(0))
         total = self._sum() if self.alike is None else self.batch * self.heads * self.alike.pieces
@@ -129,7 +129,7 @@ class CudaSplitKv:
 
     def _entry(self, b: Expr) -> SplitEntry:
         assert isinstance(self.op.q_length, int)
-        keys, rows = keys_of(self.given, b), self.op.q_length
+        keys, rows = keys_of(self.arguments, b), self.op.q_length
         first, end = span(self.op.window, T.int32(0), rows, T.int32(rows), keys)
         # One that sees no key has a piece as well: somebody must write its zeros.
         pieces = materialize(T.max(T.int32(1), T.truncdiv(end - first + (self.piece - 1), T.int32(self.piece))))

@@ -57,10 +57,10 @@ class SimtWarp:
         self.turn = materialize(T.truncdiv(place.lane, T.int32(self.sharers)))  # among those that share its columns
         self.chunks = -(-chunks // self.sharers)
         R = shape.rows
-        self.scored, self.rescale = registers(R), registers(R)
+        self.acc_s, self.rescale = registers(R), registers(R)
         self.acc, self.added = (registers(R * self.chunks * CHUNK) for _ in range(2))
         self.row_max, self.row_sum = registers(R), registers(R)
-        self.left, self.right, self.read = registers(CHUNK), registers(CHUNK), registers(self.chunks * CHUNK)
+        self.left, self.right, self.value_row = registers(CHUNK), registers(CHUNK), registers(self.chunks * CHUNK)
 
     def cells(self, counts: Expr) -> Fragment:
         return StridedCells(self.key, 1, T.And(self.key == 0, counts))
@@ -85,9 +85,9 @@ class SimtWarp:
         # 1. S = Q K^T, the lanes of a key each a part, then all the sum.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
-        scores.convert(self.scored, 1, first_key)
+        scores.convert(self.acc_s, 1, first_key)
         with T.If(hides), T.Then():
-            visibility.hide(self.scored, 1, first_key, None)
+            visibility.hide(self.acc_s, 1, first_key, None)
         for row in range(self.shape.rows):
             self._weigh(row, scores.factor, hides)
         # 3. O = O + P V.
@@ -116,7 +116,7 @@ class SimtWarp:
     def _multiply_keys(self, slot: Expr) -> None:
         E = self.shape.head_dim
         for row in range(self.shape.rows):
-            set_register(self.scored, row, T.float32(0))
+            set_register(self.acc_s, row, T.float32(0))
         steps = -(-E // (CHUNK * self.lanes))
         for step in range(steps):
             column = (self.part + step * self.lanes) * CHUNK
@@ -128,29 +128,29 @@ class SimtWarp:
         for row in range(self.shape.rows):
             apart = 1
             while apart < self.lanes:
-                set_register(self.scored, row, self.scored[row] + exchanged(self.scored[row], apart))
+                set_register(self.acc_s, row, self.acc_s[row] + exchanged(self.acc_s[row], apart))
                 apart *= 2
 
     def _multiply_chunk(self, slot: Expr, column: Expr) -> None:
         load(self.left, 0, CHUNK, self.keys.address(slot, self.key, column))
         for row in range(self.shape.rows):
             load(self.right, 0, CHUNK, self.queries.address(T.int32(0), T.int32(row), column))
-            sums = self.scored[row]
+            sums = self.acc_s[row]
             for i in range(CHUNK):
                 sums = sums + self.left[i] * self.right[i]
-            set_register(self.scored, row, sums)
+            set_register(self.acc_s, row, sums)
 
     def _weigh(self, row: int, factor: float, hides: Expr) -> None:
         """A lane's score of a row becomes its prob, or HIDDEN in a tile that hides anything."""
-        hidden = materialize(T.And(hides, self.scored[row] == T.float32(-math.inf)), "bool")
+        hidden = materialize(T.And(hides, self.acc_s[row] == T.float32(-math.inf)), "bool")
         row_max = registers(1)
-        set_register(row_max, 0, self.scored[row])
+        set_register(row_max, 0, self.acc_s[row])
         over_warp(row_max, 0, T.max, step=self.lanes)
         origin = update_row_max(row_max[0] * T.float32(factor), self.row_max, self.row_sum, self.rescale, row)
-        exp2(self.scored, row, self.scored[row] * T.float32(factor) - origin)
-        set_register(self.row_sum, row, self.row_sum[row] + self.scored[row])
+        exp2(self.acc_s, row, self.acc_s[row] * T.float32(factor) - origin)
+        set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[row])
         if self.shape.hides_values:
-            set_register(self.scored, row, T.Select(hidden, T.float32(HIDDEN), self.scored[row]))
+            set_register(self.acc_s, row, T.Select(hidden, T.float32(HIDDEN), self.acc_s[row]))
 
     def _add_values(self, slot: Expr, *, hides: bool) -> None:
         """The sum of the tile first: so there are no sums of very many terms."""
@@ -162,12 +162,12 @@ class SimtWarp:
             for chunk in range(self.chunks):
                 # A lane without such columns reads others, and writes nothing.
                 column = T.min(self._column(chunk), T.int32(self.shape.v_head_dim - CHUNK))
-                load(self.read, chunk * CHUNK, CHUNK, self.values.address(slot, key, column))
+                load(self.value_row, chunk * CHUNK, CHUNK, self.values.address(slot, key, column))
             for row in range(self.shape.rows):
                 # All lanes of a key have its prob; the first one is asked.
-                prob = materialize(from_lane(self.scored[row], key * self.lanes), "float32")
+                prob = materialize(from_lane(self.acc_s[row], key * self.lanes), "float32")
                 for i in range(width):
-                    term = prob * self.read[i]
+                    term = prob * self.value_row[i]
                     # 0 * NaN would be NaN.
                     term = T.Select(prob < T.float32(0), T.float32(0), term) if hides else term
                     set_register(self.added, row * width + i, self.added[row * width + i] + term)

@@ -78,15 +78,15 @@ class TensorWarp:
         self.shape, self.place, self.keys, self.values, self.dtype = shape, place, keys, values, dtype
         self.queries = queries
         self.row_tiles = shape.row_tiles
-        self.held = 2 * self.row_tiles
-        self.numbers = [2 * place.q + (8 * (row // 2) + row % 2) for row in range(self.held)]
+        self.thread_rows = 2 * self.row_tiles
+        self.numbers = [2 * place.q + (8 * (row // 2) + row % 2) for row in range(self.thread_rows)]
         self.rows = tuple(materialize(self._existing(number)) for number in self.numbers)
         self.tiles, self.value_tiles = shape.keys // 8, padded(shape.v_head_dim) // ROWS
         self.depth_steps = padded(shape.head_dim) // DEPTH
         self.layout = _Cells(place, self.row_tiles, T.bool(True))
-        self.scored = registers(2 * self.tiles * self.row_tiles)
+        self.acc_s = registers(2 * self.tiles * self.row_tiles)
         self.acc = registers(4 * self.value_tiles * self.row_tiles)
-        self.row_max, self.row_sum, self.rescale = (registers(self.held) for _ in range(3))
+        self.row_max, self.row_sum, self.rescale = (registers(self.thread_rows) for _ in range(3))
         held_steps = self.depth_steps if queries is None else 2
         self.query_words, self.words = registers(2 * self.row_tiles * held_steps, "uint32"), registers(4, "uint32")
         self.probs = registers(2, "uint32")
@@ -110,7 +110,7 @@ class TensorWarp:
             self._share_queries(self.queries, query)
         for at in range(4 * self.value_tiles * self.row_tiles):
             set_register(self.acc, at, T.float32(0))
-        for row in range(self.held):
+        for row in range(self.thread_rows):
             scores.begin(self.row_max, self.row_sum, row)
 
     def look(self, slot: Expr) -> None:
@@ -121,17 +121,17 @@ class TensorWarp:
         # 1. S^T = K Q^T.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
-        scores.convert(self.scored, self.tiles, first_key)
+        scores.convert(self.acc_s, self.tiles, first_key)
         with T.If(hides), T.Then():
-            visibility.hide(self.scored, self.tiles, first_key, None)
-        references = [self._reference(row, scores.factor) for row in range(self.held)]
+            visibility.hide(self.acc_s, self.tiles, first_key, None)
+        references = [self._reference(row, scores.factor) for row in range(self.thread_rows)]
         if self.shape.hides_values:
             with T.If(hides), T.Then():
-                self.repair.resolve(slot, self.held, self.tiles, self._sees, self._add_value)
-        for row in range(self.held):
+                self.repair.resolve(slot, self.thread_rows, self.tiles, self._sees, self._add_value)
+        for row in range(self.thread_rows):
             for at in self._places(row):
-                exp2(self.scored, at, self.scored[at] * T.float32(scores.factor) - references[row])
-                set_register(self.row_sum, row, self.row_sum[row] + self.scored[at])
+                exp2(self.acc_s, at, self.acc_s[at] * T.float32(scores.factor) - references[row])
+                set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[at])
         # 3. O^T = O^T + V^T P^T.
         self._multiply_values(slot)
 
@@ -192,14 +192,14 @@ class TensorWarp:
         lane = self.place.lane
         row, column = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16)) * 8
         for at in range(2 * self.tiles * self.row_tiles):
-            set_register(self.scored, at, T.float32(0))
+            set_register(self.acc_s, at, T.float32(0))
         for step in range(self.depth_steps):
             b = [self._query_words(step, tile) for tile in range(self.row_tiles)]
             for m in range(self.shape.keys // ROWS):
                 load_matrices(self.words, 0, self.keys.address(slot, row + m * ROWS, column + step * DEPTH))
                 for tile in range(self.row_tiles):
                     at = 4 * (m * self.row_tiles + tile)
-                    multiply_add(self.scored, at, self.words, 0, self.query_words, b[tile], self.dtype)
+                    multiply_add(self.acc_s, at, self.words, 0, self.query_words, b[tile], self.dtype)
 
     def _multiply_values(self, slot: Expr) -> None:
         lane = self.place.lane
@@ -210,7 +210,7 @@ class TensorWarp:
             for tile in range(self.row_tiles):
                 for half in range(2):
                     at = 4 * (m * self.row_tiles + tile) + 2 * half
-                    pack(self.probs, half, self.scored[at], self.scored[at + 1], self.dtype)
+                    pack(self.probs, half, self.acc_s[at], self.acc_s[at + 1], self.dtype)
                     # A word of C has two rows at one key; the right operand wants one row at two keys.
                     transpose(probs, 2 * tile + half, self.probs[half])
             for v in range(self.value_tiles):
@@ -226,7 +226,7 @@ class TensorWarp:
         row_max = registers(1)
         set_register(row_max, 0, T.float32(-math.inf))
         for at in self._places(row):
-            set_register(row_max, 0, T.max(row_max[0], self.scored[at]))
+            set_register(row_max, 0, T.max(row_max[0], self.acc_s[at]))
         over_warp(row_max, 0, T.max, step=4)
         sums = [self._sum(row, tile, half) for tile in range(self.value_tiles) for half in range(2)]
         origin = update_row_max(row_max[0] * T.float32(factor), self.row_max, self.row_sum, self.rescale, row)
@@ -243,7 +243,7 @@ class TensorWarp:
 
     def _sees(self, row: int, number: int) -> Expr:
         """Whether a row sees the key of this lane's cell `number`, once what is hidden is -inf."""
-        return T.Not(self.scored[self.layout.at(row, self.tiles, number)] == T.float32(-math.inf))
+        return T.Not(self.acc_s[self.layout.at(row, self.tiles, number)] == T.float32(-math.inf))
 
     def _add_value(self, row: int, tile: int, half: int, value: Expr) -> None:
         at = self._sum(row, tile, half)

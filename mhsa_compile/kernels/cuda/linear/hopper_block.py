@@ -86,11 +86,11 @@ class HopperShape:
 
 def matrix_map(name: str, first: Expr, dims: Sequence[Expr], pitch: int, box: tuple[int, int], dtype: str) -> Expr:
     """A matrix as the copy engine sees it: `dims` are its columns and rows, `pitch` the elements from row to row."""
-    made = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
-    T.Bind(T.tvm_stack_alloca("tensormap", 1), var=made)
+    tensor_map = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
+    T.Bind(T.tvm_stack_alloca("tensormap", 1), var=tensor_map)
     T.evaluate(
         T.tensormap_encode_tiled(
-            made,
+            tensor_map,
             T.address_of(first),
             *dims,
             T.int64(pitch * ELEMENT),
@@ -102,7 +102,7 @@ def matrix_map(name: str, first: Expr, dims: Sequence[Expr], pitch: int, box: tu
             l2_promotion=2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B: what one row of a box has
         )
     )
-    return made
+    return tensor_map
 
 
 class LinearSharedMemory:
@@ -145,19 +145,19 @@ class LinearConsumer:
         self.dtype, self.shape, self.memory, self.place = dtype, shape, memory, place
         self.bias, self.output = bias, output
         self.group = materialize(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
-        self.held = shape.columns // 2  # sums of a thread
-        self.sums, self.words = registers(self.held), registers(3, "uint32")
+        self.thread_sums = shape.columns // 2  # sums of a thread
+        self.sums, self.words = registers(self.thread_sums), registers(3, "uint32")
 
     def part(self, turns: int, row: Expr, column: Expr, before: Expr) -> None:
         ring, memory, lane = self.memory.ring, self.memory, self.place.lane
-        for at in range(self.held):
+        for at in range(self.thread_sums):
             set_register(self.sums, at, T.float32(0))
         with T.serial(T.int32(turns)) as turn:
             use = materialize(before + turn)
             ring.wait_full(use)
             slot = ring.slot(use)
             left, right = memory.x.by_rows(slot, self.group * words.ROWS), memory.weight.by_rows(slot)
-            words.pin(self.sums, self.held)
+            words.pin(self.sums, self.thread_sums)
             words.products_begin()
             for step in range(self.shape.depth // DEPTH):
                 a, b = left + T.uint64(memory.x.row_step(step)), right + T.uint64(memory.weight.row_step(step))
@@ -168,7 +168,7 @@ class LinearConsumer:
             with T.If(turn > 0), T.Then():
                 ring.release(use - 1, lane)
         words.products_wait(0)
-        words.pin(self.sums, self.held)
+        words.pin(self.sums, self.thread_sums)
         ring.release(before + (turns - 1), lane)
         self._write(row, column)
 

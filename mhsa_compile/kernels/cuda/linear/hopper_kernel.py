@@ -119,14 +119,14 @@ class HopperLinearKernel:
         return Emitted(linear_function(op, packed(op, None), body), pack(op, None), packed(op, None))
 
 
-def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, given: Arguments) -> None:
-    K, N, rows = T.int64(op.in_features), T.int64(op.out_features), given.rows
-    nowhere = [0] * (len(given.x.shape) - 1)
+def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, arguments: Arguments) -> None:
+    K, N, rows = T.int64(op.in_features), T.int64(op.out_features), arguments.rows
+    nowhere = [0] * (len(arguments.x.shape) - 1)
     # 1. The operands as the copy engine sees them; y by the rows of a warp.
     maps = (
-        matrix_map("x", given.x[(*nowhere, 0)], (K, rows), op.in_features, (PANEL, shape.rows), op.dtype),
-        matrix_map("weight", given.weight[0, 0], (K, N), op.in_features, (PANEL, shape.columns), op.dtype),
-        matrix_map("y", given.y[(*nowhere, 0)], (N, rows), op.pitch, (PANEL, ROWS), op.dtype),
+        matrix_map("x", arguments.x[(*nowhere, 0)], (K, rows), op.in_features, (PANEL, shape.rows), op.dtype),
+        matrix_map("weight", arguments.weight[0, 0], (K, N), op.in_features, (PANEL, shape.columns), op.dtype),
+        matrix_map("y", arguments.y[(*nowhere, 0)], (N, rows), op.pitch, (PANEL, ROWS), op.dtype),
     )
     parts = T.truncdiv(rows + (shape.rows - 1), T.int64(shape.rows)) * T.int64(-(-op.out_features // shape.columns))
     # One a multiprocessor, which goes from part to part.
@@ -163,7 +163,7 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, given: Argum
             with T.Else():
                 words.take_registers(many)
                 consumer = LinearConsumer(
-                    op.dtype, shape, memory, ThreadIndex(materialize(thread - words.WARPGROUP)), given.bias, maps[2]
+                    op.dtype, shape, memory, ThreadIndex(materialize(thread - words.WARPGROUP)), arguments.bias, maps[2]
                 )
                 each_part(lambda row, column, before: consumer.part(turns, row, column, before))
                 consumer.end()

@@ -48,8 +48,8 @@ def pack(op: LinearOp, width: int | None) -> Expr:
                     T.buffer_store(weight, weights[i][tuple(index)], [row, column])
 
                 def copy_bias(i: int, own: Expr) -> None:
-                    given = biases[i]
-                    T.buffer_store(bias, T.float32(0) if given is None else wide(given[own]), [number])
+                    source = biases[i]
+                    T.buffer_store(bias, T.float32(0) if source is None else wide(source[own]), [number])
 
                 with T.If(number < T.int64(size * inner)), T.Then():
                     _of_feature(op, feature, copy)

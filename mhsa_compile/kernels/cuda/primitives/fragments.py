@@ -11,8 +11,8 @@ OfRows: TypeAlias = Held | tuple[Held, ...] | None
 """What all rows of a thread have, or what each of them has, where they are of several heads; or nothing."""
 
 
-def of_row(held: OfRows[Held], row: int) -> Held | None:
-    return held[row] if isinstance(held, tuple) else held
+def of_row(values: OfRows[Held], row: int) -> Held | None:
+    return values[row] if isinstance(values, tuple) else values
 
 
 class Fragment(Protocol):

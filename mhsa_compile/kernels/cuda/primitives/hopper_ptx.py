@@ -59,9 +59,9 @@ def announce(number: Expr, threads: int) -> None:
     T.evaluate(T.ptx["bar.arrive"](number, T.uint32(threads)))
 
 
-def meet_any(found: Expr, number: Expr, threads: int, word: Expr) -> None:
-    """found[0] = 1 if the word is not zero for any of those who meet, else 0."""
-    T.evaluate(T.ptx["bar.red.or.pred"](found[0], number, T.uint32(threads), T.ptx.pred(word)))
+def meet_any(result: Expr, number: Expr, threads: int, word: Expr) -> None:
+    """result[0] = 1 if the word is not zero for any of those who meet, else 0."""
+    T.evaluate(T.ptx["bar.red.or.pred"](result[0], number, T.uint32(threads), T.ptx.pred(word)))
 
 
 # The copy engine.
@@ -119,7 +119,7 @@ def multiply_shared(c: Expr, columns: int, a: Expr, b: Expr, adds: bool, dtype: 
     T.evaluate(_product(columns, dtype)(*_all(c, columns // 2), a, b, T.bool(adds), 1, 1, 0, 0))
 
 
-def multiply_held(c: Expr, columns: int, a: Expr, at: int, b: Expr, dtype: str) -> None:
+def multiply_registers(c: Expr, columns: int, a: Expr, at: int, b: Expr, dtype: str) -> None:
     """C += A B: A (64, 16) in the four words from a[at] on, B (16, columns) by a descriptor, columns in a row."""
     words = [a[at + i] for i in range(4)]
     # C is added to; A and B as they are, not negated; B is transposed.

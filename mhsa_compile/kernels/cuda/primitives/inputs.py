@@ -33,9 +33,9 @@ def wide(element: Expr) -> Expr:
     return element if element.ty.dtype == "float32" else T.cast(element, "float32")
 
 
-def keys_of(given: AttentionArguments, b: Expr) -> Expr:
+def keys_of(arguments: AttentionArguments, b: Expr) -> Expr:
     """How many keys batch entry b has, int32."""
-    return materialize(T.cast(given.keys(b), "int32"))
+    return materialize(T.cast(arguments.keys(b), "int32"))
 
 
 def elements(buffer: Expr, place: HeadLayout, head_dim: int, b: Expr, head: Expr) -> Element:

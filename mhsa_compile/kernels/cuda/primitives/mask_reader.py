@@ -61,17 +61,17 @@ class MaskReader:
 
     def read_each(self, words: Expr, first: int, query: Expr, key: Expr, offsets: Sequence[int]) -> None:
         """Reads the elements one by one, of keys that may have no elements of their own."""
-        start, read = materialize(self._row(query), "int64"), registers(2, "uint32")
+        start, elements = materialize(self._row(query), "int64"), registers(2, "uint32")
         for i, offset in enumerate(offsets):
             for e in range(2):
                 column = T.cast(T.min(key + (offset + e), self._last_key), "int64")
-                load_element(read, e, T.address_of(self._flat[start + column]), self.dtype)
+                load_element(elements, e, T.address_of(self._flat[start + column]), self.dtype)
             at = first + i * self.pair_words
             if self.pair_words == 2:
-                set_register(words, at, read[0])
-                set_register(words, at + 1, read[1])
+                set_register(words, at, elements[0])
+                set_register(words, at + 1, elements[1])
             else:
-                set_register(words, at, read[0] | read[1] << T.uint32(_BITS[self.dtype]))
+                set_register(words, at, elements[0] | elements[1] << T.uint32(_BITS[self.dtype]))
 
     def element(self, words: Expr, at: int, e: int) -> Expr:
         """One of the pair that begins in words[at]: whether it takes part, or what it adds, as float32."""

@@ -98,11 +98,11 @@ class SharedTiles:
         and beyond the width too: of what is not there nothing is read, so its address need not be one."""
         row, column = self._origin(thread, threads)
         start = materialize(first + row)
-        left = materialize(end - start)
+        count = materialize(end - start)
         copy = T.ptx["cp.async.cg.shared.global.L2::128B"]
 
         def chunk(down: int, right: int) -> None:
-            is_there = T.int32(down) < left
+            is_there = T.int32(down) < count
             if right + math.gcd(self.chunks, threads) * self.form.chunk > self.width:
                 is_there = T.And(is_there, column + right < self.width)
             # Of 0 bytes nothing is read, and 16 zeros are written.

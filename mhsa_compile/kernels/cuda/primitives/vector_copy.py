@@ -52,11 +52,11 @@ def each_thread(total: Expr, body: Callable[[Expr], None]) -> None:
 
 def coordinates(number: Expr, *sizes: Expr) -> list[Expr]:
     """A flat number as one on each axis; `sizes` are those of all axes but the first."""
-    found: list[Expr] = []
+    indices: list[Expr] = []
     for size in reversed(sizes):
-        found.insert(0, materialize(T.truncmod(number, size), "int64"))
+        indices.insert(0, materialize(T.truncmod(number, size), "int64"))
         number = materialize(T.truncdiv(number, size), "int64")
-    return [number, *found]
+    return [number, *indices]
 
 
 def copy_piece(to: Expr, to_at: Sequence[Expr], source: Expr, at: Sequence[Expr], count: int) -> None:
@@ -65,9 +65,9 @@ def copy_piece(to: Expr, to_at: Sequence[Expr], source: Expr, at: Sequence[Expr]
     if not words:
         T.buffer_store(to, source[tuple(at)], list(to_at))
         return
-    held = registers(words, "uint32")
-    load(held, 0, words, T.address_of(source[tuple(at)]), "global")
-    store(T.address_of(to[tuple(to_at)]), [held[i] for i in range(words)], "global")
+    buffer = registers(words, "uint32")
+    load(buffer, 0, words, T.address_of(source[tuple(at)]), "global")
+    store(T.address_of(to[tuple(to_at)]), [buffer[i] for i in range(words)], "global")
 
 
 class Piece:

@@ -46,8 +46,8 @@ class CudaAttentionProbsKernel(Fixed):
         return why_not_scores(op.attention)
 
     def emit(self, op: AttentionProbsOp, profile: TargetProfile, config: Config) -> Emitted:
-        pairs, chosen = op.attention.pairs, (op.heads, op.rows)
-        numbers = [np.array(of_axis, np.int32) for of_axis in chosen if of_axis is not None]
+        pairs, axes = op.attention.pairs, (op.heads, op.rows)
+        numbers = [np.array(of_axis, np.int32) for of_axis in axes if of_axis is not None]
         return Emitted(_weights(op), constants=(*([] if pairs is None else [packed_bits(pairs)]), *numbers))
 
 
@@ -58,8 +58,8 @@ def _weights(op: AttentionProbsOp) -> Expr:
         T.func_name("weights")
         T.func_attr({"tirx.noalias": True})
         call = RowCall.arguments(attention)
-        of_heads = _chosen("heads", op.heads)
-        of_rows = _chosen("rows", op.rows)
+        of_heads = _numbers_argument("heads", op.heads)
+        of_rows = _numbers_argument("rows", op.rows)
         heads = T.int64(attention.num_heads if op.heads is None else len(op.heads))
         rows = call.q_length if op.rows is None else T.int64(len(op.rows))
         y = argument("weights", [call.batch, heads, rows, call.kv_length], attention.dtype)
@@ -92,7 +92,7 @@ def _weights(op: AttentionProbsOp) -> Expr:
     return builder.get()
 
 
-def _chosen(name: str, numbers: tuple[int, ...] | None) -> Expr | None:
+def _numbers_argument(name: str, numbers: tuple[int, ...] | None) -> Expr | None:
     return None if numbers is None else argument(name, [T.int64(len(numbers))], "int32")
 
 

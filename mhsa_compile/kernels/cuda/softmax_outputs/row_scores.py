@@ -54,11 +54,11 @@ class RowCall(AttentionArguments):
 
     @classmethod
     def arguments(cls, op: AttentionOp) -> RowCall:
-        given, bits = attention_arguments(op), None
+        arguments, bits = attention_arguments(op), None
         if op.pairs is not None:
             heads, L, S = op.pairs.shape
             bits = argument("bits", [T.int64(heads), T.int64(L), T.int64(-(-S // WARP))], "uint32")
-        return cls(**vars(given), bits=bits)
+        return cls(**vars(arguments), bits=bits)
 
 
 class RowScores:
@@ -156,13 +156,13 @@ class RowScores:
         self._multiply(T.cast(there, "int64"))
         for r, row in enumerate(self.rows):
             base = self._masked(self._scaled(self.bases[r]), row, there)
-            seen = key < self._end[r]
+            visible = key < self._end[r]
             if self._left is not None:
-                seen = T.And(seen, key >= self._left[r])
+                visible = T.And(visible, key >= self._left[r])
             if words:
                 flag = (words[r] >> T.cast(self.lane, "uint32")) & T.uint32(1)
-                seen = T.And(seen, flag != T.uint32(0))
-            set_register(self.bases, r, T.Select(seen, base, T.float32(-math.inf)))
+                visible = T.And(visible, flag != T.uint32(0))
+            set_register(self.bases, r, T.Select(visible, base, T.float32(-math.inf)))
 
     def _multiply(self, key: Expr) -> None:
         """Puts the products of all rows with this lane's key into the bases."""
