@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.export import export
-from mhsa_compile.frontend.export.signatures import guessed
+from mhsa_compile.frontend.export.signatures import guess_symbols
 from mhsa_compile.verification.random_inputs import largest_sizes
 
 
@@ -151,7 +151,7 @@ def test_what_looks_like_a_batch_or_a_length() -> None:
         examples = {
             n: torch.zeros(s, dtype=torch.long if "ids" in n or n == "mask" else None) for n, s in shapes.items()
         }
-        found = guessed(examples)
+        found = guess_symbols(examples)
         return {n: tuple(found.get((n, axis), size) for axis, size in enumerate(s)) for n, s in shapes.items()}
 
     assert symbols(input_ids=(2, 7), mask=(2, 7)) == {"input_ids": ("B", "L"), "mask": ("B", "L")}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.export.export import export
-from mhsa_compile.frontend.export.module_calls import Called, flattened
+from mhsa_compile.frontend.export.module_calls import TensorModule, flatten
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.verification.error_budget import budget, max_error
 from support.cpu_time import cpu_seconds
@@ -92,7 +92,7 @@ def run(family: Family, kind: str, threads: int = 2) -> Outcome:
     seconds = cpu_seconds() - began
     compiled, exact, worst = mhsa.load(artifact, threads=threads), copy.deepcopy(module).double(), 0.0
     for sizes in UNSEEN:
-        inputs, paired = flattened(_subject(family, model, sizes)[1])
+        inputs, paired = flatten(_subject(family, model, sizes)[1])
         wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
         expected, own = _results(exact, wide, paired), _results(module, inputs, paired)
         for _ in range(CALLS):
@@ -123,7 +123,7 @@ def _subject(family: Family, model: nn.Module, sizes: tuple[int, int]) -> tuple[
 
 def _results(module: nn.Module, inputs: dict[str, Tensor], paired: bool) -> list[np.ndarray]:
     with torch.no_grad():
-        return [value.numpy() for value in Called(module, paired=paired)(inputs)]
+        return [value.numpy() for value in TensorModule(module, has_pair=paired)(inputs)]
 
 
 def ids(batch: int, length: int) -> Inputs:

@@ -39,7 +39,7 @@ def with_outputs(model: onnx.ModelProto, layers: Sequence[Layer], words: Sequenc
     for layer in layers:
         if layer.number in by_layer and layer.place is not None:
             change.add(layer, by_layer[layer.number], result.graph.node[layer.place])
-    return change.finished()
+    return change.finish()
 
 
 def _by_layer(layers: Sequence[Layer], words: Sequence[LayerWord]) -> dict[int, list[str]]:
@@ -58,17 +58,17 @@ def _layers_of(layers: Sequence[Layer], word: LayerWord) -> Sequence[Layer]:
     selection = layers
     if word.layer is not None:
         if not -len(layers) <= word.layer < len(layers):
-            raise ModelError("outputs", f"a layer from 0 to {len(layers) - 1}", f"{str(word)!r}", _listed(layers))
+            raise ModelError("outputs", f"a layer from 0 to {len(layers) - 1}", f"{str(word)!r}", _list_of(layers))
         selection = [layers[word.layer]]
     for layer in selection:
         if layer.place is None:
             note = layer.block.note if not layer.block.fused else "nothing reads its result"
             got = f"{str(word)!r}, of which {layer.title} was not fused: {note}"
-            raise ModelError("outputs", "layers that are fused", got, _listed(layers))
+            raise ModelError("outputs", "layers that are fused", got, _list_of(layers))
     return selection
 
 
-def _listed(layers: Sequence[Layer]) -> str:
+def _list_of(layers: Sequence[Layer]) -> str:
     """The layers that can be asked for, as a next step."""
     there = [layer for layer in layers if layer.place is not None]
     names = ", ".join(f"{layer.number} {layer.block.name!r}" for layer in there[:_LISTED])
@@ -132,7 +132,7 @@ class _Change:
             self._give_heads(sizes, node.output[0], values["heads"].name)
         self.model.graph.output.extend(values.values())
 
-    def finished(self) -> onnx.ModelProto:
+    def finish(self) -> onnx.ModelProto:
         """The model as it is now."""
         self._definitions.put_into(self.model)
         return self.model

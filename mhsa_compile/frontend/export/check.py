@@ -12,7 +12,7 @@ import onnx
 from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.export.module_calls import Called
+from mhsa_compile.frontend.export.module_calls import TensorModule
 from mhsa_compile.verification import unseen_sizes
 
 Shape = tuple[int | str, ...]
@@ -41,7 +41,7 @@ def check_symbols(model: onnx.ModelProto, module: nn.Module, requested: Mapping[
 
 
 def _forward(module: nn.Module, tensors: dict[str, Tensor]) -> Any:
-    return module(tensors) if isinstance(module, Called) else module(**tensors)
+    return module(tensors) if isinstance(module, TensorModule) else module(**tensors)
 
 
 def check_equal_but_for_sizes(model: onnx.ModelProto, other: onnx.ModelProto) -> None:

@@ -35,7 +35,7 @@ from mhsa_compile.frontend.export.free_dims import (
     requested_freedom,
     with_names,
 )
-from mhsa_compile.frontend.export.module_calls import Called, flattened, with_own_names
+from mhsa_compile.frontend.export.module_calls import TensorModule, flatten, with_own_names
 from mhsa_compile.frontend.export.score_functions import sizes_within
 from mhsa_compile.frontend.export.sdpa_translation import TRANSLATIONS
 from mhsa_compile.frontend.export.signatures import (
@@ -87,7 +87,7 @@ def export(
     dynamic_shapes  which dims of such a module's inputs are free, in torch.export's forms: input -> {axis: entry}, or
                     an entry for each axis. One is a name or a Dim, which stays free or is an error; Dim.DYNAMIC, the
                     same without a name; Dim.AUTO, free if the module allows; None, fixed. By default what looks like a
-                    batch or a length in the examples (`signatures.guessed`) is AUTO; what is fixed then is a warning
+                    batch or a length in the examples (`signatures.guess_symbols`) is AUTO; what is then fixed, warns
 
     What any other module takes and gives is told in `module_calls`: tuples, dicts and ModelOutputs of tensors among it.
 
@@ -100,11 +100,11 @@ def export(
                 raise InputError("dynamic_shapes", f"None for {type(module).__name__}", "some", hint)
             return _export_own(module, dict(dims or {}))
         _check_weights(module)
-        flat, paired = flattened(example_inputs)
-        request = requested_freedom(module, flat, flattened(dynamic_shapes)[0], dims or {})
-        called = Called(module, paired=paired).eval()
+        flat, has_pair = flatten(example_inputs)
+        request = requested_freedom(module, flat, flatten(dynamic_shapes)[0], dims or {})
+        wrapper = TensorModule(module, has_pair=has_pair).eval()
         with slow_path():
-            return freest_model(called, request, lambda program: _export_any(called, program))
+            return freest_model(wrapper, request, lambda program: _export_any(wrapper, program))
 
 
 def _check_weights(module: nn.Module) -> None:
@@ -142,12 +142,12 @@ def _at_inference(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _export_any(called: Called, program: Program) -> onnx.ModelProto:
+def _export_any(wrapper: TensorModule, program: Program) -> onnx.ModelProto:
     freedom = program.freedom
     names = {"input_names": list(freedom.signature), "output_names": program.outputs}
-    version = {"opset_version": opset(called.module), "custom_translation_table": TRANSLATIONS}
+    version = {"opset_version": opset(wrapper.module), "custom_translation_table": TRANSLATIONS}
     _write_signs_out(program.exported)
-    model = with_own_names(_converted(program.exported, **names, **version))
+    model = with_own_names(_convert(program.exported, **names, **version))
     with_names(model, program.names)
     for node in model.graph.node:
         if node.domain == DOMAIN and len(node.output) > 1:  # of a flex_attention that was asked for it
@@ -156,7 +156,7 @@ def _export_any(called: Called, program: Program) -> onnx.ModelProto:
     onnx.checker.check_model(contents_as_inputs(model))
     if freedom.most:
         onnx.helper.set_model_props(model, {LIMITS_KEY: json.dumps(dict(freedom.most))})
-    check_symbols(model, called, _shapes(freedom.signature))
+    check_symbols(model, wrapper, _shapes(freedom.signature))
     return model
 
 
@@ -268,7 +268,7 @@ def _run_exporter(module: MultiHeadAttention | ScaledDotProductAttention, signat
         for name, (shape, _) in signature.items()
     }
     names = {"input_names": list(signature), "output_names": output_names(module)}
-    return _converted(module, opset_version=opset(module), kwargs=examples, dynamic_shapes=dynamic, **names)
+    return _convert(module, opset_version=opset(module), kwargs=examples, dynamic_shapes=dynamic, **names)
 
 
 def _write_signs_out(exported: torch.export.ExportedProgram) -> None:
@@ -281,7 +281,7 @@ def _write_signs_out(exported: torch.export.ExportedProgram) -> None:
             tensors[name] = nn.Parameter(plain, value.requires_grad) if isinstance(value, nn.Parameter) else plain
 
 
-def _converted(source: nn.Module | torch.export.ExportedProgram, **options: Any) -> onnx.ModelProto:
+def _convert(source: nn.Module | torch.export.ExportedProgram, **options: Any) -> onnx.ModelProto:
     """The model that PyTorch's exporter to ONNX makes, with some of its options. Raises ModelError."""
     try:
         with quiet(), torch.no_grad():

@@ -97,7 +97,7 @@ class _Calls:
         """Makes one call of flex_attention the operator. Raises ModelError."""
         block_mask = args[4]
         known = any(block_mask[2] is count for count in self.counts)
-        if not known and not _untraced(lambda: self._say_the_same(block_mask)):
+        if not known and not _outside_trace(lambda: self._say_the_same(block_mask)):
             expected = "a block mask whose blocks hide what its mask_mod hides, and no more"
             hint = "Make it by create_block_mask in the module's forward: its mask_mod is what counts."
             raise ModelError("block_mask", expected, "one of which that cannot be shown", hint)
@@ -126,7 +126,7 @@ class _Calls:
         return not bool((visible & ~(partial | whole)).any() or (whole & ~visible).any())
 
 
-def _untraced(question: Callable[[], bool]) -> bool:
+def _outside_trace(question: Callable[[], bool]) -> bool:
     """The answer to a question that is asked in another thread, where nobody follows what PyTorch computes."""
     with ThreadPoolExecutor(1) as other:
         return other.submit(question).result()
@@ -169,7 +169,7 @@ def _operator(
         ("mask_mod", block_mask[-1], flex.noop_mask),
     ):
         if function is not plain:
-            functions[name], captured = captured_apart(name, function)
+            functions[name], captured = separate_captures(name, function)
             tensors += captured
     attributes: dict[str, Any] = {"scale": float(scale)}
     inputs: list[Tensor | None] = [query, key, value]
@@ -205,7 +205,7 @@ class _CapturingTracer(fx.Tracer):
         return self.create_node("get_attr", name, (), {})
 
 
-def captured_apart(name: str, function: Function) -> tuple[ScoreFunction, list[Tensor]]:
+def separate_captures(name: str, function: Function) -> tuple[ScoreFunction, list[Tensor]]:
     """A function that captures tensors of a graph which is being traced: its steps, and these tensors.
 
     Raises ModelError.

@@ -22,12 +22,12 @@ from torch.export import Dim
 
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.flex_attention import as_operators
-from mhsa_compile.frontend.export.module_calls import Called
+from mhsa_compile.frontend.export.module_calls import TensorModule
 from mhsa_compile.frontend.export.repeatable import check_repeatable
 from mhsa_compile.frontend.export.signatures import (
     Axis,
     Signature,
-    guessed,
+    guess_symbols,
     with_fixed_dims,
 )
 from mhsa_compile.frontend.export.torch_layers import plain_layers
@@ -77,7 +77,7 @@ class Freedom:
                 )
         return sizes
 
-    def renamed(self, symbols: Mapping[Axis, str], most: Mapping[str, int]) -> Freedom:
+    def replace_symbols(self, symbols: Mapping[Axis, str], most: Mapping[str, int]) -> Freedom:
         """The same freedom with these symbols; axes that have none are fixed at the examples' sizes."""
         signature: Signature = {
             name: (
@@ -93,7 +93,7 @@ class Freedom:
 
     def without(self, fixed: set[str]) -> Freedom:
         symbols = {axis: symbol for axis, symbol in self.symbols.items() if symbol not in fixed}
-        return self.renamed(symbols, self.most)
+        return self.replace_symbols(symbols, self.most)
 
 
 def requested_freedom(
@@ -111,7 +111,7 @@ def requested_freedom(
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise InputError("example_inputs", f"a tensor for {name!r}", type(value).__name__)
-    guesses = guessed(tensors)
+    guesses = guess_symbols(tensors)
     words = None if dynamic_shapes is None else _by_name("dynamic_shapes", module, dynamic_shapes, "entries")
     statement = _Statement(guesses) if words is None else _statement(words, tensors, guesses)
     signature: Signature = {
@@ -191,7 +191,9 @@ def _state(statement: _Statement, axis: Axis, entry: Any, size: int, guesses: Ma
         statement.most[symbol] = min(entry.max, statement.most.get(symbol, entry.max))
 
 
-def freest_model(called: Called, request: Freedom, convert: Callable[[Program], onnx.ModelProto]) -> onnx.ModelProto:
+def freest_model(
+    wrapper: TensorModule, request: Freedom, convert: Callable[[Program], onnx.ModelProto]
+) -> onnx.ModelProto:
     """What `convert` makes of the module with all that is wanted free, or else with as much as works.
 
     What had to be fixed, and why, is a warning. Raises ModelError where nothing less would do.
@@ -199,7 +201,7 @@ def freest_model(called: Called, request: Freedom, convert: Callable[[Program], 
     failures: list[ModelError] = []
     for freedom in _ever_less(request):
         try:
-            program = trace(called, freedom)
+            program = trace(wrapper, freedom)
             model = convert(program)
         except ModelError as error:
             failures.append(error)
@@ -230,7 +232,7 @@ class Program:
     outputs: list[str] | None
 
 
-def trace(called: Called, request: Freedom) -> Program:
+def trace(wrapper: TensorModule, request: Freedom) -> Program:
     """The module at the examples' sizes. What may be fixed is free where the module allows, up to the size it allows.
 
     Raises ModelError.
@@ -249,27 +251,30 @@ def trace(called: Called, request: Freedom) -> Program:
         }
         for name, shape in shapes.items()
     }
-    outputs = called.output_names(examples)
+    outputs = wrapper.output_names(examples)
     options: dict[str, Any] = {"kwargs": {"inputs": examples}, "dynamic_shapes": {"inputs": hints}}
     try:
         # With gradients, PyTorch may choose kernels whose strides it cannot trace.
-        with quiet(), torch.no_grad(), plain_layers(called), as_operators():
-            exported = torch.export.export(called, (), strict=False, **options)
+        with quiet(), torch.no_grad(), plain_layers(wrapper), as_operators():
+            exported_program = torch.export.export(wrapper, (), strict=False, **options)
     except ModelError:
         raise
     except Exception as error:  # it is the user's code that runs here
         hint = "If it speaks of a dim, leave it out of dynamic_shapes, or fix it in dims."
         raise ModelError("module", "one that torch.export can export", cause(error), hint) from error
-    check_repeatable(exported)
-    freedom, names = _symbols_of(exported, request)
-    return Program(exported, freedom, names, outputs)
+    check_repeatable(exported_program)
+    freedom, names = _symbols_of(exported_program, request)
+    return Program(exported_program, freedom, names, outputs)
 
 
-def _symbols_of(exported: torch.export.ExportedProgram, request: Freedom) -> tuple[Freedom, dict[str, str]]:
+def _symbols_of(exported_program: torch.export.ExportedProgram, request: Freedom) -> tuple[Freedom, dict[str, str]]:
     """What was left free, under our symbols; and what torch.export calls these."""
-    (_, arguments), input_nodes = exported.call_spec.in_spec.children(), exported.graph_signature.user_inputs
+    (_, arguments), input_nodes = (
+        exported_program.call_spec.in_spec.children(),
+        exported_program.graph_signature.user_inputs,
+    )
     (by_name,) = arguments.children()
-    nodes = {node.name: node for node in exported.graph.nodes}
+    nodes = {node.name: node for node in exported_program.graph.nodes}
     shapes = {name: nodes[node].meta["val"].shape for name, node in zip(by_name.context, input_nodes, strict=True)}
     theirs = {axis: getattr(getattr(shapes[axis[0]][axis[1]], "node", None), "expr", None) for axis in request.symbols}
     ours: dict[Any, str] = {}
@@ -277,7 +282,7 @@ def _symbols_of(exported: torch.export.ExportedProgram, request: Freedom) -> tup
     most = dict(request.most)
     for axis, symbol in sorted(request.symbols.items(), key=lambda item: item[1] not in request.user_symbols):
         dim = theirs[axis]
-        if dim not in exported.range_constraints or exported.range_constraints[dim].lower > LEAST:
+        if dim not in exported_program.range_constraints or exported_program.range_constraints[dim].lower > LEAST:
             if symbol not in request.optional:
                 got = f"one that takes {dim if dim is not None else shapes[axis[0]][axis[1]]} there"
                 raise ModelError("module", f"one that leaves {symbol!r} free, axis {axis[1]} of {axis[0]!r}", got)
@@ -288,10 +293,10 @@ def _symbols_of(exported: torch.export.ExportedProgram, request: Freedom) -> tup
             raise ModelError(
                 "module", f"dims {symbols[axis]!r} and {symbol!r} that may differ", "equal ones, always", hint
             )
-        upper = exported.range_constraints[dim].upper
+        upper = exported_program.range_constraints[dim].upper
         if upper.is_Integer:
             most[symbols[axis]] = min(int(upper), most.get(symbols[axis], int(upper)))
-    return request.renamed(symbols, most), {str(dim): symbol for dim, symbol in ours.items()}
+    return request.replace_symbols(symbols, most), {str(dim): symbol for dim, symbol in ours.items()}
 
 
 def with_names(model: onnx.ModelProto, names: Mapping[str, str]) -> None:

@@ -39,13 +39,13 @@ def with_symbols(model: onnx.ModelProto) -> onnx.ModelProto:
                 expected = f"a size from 0 to {LARGEST}, or a name for any"
                 raise ModelError(f"input {value.name!r}, axis {axis}", expected, str(dim.dim_value))
     model = with_named_dims(model)
-    renamed = _renamed({dim.dim_param for value in model.graph.input for dim in dims_of(value) if dim.dim_param})
-    if renamed:
+    new_names = _new_names({dim.dim_param for value in model.graph.input for dim in dims_of(value) if dim.dim_param})
+    if new_names:
         del model.graph.value_info[:]  # shapes in between are inferred again
     for value in (*model.graph.input, *model.graph.output):
         for dim in dims_of(value):
-            if dim.dim_param in renamed:
-                dim.dim_param = renamed[dim.dim_param]
+            if dim.dim_param in new_names:
+                dim.dim_param = new_names[dim.dim_param]
     return model
 
 
@@ -64,16 +64,16 @@ def dims_of(value: onnx.ValueInfoProto) -> Any:
     return value.type.tensor_type.shape.dim
 
 
-def _renamed(symbols: set[str]) -> dict[str, str]:
+def _new_names(symbols: set[str]) -> dict[str, str]:
     """Old name -> new name, of the symbols that are neither a name nor an expression which all stages read alike."""
     plain = {symbol for symbol in symbols if symbol.isidentifier()}
-    renamed: dict[str, str] = {}
+    new_names: dict[str, str] = {}
     for symbol in sorted(symbols - plain):
         if _READ_ALIKE.fullmatch(symbol) and names_of(symbol) and names_of(symbol) <= plain:
             continue
         name = re.sub(r"\W+", "_", symbol, flags=re.ASCII).strip("_")
         name = f"dim_{name}".rstrip("_") if not name[:1].isalpha() else name
-        while name in plain or name in renamed.values():
+        while name in plain or name in new_names.values():
             name += "_"
-        renamed[symbol] = name
-    return renamed
+        new_names[symbol] = name
+    return new_names

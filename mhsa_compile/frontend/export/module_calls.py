@@ -21,12 +21,12 @@ _PAIR, _HALVES = "position_embeddings", ("cos", "sin")
 _PREFIX = "module."
 
 
-class Called(nn.Module):
+class TensorModule(nn.Module):
     """A module as such a function: from a dict of its inputs, the form that torch.export follows, to a tuple."""
 
-    def __init__(self, module: nn.Module, *, paired: bool) -> None:
+    def __init__(self, module: nn.Module, *, has_pair: bool) -> None:
         super().__init__()
-        self.module, self.paired = module, paired
+        self.module, self.has_pair = module, has_pair
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return tuple(self.results(inputs).values())
@@ -34,7 +34,7 @@ class Called(nn.Module):
     def results(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a call gives, by name; a lone tensor has none. Raises ModelError for what is no tensor."""
         arguments: dict[str, Any] = dict(inputs)
-        if self.paired:
+        if self.has_pair:
             arguments[_PAIR] = tuple(arguments.pop(half) for half in _HALVES)
         result = self.module(**arguments)
         if _is_attention_of_transformers(self.module) and isinstance(result, tuple):
@@ -61,7 +61,7 @@ class Called(nn.Module):
         return None if names == [""] else names
 
 
-def flattened(examples: Sequence[Any] | Mapping[str, Any] | None) -> tuple[Any, bool]:
+def flatten(examples: Sequence[Any] | Mapping[str, Any] | None) -> tuple[Any, bool]:
     """Example inputs with position_embeddings as cos and sin, and whether they held such a pair."""
     if not isinstance(examples, Mapping):
         return examples, False
@@ -74,15 +74,15 @@ def flattened(examples: Sequence[Any] | Mapping[str, Any] | None) -> tuple[Any, 
 
 
 def with_own_names(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The weights of an exported Called under the names that they have in the module itself."""
+    """The weights of an exported TensorModule under the names that they have in the module itself."""
     graph = model.graph
     names = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
     own = {tensor.name: tensor.name.removeprefix(_PREFIX) for tensor in graph.initializer}
-    renamed = {name: short for name, short in own.items() if short not in names}
+    short_names = {name: short for name, short in own.items() if short not in names}
     for value in (*graph.initializer, *graph.value_info, *graph.output):
-        value.name = renamed.get(value.name, value.name)
+        value.name = short_names.get(value.name, value.name)
     for node in graph.node:
-        _rename_reads(node, renamed)
+        _rename_reads(node, short_names)
     return model
 
 

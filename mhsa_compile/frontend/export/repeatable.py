@@ -15,15 +15,15 @@ _EXPECTED = "one that computes the same at every call, as an artifact does"
 _EVAL = "Let dropout and norms follow self.training, and call model.eval()."
 
 
-def check_repeatable(exported: torch.export.ExportedProgram) -> None:
+def check_repeatable(program: torch.export.ExportedProgram) -> None:
     """Raises ModelError for a program that draws random numbers, or that writes into tensors which the module holds."""
-    signature = exported.graph_signature
+    signature = program.graph_signature
     module_tensors = {
         **signature.inputs_to_buffers,
         **signature.inputs_to_parameters,
         **signature.inputs_to_lifted_tensor_constants,
     }
-    for graph in (part.graph for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)):
+    for graph in (part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)):
         for node in graph.nodes:
             if not isinstance(node.target, OpOverload):
                 continue

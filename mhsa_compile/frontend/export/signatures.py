@@ -72,7 +72,7 @@ def output_names(module: nn.Module) -> list[str] | None:
     return [*array_names(module.spec.outputs), *(IN_PLACE.values() if module.spec.kv_cache else ())]
 
 
-def guessed(examples: Mapping[str, Tensor]) -> dict[Axis, str]:
+def guess_symbols(examples: Mapping[str, Tensor]) -> dict[Axis, str]:
     """Symbols of the axes that look like a batch or a length: B and L are those of the first sequence.
 
     A sequence is (B, L) of whole numbers, (B, L, ...) or (B, heads, L, ...). Another length is S, and a third one has a
@@ -140,7 +140,7 @@ def with_fixed_dims(signature: Signature, dims: dict[str, int | None]) -> Signat
     dims.setdefault("mask_S", dims.get("S" if "S" in symbols else "L"))
     fixed = {name: size for name, size in dims.items() if size is not None}
 
-    def resolved(dim: int | str) -> int | str:
+    def resolve(dim: int | str) -> int | str:
         return fixed.get(dim, dim) if isinstance(dim, str) else dim
 
-    return {name: (tuple(map(resolved, shape)), dtype) for name, (shape, dtype) in signature.items()}
+    return {name: (tuple(map(resolve, shape)), dtype) for name, (shape, dtype) in signature.items()}

@@ -23,7 +23,7 @@ from mhsa_compile.frontend.export.input_dims import (
 from mhsa_compile.frontend.reading.check import check_domains, check_file, check_operands
 from mhsa_compile.frontend.reading.contradictions import check_shapes
 from mhsa_compile.frontend.reading.dialect import in_one_dialect
-from mhsa_compile.frontend.reading.functions import check_functions, inlined
+from mhsa_compile.frontend.reading.functions import check_functions, inline
 from mhsa_compile.frontend.reading.well_formed import check_well_formed
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import LayerWord, layer_words
@@ -52,7 +52,7 @@ def read_source(
         hint = "The symbols of an ONNX model are free as they are; dims fixes them."
         raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
     if isinstance(source, str | Path):
-        original = _loaded(Path(source))
+        original = _load(Path(source))
         model = with_symbols(fix_dims(with_named_dims(_checked_model(_checked_file(Path(source), original))), dims))
         check_operands(model)
     elif isinstance(source, onnx.ModelProto):
@@ -62,19 +62,19 @@ def read_source(
         model = with_symbols(fix_dims(with_named_dims(_checked_model(source)), dims))
         check_operands(model)
     else:
-        original = model = _exported(source, dims, example_inputs, dynamic_shapes)
+        original = model = _export(source, dims, example_inputs, dynamic_shapes)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     return Source(model, AttentionSpec.from_json(metadata[SPEC_KEY]) if SPEC_KEY in metadata else None, original)
 
 
 def _checked_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """A checked model without functions of its own. Raises ModelError for an operator that nobody here knows."""
-    model = inlined(model)
+    model = inline(model)
     check_file(model)
     return model
 
 
-def _exported(
+def _export(
     source: Any,
     dims: Mapping[str, int] | None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None,
@@ -126,10 +126,10 @@ def with_outputs(source: Any, words: Any) -> tuple[Any, tuple[LayerWord, ...]]:
 
 def read_onnx(path: Path) -> onnx.ModelProto:
     """An .onnx file, checked and in one dialect, with its external data, which must lie in the file's own folder."""
-    return _checked_file(path, _loaded(path))
+    return _checked_file(path, _load(path))
 
 
-def _loaded(path: Path) -> onnx.ModelProto:
+def _load(path: Path) -> onnx.ModelProto:
     """An .onnx file as it is, with its external data."""
     name = f"model {str(path)!r}"
     with input_files.opened(path, ModelError, name, "a readable .onnx file") as file:

@@ -66,7 +66,7 @@ def _forward(
         )
     if not layer.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    q, k, v = (_heads(layer, x) for x in _projected(layer, query, key, value))
+    q, k, v = (_heads(layer, x) for x in _project(layer, query, key, value))
     if is_causal and key_padding_mask is None and not need_weights:  # attn_mask is said to be the causal one
         attn_mask = None
     else:
@@ -89,7 +89,7 @@ def _heads(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
     return torch.unflatten(x, -1, (layer.num_heads, -1)).transpose(1, 2)
 
 
-def _projected(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _project(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Queries (B, L, D), keys and values (B, S, D), with the rows that the layer itself adds behind them."""
     separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     matrices = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)

@@ -27,12 +27,12 @@ Functions = dict[tuple[str, str, str], onnx.FunctionProto]
 def check_functions(model: onnx.ModelProto) -> None:
     """Refuses functions that are called, but of which nobody can tell what they mean. Raises ModelError."""
     functions = _functions(model)
-    for key, node in _called(model.graph.node, functions, {}).items():
+    for key, node in _calls(model.graph.node, functions, {}).items():
         _check_name(functions[key], node)
         _check_opset(functions[key], node, model)
 
 
-def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+def inline(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model without functions of its own, but the definitions of mhsa.Attention; itself if it has none. Inlined
     nodes are named for the call, too. Raises ModelError."""
     functions = _functions(model)
@@ -40,7 +40,7 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     small, tensors = light(model)
     del small.functions[:]
-    called = _called(model.graph.node, functions, {})
+    called = _calls(model.graph.node, functions, {})
     small.functions.extend(_for_opset(functions[key], model) for key in called)
     try:
         result = inliner.inline_local_functions(small)
@@ -72,14 +72,14 @@ def _is_own(function: onnx.FunctionProto) -> bool:
     return (function.domain, function.name) == _OWN and any(is_standard(node, "Attention") for node in function.node)
 
 
-def _called(
+def _calls(
     nodes: Iterable[onnx.NodeProto], functions: Functions, known: dict[tuple[str, str, str], onnx.NodeProto]
 ) -> dict[tuple[str, str, str], onnx.NodeProto]:
     """The functions that nodes call, and those that these call -> the first node that does; added to `known`."""
     for node in (inner for outer in nodes for inner in (outer, *inner_nodes(outer))):
         if (key := _key(node)) in functions and key not in known:
             known[key] = node
-            _called(functions[key].node, functions, known)
+            _calls(functions[key].node, functions, known)
     return known
 
 

@@ -77,7 +77,7 @@ def _gemm(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     )
 
 
-def _normalised(view: GraphView, node: onnx.NodeProto) -> Mismatch:
+def _normalization(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     """LayerNormalization, RMSNormalization: scale and bias that spread over the axes that are normalised."""
     dims, axis = view.shape(node.input[0]), attributes(node).get("axis", -1)
     if dims is None:
@@ -231,7 +231,7 @@ _RULES: dict[str, Callable[[GraphView, onnx.NodeProto], Mismatch]] = {
     **dict.fromkeys(("Gather", "GatherElements", "ScatterElements"), _indices),
     **dict.fromkeys(("GatherND", "ScatterND"), _coordinates),
     **dict.fromkeys(("CumSum", "CumProd"), _cumulative),
-    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _normalised),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _normalization),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), _by_channel),
     **dict.fromkeys(("Conv", "ConvTranspose"), _convolution),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _scales),

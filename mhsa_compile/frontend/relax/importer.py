@@ -45,7 +45,7 @@ from mhsa_compile.frontend.relax.recurrent import recurrent
 from mhsa_compile.frontend.relax.sizes.agreements import Demand, agreement, demand, hold
 from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing, dims_of, of_width
 from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
-from mhsa_compile.frontend.relax.sizes.folding import folded
+from mhsa_compile.frontend.relax.sizes.folding import fold_sizes
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
 from mhsa_compile.kernels.interface.ops import GATES, Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
@@ -230,7 +230,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
                 inputs[i] = self.bb.emit(value)
         try:
-            sizes = folded(op_name, inputs, attrs)
+            sizes = fold_sizes(op_name, inputs, attrs)
             if sizes is not None:
                 return as_tensor(self.bb, sizes) if is_known(sizes) else sizes
             computed = self._shapes.convert(op_name, list(inputs), attrs)

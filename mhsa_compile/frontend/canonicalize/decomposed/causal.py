@@ -32,9 +32,9 @@ class _Index(NamedTuple):
 def conjuncts(graph: GraphView, flags: Flags) -> list[Flags]:
     """What must all hold for `flags` to hold."""
     name = without_expansion(graph, flags.name)
-    inverted = graph.producer(name, "Not")
-    if inverted is not None:
-        return conjuncts(graph, Flags(inverted.input[0], not flags.positive))
+    negation = graph.producer(name, "Not")
+    if negation is not None:
+        return conjuncts(graph, Flags(negation.input[0], not flags.positive))
     junction = graph.producer(name, "And" if flags.positive else "Or")
     if junction is not None:
         return [part for operand in junction.input for part in conjuncts(graph, Flags(operand, flags.positive))]
@@ -104,8 +104,8 @@ def is_constant(graph: GraphView, known: Known, name: str, value: float) -> bool
     if node is None:
         return False
     if node.op_type == "ConstantOfShape":
-        filled = attributes(node).get("value")
-        return bool((onnx.numpy_helper.to_array(filled) == value).all()) if filled is not None else value == 0
+        fill = attributes(node).get("value")
+        return bool((onnx.numpy_helper.to_array(fill) == value).all()) if fill is not None else value == 0
     return node.op_type in _VIEWS and is_constant(graph, known, node.input[0], value)
 
 
@@ -120,7 +120,7 @@ def _index(graph: GraphView, known: Known, name: str) -> _Index | None:
     if node.op_type in ("Cast", "Identity"):
         return _index(graph, known, node.input[0])
     if node.op_type in ("Add", "Sub"):
-        return _shifted(graph, known, node)
+        return _index_of_sum(graph, known, node)
     if node.op_type in ("Unsqueeze", "Reshape"):
         inner = _index(graph, known, node.input[0])
         if inner is None or shape is None:
@@ -130,7 +130,7 @@ def _index(graph: GraphView, known: Known, name: str) -> _Index | None:
     return None
 
 
-def _shifted(graph: GraphView, known: Known, node: onnx.NodeProto) -> _Index | None:
+def _index_of_sum(graph: GraphView, known: Known, node: onnx.NodeProto) -> _Index | None:
     inner, by = _index(graph, known, node.input[0]), known.scalar(node.input[1])
     if inner is None and node.op_type == "Add":
         inner, by = _index(graph, known, node.input[1]), known.scalar(node.input[0])

@@ -24,7 +24,7 @@ from mhsa_compile.frontend.canonicalize.decomposed.causal import (
     without_expansion,
 )
 from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands
-from mhsa_compile.frontend.canonicalize.decomposed.scores import Added, NotRecognised, Selected
+from mhsa_compile.frontend.canonicalize.decomposed.scores import AdditiveMask, NotRecognised, SelectiveMask
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphView
@@ -57,33 +57,35 @@ class _Choice:
     replaces: bool
 
 
-def collect(rewriter: Rewriter, known: Known, parts: list[Added | Selected], operands: AttentionOperands) -> Masks:
+def collect(
+    rewriter: Rewriter, known: Known, parts: list[AdditiveMask | SelectiveMask], operands: AttentionOperands
+) -> Masks:
     """The masks of one attention. Raises NotRecognised."""
     masks, dtype = Masks(), operands.dtype
     for mask in reversed(parts):
-        if isinstance(mask, Added) and mask.windows:
+        if isinstance(mask, AdditiveMask) and mask.windows:
             masks.added.append(_times(rewriter, _of_each_entry(rewriter, mask, operands), mask.factor, dtype))
             continue
-        if isinstance(mask, Added) and mask.flat and len(rewriter.graph.shape(mask.name) or ()) == 3:
+        if isinstance(mask, AdditiveMask) and mask.flat and len(rewriter.graph.shape(mask.name) or ()) == 3:
             masks.added.append(_times(rewriter, _with_heads(rewriter, mask, operands), mask.factor, dtype))
             continue
         choice = _as_choice(rewriter.graph, known, mask)
         if choice is not None:
             _add_choice(rewriter, known, masks, choice, dtype)
-        elif isinstance(mask, Added) and not is_constant(rewriter.graph, known, mask.name, 0):
+        elif isinstance(mask, AdditiveMask) and not is_constant(rewriter.graph, known, mask.name, 0):
             name = _of_dtype(rewriter.graph, without_expansion(rewriter.graph, mask.name), dtype)
             masks.sources.append(name)
             masks.added.append(_times(rewriter, name, mask.factor, dtype))
     return masks
 
 
-def shifts_all(known: Known, mask: Added | Selected) -> bool:
+def shifts_all(known: Known, mask: AdditiveMask | SelectiveMask) -> bool:
     """Whether a mask adds one number to all scores, which a softmax does not mind, unless there are sinks."""
-    number = known.scalar(mask.name) if isinstance(mask, Added) else None
+    number = known.scalar(mask.name) if isinstance(mask, AdditiveMask) else None
     return number is not None and abs(number) < -HIDES  # of larger ones the sums are rounded
 
 
-def _of_each_entry(rewriter: Rewriter, mask: Added, operands: AttentionOperands) -> str:
+def _of_each_entry(rewriter: Rewriter, mask: AdditiveMask, operands: AttentionOperands) -> str:
     """(B, 1 or H, L, S) of a mask of W windows: entry b has that of window b mod W. Raises NotRecognised."""
     graph, name, windows = rewriter.graph, mask.name, mask.windows
     dims = graph.shape(name)
@@ -99,7 +101,7 @@ def _of_each_entry(rewriter: Rewriter, mask: Added, operands: AttentionOperands)
     return rewriter.node("Gather", rewriter.node("Squeeze", name, axis), window, axis=0)
 
 
-def _with_heads(rewriter: Rewriter, mask: Added, of: AttentionOperands) -> str:
+def _with_heads(rewriter: Rewriter, mask: AdditiveMask, of: AttentionOperands) -> str:
     """(B or 1, H or 1, 1 or L, S) of a mask (B * H or 1, 1 or L, S). Raises NotRecognised."""
     name = _of_dtype(rewriter.graph, mask.name, of.dtype)
     whole = rewriter.node("Unsqueeze", name, rewriter.constant([0], "int64"))
@@ -108,9 +110,9 @@ def _with_heads(rewriter: Rewriter, mask: Added, of: AttentionOperands) -> str:
     return rewriter.node("Reshape", whole, rewriter.constant([-1, of.scores[1], 0, 0], "int64"))
 
 
-def _as_choice(graph: GraphView, known: Known, mask: Added | Selected) -> _Choice | None:
+def _as_choice(graph: GraphView, known: Known, mask: AdditiveMask | SelectiveMask) -> _Choice | None:
     """A mask of two values: one that hides and, if it is added, zero. None for any other."""
-    if isinstance(mask, Selected):
+    if isinstance(mask, SelectiveMask):
         return _Choice(Flags(mask.name, mask.positive), mask.fill, replaces=True)
     where = graph.producer(without_expansion(graph, mask.name), "Where")
     if where is None:

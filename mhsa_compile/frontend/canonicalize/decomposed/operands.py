@@ -59,20 +59,20 @@ def attention_operands(
     kinds = [graph.dtype(name) for name in product.input]  # without factors they may be new, and nobody knows theirs
     query, key = (_of_dtype(rewriter, *one, dtype) for one in zip((query, key), kinds, strict=True))
     if apart:
-        key = _swapped(rewriter, key, rank)
+        key = _swap_axes(rewriter, key, rank)
         query, key, value = (_of_heads(rewriter, name, apart) for name in (query, key, values))
         scores = (*apart, dims[1][-1])
         return AttentionOperands(query, key, value, query_factor * key_factor, dtype, scores, 4)
-    key, value = _swapped(rewriter, key, rank), values
+    key, value = _swap_axes(rewriter, key, rank), values
     heads: Dim = 1
     if rank == 3:
         axis = rewriter.constant([1], "int64")
         query, key, value = (rewriter.node("Unsqueeze", name, axis) for name in (query, key, value))
     else:
         heads = dims[0][1]
-        key, value = _unrepeated(graph, known, key, value, (heads, dims[1][1], dims[2][1]))
-    fixed = {"head size": dims[0][-1], "value head size": dims[2][-1], "number of heads": heads}
-    for what, size in fixed.items():
+        key, value = _before_repeats(graph, known, key, value, (heads, dims[1][1], dims[2][1]))
+    sizes = {"head size": dims[0][-1], "value head size": dims[2][-1], "number of heads": heads}
+    for what, size in sizes.items():
         if not isinstance(size, int):
             raise NotRecognised(f"the {what} is not a fixed number")
     return AttentionOperands(
@@ -83,15 +83,15 @@ def attention_operands(
 def _of_heads(rewriter: Rewriter, name: str, apart: Dims) -> str:
     """(B, H, n, E) that was reshaped to the value, (B * H, n, E). Raises NotRecognised."""
     graph = rewriter.graph
-    joined = graph.producer(name, "Reshape")
-    before, after = (graph.shape(joined.input[0]) or (), graph.shape(name) or ()) if joined is not None else ((), ())
-    if joined is None or len(before) != 4 or before[:2] != apart[:2] or None in before or before[2:] != after[1:]:
+    reshape = graph.producer(name, "Reshape")
+    before, after = (graph.shape(reshape.input[0]) or (), graph.shape(name) or ()) if reshape is not None else ((), ())
+    if reshape is None or len(before) != 4 or before[:2] != apart[:2] or None in before or before[2:] != after[1:]:
         raise NotRecognised(
             f"{name!r} has batch and heads as one axis, and is no Reshape of ({apart[0]}, {apart[1]}, ...)"
         )
     if not isinstance(before[3], int):
         raise NotRecognised(f"the head size of {name!r} is not a fixed number")
-    return str(joined.input[0])
+    return str(reshape.input[0])
 
 
 def _dims_of(graph: GraphView, name: str) -> Dims:
@@ -133,10 +133,10 @@ def _of_dtype(rewriter: Rewriter, name: str, kind: str | None, dtype: str) -> st
     return name
 
 
-def _swapped(rewriter: Rewriter, name: str, rank: int) -> str:
+def _swap_axes(rewriter: Rewriter, name: str, rank: int) -> str:
     """The value with its last two axes swapped: keys from transposed keys, by one Transpose at most."""
     perm = [*range(rank - 2), rank - 1, rank - 2]
-    if (whole := _swapped_flat(rewriter.graph, name)) is not None:
+    if (whole := _before_flat_swap(rewriter.graph, name)) is not None:
         return whole
     node = rewriter.producer(name, "Transpose")
     if node is not None:
@@ -145,7 +145,7 @@ def _swapped(rewriter: Rewriter, name: str, rank: int) -> str:
     return name if perm == list(range(rank)) else rewriter.node("Transpose", name, perm=perm)
 
 
-def _swapped_flat(graph: GraphView, name: str) -> str | None:
+def _before_flat_swap(graph: GraphView, name: str) -> str | None:
     """The keys (B, G, S, E) where they were swapped as (B * G, S, E), with a Reshape before and after it."""
     last = graph.producer(name, "Reshape")
     swap = None if last is None else graph.producer(last.input[0], "Transpose")
@@ -158,7 +158,9 @@ def _swapped_flat(graph: GraphView, name: str) -> str | None:
     return first.input[0] if after == (*before[:2], before[3], before[2]) else None
 
 
-def _unrepeated(graph: GraphView, known: Known, key: str, value: str, heads: tuple[Dim, Dim, Dim]) -> tuple[str, str]:
+def _before_repeats(
+    graph: GraphView, known: Known, key: str, value: str, heads: tuple[Dim, Dim, Dim]
+) -> tuple[str, str]:
     """Keys and values before each of their heads was repeated for a group of query heads. Raises NotRecognised."""
     (one, many), (other, others) = (_repeats(graph, known, name) for name in (key, value))
     if many == others > 1:
@@ -172,7 +174,7 @@ def _repeats(graph: GraphView, known: Known, name: str) -> tuple[str, int]:
     """(the value before, how often each of its heads stands in a row), for (B, G, S, E) -> (B, G * n, S, E)."""
     node = graph.producer(name)
     if node is not None and node.op_type == "Gather" and attributes(node).get("axis", 0) == 1:
-        return _gathered(graph, known, node)
+        return _gather_repeats(graph, known, node)
     copies = None if node is None or node.op_type != "Reshape" else graph.producer(node.input[0])
     if copies is None or copies.op_type not in ("Expand", "Tile"):
         return name, 1
@@ -191,11 +193,11 @@ def _repeats(graph: GraphView, known: Known, name: str) -> tuple[str, int]:
     return name, 1
 
 
-def _gathered(graph: GraphView, known: Known, node: onnx.NodeProto) -> tuple[str, int]:
+def _gather_repeats(graph: GraphView, known: Known, node: onnx.NodeProto) -> tuple[str, int]:
     indices, dims = known.array(node.input[1]), graph.shape(node.input[0]) or ()
     G = dims[1] if len(dims) == 4 else None
     if indices is None or indices.ndim != 1 or not isinstance(G, int) or len(indices) % G:
         return node.output[0], 1
     n = len(indices) // G
-    repeated = np.array_equal(indices, np.repeat(np.arange(G), n))
-    return (node.input[0], n) if repeated else (node.output[0], 1)
+    is_repeat = np.array_equal(indices, np.repeat(np.arange(G), n))
+    return (node.input[0], n) if is_repeat else (node.output[0], 1)

@@ -28,7 +28,7 @@ class NotRecognised(Exception):
 
 
 @dataclass(frozen=True)
-class Added:
+class AdditiveMask:
     """A mask that is added to the scores, after it was multiplied by `factor`.
 
     With `windows` W it is one for each of W windows, which take turns in the batch, (1, W, 1 or H, L, S), as Swin's.
@@ -42,7 +42,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Selected:
+class SelectiveMask:
     """Scores stay where `name` is `positive`, and are `fill` elsewhere."""
 
     name: str
@@ -60,13 +60,13 @@ class MatchedScores:
     product: onnx.NodeProto
     scale: float = 1.0
     softcap: float = 0.0
-    masks: list[Added | Selected] = field(default_factory=list)
+    masks: list[AdditiveMask | SelectiveMask] = field(default_factory=list)
     apart: tuple[Dim, ...] = ()
 
 
 def scores_before(graph: GraphView, known: Known, value: str) -> MatchedScores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
-    masks: list[Added | Selected] = []
+    masks: list[AdditiveMask | SelectiveMask] = []
     factor, softcap, windows = 1.0, 0.0, 0
     apart: tuple[Dim, ...] = ()
     for _ in range(_FAR):
@@ -93,11 +93,11 @@ def scores_before(graph: GraphView, known: Known, value: str) -> MatchedScores:
                 raise NotRecognised(f"{_title(node)} masks scores before they are capped")
             if apart and node.op_type == "Where":
                 raise NotRecognised(f"{_title(node)} selects where batch and heads are one axis; a mask is added there")
-            mask: Added | Selected
+            mask: AdditiveMask | SelectiveMask
             value, mask = (
-                _added(graph, node, factor, windows, bool(apart))
+                _additive_mask(graph, node, factor, windows, bool(apart))
                 if node.op_type == "Add"
-                else _selected(graph, known, node, factor)
+                else _selective_mask(graph, known, node, factor)
             )
             masks.append(mask)
         elif node.op_type == "Tanh" and not softcap and factor > 0:
@@ -132,14 +132,16 @@ def _heads_apart(graph: GraphView, node: onnx.NodeProto) -> tuple[Dim, ...]:
     return after[:3] if whole and isinstance(after[1], int) else ()
 
 
-def _added(graph: GraphView, node: onnx.NodeProto, factor: float, windows: int, flat: bool) -> tuple[str, Added]:
+def _additive_mask(
+    graph: GraphView, node: onnx.NodeProto, factor: float, windows: int, flat: bool
+) -> tuple[str, AdditiveMask]:
     scores, mask = _scores_and_other(graph, node, list(node.input))
     if factor <= 0:
         raise NotRecognised(f"{_title(node)} adds a mask that is then multiplied by {factor:g}")
-    return scores, Added(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0, flat)
+    return scores, AdditiveMask(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0, flat)
 
 
-def _selected(graph: GraphView, known: Known, node: onnx.NodeProto, factor: float) -> tuple[str, Selected]:
+def _selective_mask(graph: GraphView, known: Known, node: onnx.NodeProto, factor: float) -> tuple[str, SelectiveMask]:
     condition, *branches = node.input
     scores, fill = _scores_and_other(graph, node, branches)
     value = known.scalar(fill)
@@ -147,7 +149,7 @@ def _selected(graph: GraphView, known: Known, node: onnx.NodeProto, factor: floa
         raise NotRecognised(f"{_title(node)} puts something in the masked places that is not one constant number")
     if factor <= 0:
         raise NotRecognised(f"{_title(node)} masks scores that are then multiplied by {factor:g}")
-    return scores, Selected(condition, scores == branches[0], value * factor)
+    return scores, SelectiveMask(condition, scores == branches[0], value * factor)
 
 
 def _scores_and_other(graph: GraphView, node: onnx.NodeProto, operands: list[str]) -> tuple[str, str]:
@@ -161,17 +163,17 @@ def _scores_and_other(graph: GraphView, node: onnx.NodeProto, operands: list[str
 
 def product_before(graph: GraphView, value: str) -> onnx.NodeProto | None:
     """The nearest product of two activations that `value` is computed from, through what may stand between."""
-    reached, steps = [value], 0
-    while reached and steps < 4 * _FAR:
+    queue, steps = [value], 0
+    while queue and steps < 4 * _FAR:
         steps += 1
-        node = graph.producer(reached.pop(0))
+        node = graph.producer(queue.pop(0))
         if node is None:
             continue
         if node.op_type in PRODUCTS:
             if not any(_is_weight(graph, name) for name in node.input[:2]):
                 return node
         elif node.op_type in _THROUGH:
-            reached += node.input[:1] if node.op_type in ("Reshape", "Expand", "Slice", "Clip") else node.input
+            queue += node.input[:1] if node.op_type in ("Reshape", "Expand", "Slice", "Clip") else node.input
     return None
 
 
@@ -251,15 +253,15 @@ def is_attention(graph: GraphView, softmax: onnx.NodeProto) -> bool:
 
 
 def _meets_product(graph: GraphView, value: str) -> bool:
-    reached = [value]
+    queue = [value]
     for _ in range(_FAR):
-        if not reached:
+        if not queue:
             break
-        for node in graph.consumers(reached.pop(0)):
+        for node in graph.consumers(queue.pop(0)):
             if node.op_type in PRODUCTS:
                 return True
             if node.op_type in (*SAME, "Where", "Reshape", "Transpose", "Mul", "Slice"):
-                reached += node.output[:1]
+                queue += node.output[:1]
     return False
 
 

@@ -32,7 +32,7 @@ class Beside:
 
 def beside_scores(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> Beside:
     """The scores before a Softmax, and its sinks where it has them. Raises NotRecognised."""
-    value = _unshifted(graph, known, softmax.input[0])
+    value = _before_shift(graph, known, softmax.input[0])
     both = graph.producer(value, "Concat")
     if both is None or len(both.input) != 2 or not _is_last(graph, value, attributes(both)["axis"]):
         return Beside(value, softmax.output[0])
@@ -59,7 +59,7 @@ def of_heads(rewriter: Rewriter, sinks: str, operands: AttentionOperands, probs:
     return rewriter.node("Reshape", sinks, rewriter.constant([operands.scores[1]], "int64"))
 
 
-def _unshifted(graph: GraphView, known: Known, value: str) -> str:
+def _before_shift(graph: GraphView, known: Known, value: str) -> str:
     """The value before its largest was taken off, which a softmax does not see."""
     node = graph.producer(value)
     while node is not None and node.op_type in SAME:

@@ -15,16 +15,16 @@ from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
 
 def attention(node: Theirs) -> None:
     """x (B, L, D), weights (D, 3HE), bias, mask, past (2, B, H, P, E), attention_bias -> y, present (2, B, H, T, E)."""
-    x, weights, bias, mask, past, added = node.inputs[:6]
+    x, weights, bias, mask, past, attention_bias = node.inputs[:6]
     heads, write = node.attrs["num_heads"], node.rewriter
     dtype = node.dtype(weights, x)
     array = node.array(weights)
     sizes = node.attrs.get("qkv_hidden_sizes") or [array.shape[1] // 3] * 3
-    projected = _projections(node, x, array, node.array(bias) if bias else None, sizes)
+    projections = _projections(node, x, array, node.array(bias) if bias else None, sizes)
     halves = _halves(node, past) if past else ("", "")
     total = _padding_bias(node, mask, dtype, (x, 1), (halves[0], 2) if past else None) if mask else ""
-    if total and added:
-        total = write.node("Add", total, added)
+    if total and attention_bias:
+        total = write.node("Add", total, attention_bias)
     presents = [write.fresh("present") for _ in "kv"] if node.outputs[1] else []
     attrs = {
         "q_num_heads": heads,
@@ -32,7 +32,7 @@ def attention(node: Theirs) -> None:
         "is_causal": node.attrs.get("unidirectional", 0),
         **node.scale,
     }
-    write.nodes("Attention", (*projected, total or added, *halves), [node.outputs[0], *presents], **attrs)
+    write.nodes("Attention", (*projections, total or attention_bias, *halves), [node.outputs[0], *presents], **attrs)
     if presents:
         both = [write.node("Unsqueeze", name, node.ints(0)) for name in presents]
         write.node("Concat", *both, output=node.outputs[1], axis=0)
@@ -64,7 +64,7 @@ def multi_head_attention(node: Theirs) -> None:
 
     Packed are query and key and value as (B, L, H, 3, E), or key and value as (B, S, H, 2, E).
     """
-    query, key, value, bias, mask, added, past_key, past_value = node.inputs[:8]
+    query, key, value, bias, mask, attention_bias, past_key, past_value = node.inputs[:8]
     heads, write = node.attrs["num_heads"], node.rewriter
     dtype = node.dtype(query, bias)
     if node.attrs.get("unidirectional", 0) and key:
@@ -80,12 +80,12 @@ def multi_head_attention(node: Theirs) -> None:
         attrs |= {"q_num_heads": heads, "kv_num_heads": heads}
     key_axis = 2 if apart else 1
     total = _padding_bias(node, mask, dtype, (key, key_axis), (past_key, 2) if past_key else None) if mask else ""
-    if total and added:
-        total = write.node("Add", total, added)
+    if total and attention_bias:
+        total = write.node("Add", total, attention_bias)
     outputs = [write.fresh("heads") if apart else node.outputs[0], *node.outputs[1:3]]
     while not outputs[-1]:
         outputs.pop()
-    write.nodes("Attention", (query, key, value, total or added, past_key, past_value), outputs, **attrs)
+    write.nodes("Attention", (query, key, value, total or attention_bias, past_key, past_value), outputs, **attrs)
     if apart:
         node.heads_together(outputs[0], node.outputs[0])
 
@@ -107,15 +107,15 @@ def _heads(node: Theirs, query: str, key: str, value: str) -> list[str]:
         if bias:
             raise node.refused("no bias beside packed keys and values", repr(bias))
         if len(node.dims(query)) == 5:
-            return [_unpacked(node, query, i) for i in range(3)]
-        return [node.heads_apart(query, heads), *(_unpacked(node, key, i) for i in range(2))]
+            return [_unpack(node, query, i) for i in range(3)]
+        return [node.heads_apart(query, heads), *(_unpack(node, key, i) for i in range(2))]
     if bias:  # keys and values are those of a cache, and have theirs already
         width = node.size(query, -1)
         query = node.rewriter.node("Add", query, node.rewriter.constant(node.array(bias)[:width], hint=f"{bias}.q"))
     return [node.heads_apart(query, heads), key, value]
 
 
-def _unpacked(node: Theirs, packed: str, place: int) -> str:
+def _unpack(node: Theirs, packed: str, place: int) -> str:
     """(B, length, H, n, E)[:, :, :, place] -> (B, H, length, E)"""
     index = node.rewriter.constant(place, "int64")
     return node.rewriter.node("Transpose", node.rewriter.node("Gather", packed, index, axis=3), perm=[0, 2, 1, 3])

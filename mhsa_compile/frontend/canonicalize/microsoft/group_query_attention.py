@@ -22,10 +22,10 @@ def rotary_embedding(node: Theirs) -> None:
         batch = node.rewriter.node("Shape", x, start=0, end=1)
         shape = node.rewriter.node("Concat", batch, node.ints(1), axis=0)
         position_ids = node.rewriter.node("Expand", places, shape)
-    _rotated(node, x, position_ids, cos, sin, node.attrs.get("num_heads", 0), node.outputs[0])
+    _rotate(node, x, position_ids, cos, sin, node.attrs.get("num_heads", 0), node.outputs[0])
 
 
-def _rotated(node: Theirs, x: str, positions: str, cos: str, sin: str, heads: int, output: str = "") -> str:
+def _rotate(node: Theirs, x: str, positions: str, cos: str, sin: str, heads: int, output: str = "") -> str:
     attrs: dict[str, Any] = {"interleaved": node.attrs.get("rotary_interleaved", node.attrs.get("interleaved", 0))}
     dims = node.dims(x)
     if len(dims) == 3:
@@ -47,7 +47,7 @@ def group_query_attention(node: Theirs) -> None:
     Always causal. The keys and values of row b of the batch stand behind the seqlens_k[b] + 1 - L that it has already,
     or from 0 on where the call brings them all (a first prompt, whose rows may end in padding).
     """
-    query, key, value, past_key, past_value, last, _, cos, sin, position_ids, added = node.inputs[:11]
+    query, key, value, past_key, past_value, last, _, cos, sin, position_ids, attention_bias = node.inputs[:11]
     heads, groups, write = node.attrs["num_heads"], node.attrs["kv_num_heads"], node.rewriter
     shape_of = query
     if not key:
@@ -61,14 +61,14 @@ def group_query_attention(node: Theirs) -> None:
             position_ids = write.node(
                 "Add", write.node("Unsqueeze", before, node.ints(1)), node.positions((shape_of, 1))
             )
-        query = _turned(node, query, position_ids, cos, sin, heads)
-        key = _turned(node, key, position_ids, cos, sin, groups)
+        query = _rotate_heads(node, query, position_ids, cos, sin, heads)
+        key = _rotate_heads(node, key, position_ids, cos, sin, groups)
     query, key, value = (
         node.heads_apart(name, count) for name, count in ((query, heads), (key, groups), (value, groups))
     )
     presents = [name or write.fresh("present") for name in node.outputs[1:3]]
     key, value = (
-        _appended(node, new, past, before, present)
+        _append(node, new, past, before, present)
         for new, past, present in zip((key, value), (past_key, past_value), presents, strict=True)
     )
     attrs: dict[str, Any] = {"is_causal": 1, **node.scale}
@@ -77,7 +77,7 @@ def group_query_attention(node: Theirs) -> None:
     if node.attrs.get("local_window_size", -1) > 0:
         attrs["left_window_size"] = node.attrs["local_window_size"] - 1  # theirs counts the query itself
     lengths = whole if past_key else ""
-    y = write.node("Attention", query, key, value, added, "", "", lengths, **attrs)
+    y = write.node("Attention", query, key, value, attention_bias, "", "", lengths, **attrs)
     node.heads_together(y, node.outputs[0])
 
 
@@ -88,7 +88,7 @@ def _split(node: Theirs, packed: str, heads: int, groups: int) -> list[str]:
     return node.rewriter.nodes("Split", (packed, sizes), outputs, axis=2)
 
 
-def _turned(node: Theirs, rows: str, positions: str, cos: str, sin: str, heads: int) -> str:
+def _rotate_heads(node: Theirs, rows: str, positions: str, cos: str, sin: str, heads: int) -> str:
     width = node.size(node.inputs[0], -1)
     kinds = node.attrs["num_heads"] + (0 if node.inputs[1] else 2 * node.attrs["kv_num_heads"])
     partial = 2 * node.size(cos, -1)
@@ -98,7 +98,7 @@ def _turned(node: Theirs, rows: str, positions: str, cos: str, sin: str, heads: 
     return node.rewriter.node("RotaryEmbedding", rows, cos, sin, positions, **attrs)
 
 
-def _appended(node: Theirs, new: str, past: str, before: str, present: str) -> str:
+def _append(node: Theirs, new: str, past: str, before: str, present: str) -> str:
     """The keys (or values) of this call behind those of the past, as `present`: where the past's buffer has room for
     them, in it; else in one that is longer by what is new."""
     write = node.rewriter

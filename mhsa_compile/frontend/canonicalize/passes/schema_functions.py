@@ -14,10 +14,10 @@ from mhsa_compile.frontend.canonicalize.passes.opset import opset_of
 from mhsa_compile.frontend.onnx_graph import GraphView
 from mhsa_compile.frontend.reading import preview
 from mhsa_compile.frontend.reading.check import unsupported_nodes
-from mhsa_compile.frontend.reading.functions import inlined
+from mhsa_compile.frontend.reading.functions import inline
 from mhsa_compile.frontend.reading.standard import RANDOM
 
-_DOMAIN = "mhsa.definitions"  # for as long as a definition waits to be inlined
+_DOMAIN = "mhsa.definitions"  # for as long as a definition waits to be inline
 _LEAST = 12  # definitions for older opsets hold operators that mean something else today
 _DEPTH = 4  # a definition may hold operators that have one: a loss a LogSoftmax, say
 _KERNELS = ("Attention", "RotaryEmbedding", "TensorScatter")  # operators that later passes read
@@ -53,7 +53,7 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     result.functions.extend(functions)
     result.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
-    result = inlined(result)
+    result = inline(result)
     imports = [entry for entry in result.opset_import if entry.domain != _DOMAIN]
     del result.opset_import[:]
     result.opset_import.extend(imports)

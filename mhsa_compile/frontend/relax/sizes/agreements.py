@@ -70,7 +70,7 @@ def hold(names: SizeNames, op_name: str, shapes: Sequence[Shape | None], attrs: 
     requirement = demand(op_name, shapes, attrs)
     for one, other in requirement.equal:
         if not names.same(one, other):
-            names.checked([literal(one)], [literal(other)])
+            names.hold_equal([literal(one)], [literal(other)])
     for whole, *parts in requirement.broadcast:
         for part in parts:
             _hold_to(names, part, whole)
@@ -82,7 +82,7 @@ def _hold_to(names: SizeNames, shape: Shape, whole: Shape) -> None:
     """Ends a call in which an array does not broadcast to a shape."""
     for size, full in zip(reversed(list(shape)), reversed(list(whole)), strict=False):
         if 1 not in (number(size), number(full)) and not names.same(size, full):
-            names.checked([tirx.Select(equals(size, literal(1)), literal(full), literal(size))], [literal(full)])
+            names.hold_equal([tirx.Select(equals(size, literal(1)), literal(full), literal(size))], [literal(full)])
 
 
 def _hold_within(names: SizeNames, shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ def _einsum(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> Demand:
     return Demand(broadcast=groups)
 
 
-def _scattered(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> Demand:
+def _scatter(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> Demand:
     return Demand(list(zip(shapes[1], shapes[2] or (), strict=False)))
 
 
@@ -170,7 +170,7 @@ _RULES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], Demand]] = {
     "Einsum": _einsum,
     "Gemm": _gemm,
     "MatMul": _product,
-    "ScatterElements": _scattered,
+    "ScatterElements": _scatter,
 }
 _HELD_BY_TYPES = frozenset(("Concat", "MatMul"))
 """Operators whose operands TVM's own checks, or those of `broadcasting`, hold to their types in each call."""

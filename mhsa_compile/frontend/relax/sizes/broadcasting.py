@@ -110,9 +110,9 @@ def _together(names: SizeNames, one: Any, other: Any) -> Any:
         return one
     for known, free in ((one, other), (other, one)):
         if number(known) is not None:  # the other one is that, or 1
-            names.checked([tirx.Select(equals(free, literal(1)), known, free)], [known])
+            names.hold_equal([tirx.Select(equals(free, literal(1)), known, free)], [known])
             return known
-    return names.agreed(
+    return names.common_name(
         tirx.Select(equals(one, literal(1)), other, one), tirx.Select(equals(other, literal(1)), one, other)
     )
 

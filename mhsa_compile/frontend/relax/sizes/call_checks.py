@@ -40,7 +40,7 @@ class CallChecks:
         flag = relax.ShapeExpr([condition.astype("int64")])
         holds = self._bb.emit(relax.op.shape_to_tensor(flag))
         attributes = {"op_pattern": _OPAQUE, CHECK: True}
-        checked = self._bb.emit_te(_checked, holds, _text(lines), primfunc_name_hint="check", primfunc_attrs=attributes)
+        checked = self._bb.emit_te(_check, holds, _text(lines), primfunc_name_hint="check", primfunc_attrs=attributes)
         # matched, so that nobody takes it for code that nothing reads
         self._bb.match_cast(self._bb.emit(relax.op.tensor_to_shape(checked)), relax.ShapeType([tirx.const(1, "int64")]))
 
@@ -58,7 +58,7 @@ def _text(lines: tuple[str, str, str]) -> str:
     return "\n".join(line.replace("\n", " ").replace("{", "(").replace("}", ")") for line in lines)
 
 
-def _checked(flags: Any, text: str) -> Any:
+def _check(flags: Any, text: str) -> Any:
     def body(inputs: list[Any], outputs: list[Any]) -> Any:
         (flag,), (result,) = inputs, outputs
         place = [tirx.const(0, "int64")]

@@ -24,7 +24,7 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
 Array = np.ndarray[Any, Any]
 
 
-def folded(op_name: str, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
+def fold_sizes(op_name: str, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
     """The result of an operator as Sizes (of Split, a Tuple of lists), None where it is to compute with tensors."""
     if op_name == "Shape":
         return _shape(inputs[0], attributes)
@@ -70,7 +70,7 @@ def _elementwise(function: Callable[..., Entry], result: str | None = None) -> C
     return fold
 
 
-def _chained(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
+def _chain(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
     def fold(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
         entries = functools.reduce(np.frompyfunc(function, 2, 1), (operand.entries for operand in operands))
         return SizeValues(_array(entries), operands[0].dtype)
@@ -82,7 +82,7 @@ def _floating(entry: Entry) -> bool:
     return str(entry.ty.dtype).startswith("float")
 
 
-def _divided(a: Entry, b: Entry) -> Entry:
+def _divide(a: Entry, b: Entry) -> Entry:
     return a / b if _floating(a) else tirx.truncdiv(a, _divisor(b))
 
 
@@ -104,7 +104,7 @@ def _modulo(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValue
     return _elementwise(lambda a, b: remainder(a, _divisor(b)))(operands, attributes)
 
 
-def _rounded(function: Callable[[Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
+def _round(function: Callable[[Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
     return _elementwise(lambda a: function(a) if _floating(a) else a)
 
 
@@ -115,10 +115,10 @@ def _square_root(a: Entry) -> Entry:
 
 
 def _cast(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
-    return _converted(operands[0], get_type(attributes["to"]))
+    return _convert(operands[0], get_type(attributes["to"]))
 
 
-def _converted(sizes: SizeValues, kind: str) -> SizeValues:
+def _convert(sizes: SizeValues, kind: str) -> SizeValues:
     if not kind.startswith(("int", "bool", "float32", "float64")):
         raise _NotFollowed
     if kind == "bool":
@@ -215,7 +215,7 @@ def _flatten(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValu
     return SizeValues(operands[0].entries.reshape(rows, -1), operands[0].dtype)
 
 
-def _reduced(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
+def _reduce(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
     def fold(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
         data, axes = operands[0].entries, None if len(operands) < 2 else operands[1]
         along = list(range(data.ndim)) if axes is None else [axis % data.ndim for axis in _numbers(axes).tolist()]
@@ -262,32 +262,32 @@ _FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], SizeValues]] = {
     "Add": _elementwise(_add),
     "And": _elementwise(lambda a, b: tirx.all(a, b)),
     "Cast": _cast,
-    "CastLike": lambda operands, attributes: _converted(operands[0], operands[1].dtype),
-    "Ceil": _rounded(tirx.ceil),
+    "CastLike": lambda operands, attributes: _convert(operands[0], operands[1].dtype),
+    "Ceil": _round(tirx.ceil),
     "Clip": _clip,
     "Concat": _concat,
-    "Div": _elementwise(_divided),
+    "Div": _elementwise(_divide),
     "Equal": _elementwise(equals, "bool"),
     "Expand": _expand,
     "Flatten": _flatten,
-    "Floor": _rounded(tirx.floor),
+    "Floor": _round(tirx.floor),
     "Gather": _gather,
     "Greater": _elementwise(lambda a, b: a > b, "bool"),
     "GreaterOrEqual": _elementwise(lambda a, b: a >= b, "bool"),
     "Identity": lambda operands, attributes: operands[0],
     "Less": _elementwise(lambda a, b: a < b, "bool"),
     "LessOrEqual": _elementwise(lambda a, b: a <= b, "bool"),
-    "Max": _chained(tirx.max),
-    "Min": _chained(tirx.min),
+    "Max": _chain(tirx.max),
+    "Min": _chain(tirx.min),
     "Mod": _modulo,
     "Mul": _elementwise(_multiply),
     "Neg": _elementwise(lambda a: literal(0, str(a.ty.dtype)) - a),
     "Not": _elementwise(lambda a: tirx.Not(a)),
     "Or": _elementwise(lambda a, b: tirx.any(a, b)),
-    "ReduceMax": _reduced(tirx.max),
-    "ReduceMin": _reduced(tirx.min),
-    "ReduceProd": _reduced(_multiply),
-    "ReduceSum": _reduced(_add),
+    "ReduceMax": _reduce(tirx.max),
+    "ReduceMin": _reduce(tirx.min),
+    "ReduceProd": _reduce(_multiply),
+    "ReduceSum": _reduce(_add),
     "Reshape": _reshape,
     "Sign": _elementwise(_sign),
     "Size": lambda operands, attributes: SizeValues(_array(literal(operands[0].entries.size)), "int64"),
@@ -295,7 +295,7 @@ _FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], SizeValues]] = {
     "Sqrt": _elementwise(_square_root),
     "Squeeze": _squeeze,
     "Sub": _elementwise(lambda a, b: a - b),
-    "Sum": _chained(_add),
+    "Sum": _chain(_add),
     "Tile": _tile,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,

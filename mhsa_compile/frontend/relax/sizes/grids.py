@@ -32,7 +32,7 @@ def one_hot(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[str, 
     axis = attributes.get("axis", -1) % (len(dims) + 1)
     shape = names.shape([*dims[:axis], size, *dims[axis:]])
 
-    def marked(indices: Any, values: Any, shape: list[Any]) -> Any:
+    def marks(indices: Any, values: Any, shape: list[Any]) -> Any:
         def element(*at: Any) -> Any:
             place = indices(*at[:axis], *at[axis + 1 :]).astype("int64")
             place = tirx.Select(place < 0, place + shape[axis], place)
@@ -40,7 +40,7 @@ def one_hot(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[str, 
 
         return te.compute(tuple(shape), element, "one_hot")
 
-    return emitted(bb, marked, indices, values, shape, name="one_hot")
+    return emitted(bb, marks, indices, values, shape, name="one_hot")
 
 
 def affine_grid(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[str, Any]) -> Any:

@@ -28,7 +28,7 @@ _FLOATING = ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean")
 _NARROW = ("float16", "bfloat16")
 
 
-def reduced_by_call(bb: Any, names: SizeNames, op_name: str, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+def reduce_by_call(bb: Any, names: SizeNames, op_name: str, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """A Reduce* whose axes are known by the call alone; None where they are known before. Raises ModelError."""
     data, axes = (*(as_tensor(bb, value) for value in inputs), None)[:2]
     if axes is None or isinstance(axes, tvm.ir.GenericConst) or is_known(inputs[1]):
@@ -102,7 +102,7 @@ class _Reduction:
         def element(at: Sequence[Any], steps: Sequence[Any]) -> Any:
             return data(*(i + step for i, step in zip(at, steps, strict=True))).astype(wide)
 
-        def reduced(value: Callable[..., Any], combine: Callable[..., Any] = te.sum) -> Any:
+        def reduce(value: Callable[..., Any], combine: Callable[..., Any] = te.sum) -> Any:
             """A tensor of sums, or products, of what `value` makes of a place and a step."""
             axes = steps()
             if not axes:
@@ -124,20 +124,20 @@ class _Reduction:
             highest = largest(shape, lambda *at: element(at, axes), axes, wide)
             infinity, zero = tirx.const(float("inf"), wide), tirx.const(0, wide)
             offset = each(highest, lambda x: tirx.Select(tirx.abs(x) < infinity, x, zero))
-            sums = reduced(lambda at, steps: tirx.exp(element(at, steps) - offset(*at)))
+            sums = reduce(lambda at, steps: tirx.exp(element(at, steps) - offset(*at)))
             return te.compute(shape, lambda *at: tirx.log(sums(*at)) + offset(*at), "logarithm")
         if op_name == "ReduceMean":
             count = functools.reduce(operator.mul, (extent.astype(wide) for extent in extents), tirx.const(1, wide))
-            return each(reduced(element), lambda x: x / count)
+            return each(reduce(element), lambda x: x / count)
         if op_name == "ReduceL1":
-            return reduced(lambda at, steps: tirx.abs(element(at, steps)))
+            return reduce(lambda at, steps: tirx.abs(element(at, steps)))
         if op_name == "ReduceL2":
-            return each(reduced(squares), tirx.sqrt)
+            return each(reduce(squares), tirx.sqrt)
         if op_name == "ReduceLogSum":
-            return each(reduced(element), tirx.log)
+            return each(reduce(element), tirx.log)
         if op_name == "ReduceProd":
-            return reduced(element, _product)
-        return reduced(squares if op_name == "ReduceSumSquare" else element)
+            return reduce(element, _product)
+        return reduce(squares if op_name == "ReduceSumSquare" else element)
 
     def without_axes(self, result: Any, rank: int) -> Any:
         """A result without its axes that were reduced, `rank` of them left."""

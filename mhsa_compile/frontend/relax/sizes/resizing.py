@@ -11,7 +11,7 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.sizes.size_values import emitted, literal, number
 
 
-def resized(bb: Any, data: Any, shape: Sequence[Any], scales: Sequence[Any] | None, attributes: dict[str, Any]) -> Any:
+def resize(bb: Any, data: Any, shape: Sequence[Any], scales: Sequence[Any] | None, attributes: dict[str, Any]) -> Any:
     """`data` at the dims `shape`. `scales`: what each axis is multiplied by, of the dims themselves where None.
 
     Raises ModelError for what has no meaning here.
@@ -47,7 +47,7 @@ def resized(bb: Any, data: Any, shape: Sequence[Any], scales: Sequence[Any] | No
                 total: Any = None
                 for place, weight in _taps(x, words, cubic):
                     inner = value(
-                        [*places[:axis], _clamped(place, size), *places[axis + 1 :]],
+                        [*places[:axis], _clamp(place, size), *places[axis + 1 :]],
                         rest,
                     )
                     term = inner if weight is None else inner * weight.astype(wide)
@@ -78,7 +78,7 @@ def _word(value: Any, default: str) -> str:
     return default if value is None else value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _clamped(place: Any, size: Any) -> Any:
+def _clamp(place: Any, size: Any) -> Any:
     return tirx.max(tirx.min(place, size - 1), literal(0))
 
 

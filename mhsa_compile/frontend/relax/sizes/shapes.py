@@ -16,8 +16,8 @@ from tvm.relax.frontend.onnx.onnx_frontend import get_numpy
 from mhsa_compile.frontend.relax.sizes.broadcasting import broadcast_dims, dims_of, spread
 from mhsa_compile.frontend.relax.sizes.grids import affine_grid, one_hot
 from mhsa_compile.frontend.relax.sizes.nonzero import nonzero
-from mhsa_compile.frontend.relax.sizes.reductions import REDUCTIONS, reduced_by_call
-from mhsa_compile.frontend.relax.sizes.resizing import resized
+from mhsa_compile.frontend.relax.sizes.reductions import REDUCTIONS, reduce_by_call
+from mhsa_compile.frontend.relax.sizes.resizing import resize
 from mhsa_compile.frontend.relax.sizes.size_values import (
     Entry,
     SizeNames,
@@ -40,19 +40,19 @@ class ShapeOperators:
     def __init__(self, bb: Any, names: SizeNames) -> None:
         self._bb, self._names = bb, names
         self._converters: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
-            **{name: partial(reduced_by_call, bb, names, name) for name in REDUCTIONS},
+            **{name: partial(reduce_by_call, bb, names, name) for name in REDUCTIONS},
             "AffineGrid": partial(affine_grid, bb, names),
-            "ConstantOfShape": self._filled,
-            "Expand": self._expanded,
+            "ConstantOfShape": self._fill,
+            "Expand": self._expand,
             "NonZero": partial(nonzero, bb, names),
             "OneHot": partial(one_hot, bb, names),
-            "Pad": self._padded,
-            "Range": self._counted,
-            "Reshape": self._reshaped,
-            "Resize": self._resized,
-            "Slice": self._sliced,
+            "Pad": self._pad,
+            "Range": self._range,
+            "Reshape": self._reshape,
+            "Resize": self._resize,
+            "Slice": self._slice,
             "Split": self._split,
-            "Tile": self._tiled,
+            "Tile": self._tile,
             "TopK": self._largest,
             "Trilu": self._triangle,
         }
@@ -74,7 +74,7 @@ class ShapeOperators:
             return None
         return self._names.of_tensor(value, count)
 
-    def _reshaped(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _reshape(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, target = as_tensor(self._bb, inputs[0]), inputs[1]
         constant, dims = isinstance(target, tvm.ir.GenericConst) or is_known(target), dims_of(data)
         if constant and (dims is None or all(number(size) is not None for size in dims)):
@@ -84,7 +84,7 @@ class ShapeOperators:
             raise self._names.checks.unknown("a target of known length, and dims of its data")
         of_call = [number(size) is None and not self._names.at_least(size, 0) for size in entries]
         if any(of_call):
-            result = self._resolved(dims, entries, of_call, target, attributes)
+            result = self._resolve_target(dims, entries, of_call, target, attributes)
         else:
             result = [self._target_size(dims, i, size, attributes) for i, size in enumerate(entries)]
             free = next((i for i, size in enumerate(result) if number(size) == -1), None)
@@ -108,7 +108,7 @@ class ShapeOperators:
         known = self._names.at_least(size, 0)  # the size of something, which is 0 where that is
         return size if known else tirx.Select(equals(size, literal(0)), dims[place], size)
 
-    def _resolved(
+    def _resolve_target(
         self, dims: Sequence[Entry], entries: Sequence[Entry], of_call: Sequence[bool], target: Any, attributes: Any
     ) -> list[Entry]:
         """The target of a Reshape that a call states: any of its sizes may be 0, and one -1."""
@@ -130,14 +130,14 @@ class ShapeOperators:
                 below.append(size)
             else:
                 above.pop(same)
-        whole, part = self._names.simplified(product(above)), self._names.simplified(product(below))
+        whole, part = self._names.simplify(product(above)), self._names.simplify(product(below))
         if number(part) == 1:
             return whole
         if number(part) is None:  # no division by an axis without elements
             part = tirx.max(part, literal(1))
         return tirx.floordiv(whole, part)
 
-    def _expanded(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _expand(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, target = as_tensor(self._bb, inputs[0]), inputs[1]
         if isinstance(target, tvm.ir.GenericConst) or is_known(target):
             return None
@@ -147,7 +147,7 @@ class ShapeOperators:
         shape = broadcast_dims(self._names, [dims, self._names.shape(entries)])
         return spread(self._bb, self._names, data, shape)
 
-    def _filled(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _fill(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         if isinstance(inputs[0], tvm.ir.GenericConst) or is_known(inputs[0]):
             return None
         shape = self._entries(inputs[0])
@@ -159,7 +159,7 @@ class ShapeOperators:
         fill = relax.const(0.0 if value is None else value, kind)
         return self._bb.normalize(relax.op.full(relax.ShapeExpr(self._names.shape(shape)), fill, kind))
 
-    def _counted(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _range(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         if not any(isinstance(value, SizeValues) for value in inputs):
             kinds = {str(value.ty.dtype) for value in inputs}
             constant = all(isinstance(value, tvm.ir.GenericConst) for value in inputs)
@@ -170,7 +170,7 @@ class ShapeOperators:
         bounds: list[Any] = []
         for value, size in zip(inputs, sizes, strict=True):
             if size is None and not kind.startswith("int"):
-                return self._counted_by_tensors(inputs, kind)
+                return self._range_of_tensors(inputs, kind)
             bounds.append(self._names.of_tensor(value, 1)[0] if size is None else size.entries.reshape(-1)[0])
         start, end, step = bounds
         if kind.startswith("int"):
@@ -195,7 +195,7 @@ class ShapeOperators:
 
         return emitted(self._bb, ascending, length, start, step, name="range")
 
-    def _counted_by_tensors(self, inputs: list[Any], kind: str) -> Any:
+    def _range_of_tensors(self, inputs: list[Any], kind: str) -> Any:
         """Range of floats of which a call brings some, or by a delta that it brings."""
         bounds = [self._bb.normalize(relax.op.reshape(as_tensor(self._bb, value), [1])) for value in inputs]
 
@@ -213,7 +213,7 @@ class ShapeOperators:
 
         return emitted(self._bb, ascending, length, *bounds, name="range")
 
-    def _tiled(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _tile(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, repeats = as_tensor(self._bb, inputs[0]), inputs[1]
         dims = dims_of(data)
         if isinstance(repeats, tvm.ir.GenericConst) or is_known(repeats) or dims is None:
@@ -224,14 +224,14 @@ class ShapeOperators:
         self._hold_sizes(times, repeats)
         shape = self._names.shape([size * count for size, count in zip(dims, times, strict=True)])
 
-        def tiled(data: Any, shape: list[Any]) -> Any:
+        def tile(data: Any, shape: list[Any]) -> Any:
             return te.compute(
                 shape, lambda *at: data[tuple(i % n for i, n in zip(at, data.shape, strict=True))], "tile"
             )
 
-        return emitted(self._bb, tiled, data, shape, name="tile")
+        return emitted(self._bb, tile, data, shape, name="tile")
 
-    def _sliced(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _slice(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, starts, ends, axes, steps = (*inputs, None, None)[:5]
         data = as_tensor(self._bb, data)
         dims = dims_of(data)
@@ -253,7 +253,7 @@ class ShapeOperators:
         parts = [self._cut(size, *cut) for size, cut in zip(dims, cuts, strict=True)]
         shape = self._names.shape([length for _, length in parts])
         first = [start if number(start) is not None else self._names.size(start) for start, _ in parts]
-        step = [by if number(by) is not None else self._names.size(_bounded(by)) for _, _, by in cuts]
+        step = [by if number(by) is not None else self._names.size(_bound_step(by)) for _, _, by in cuts]
         return self._part(data, shape, first, step)
 
     def _cuts(
@@ -314,8 +314,8 @@ class ShapeOperators:
         if by is not None:
             return ceil_div(end - start if by > 0 else start - end, abs(int(by)))
         ways = {
-            True: _ceil_div_by(end - start, _bounded(step)),
-            False: _ceil_div_by(start - end, -_bounded(step)),
+            True: _ceil_div_by(end - start, _bound_step(step)),
+            False: _ceil_div_by(start - end, -_bound_step(step)),
         }
         return tirx.Select(step > 0, ways[True], ways[False]) if up is None else ways[up]
 
@@ -328,7 +328,7 @@ class ShapeOperators:
         return size + place if self._names.at_least(-1, place) else tirx.Select(place < 0, size + place, place)
 
     def _within(self, place: Entry, low: Entry, high: Entry) -> Entry:
-        place = self._names.simplified(place)
+        place = self._names.simplify(place)
         if not self._names.at_least(place, low):
             place = tirx.max(place, low)
         return place if self._names.at_least(high, place) else tirx.min(place, high)
@@ -360,13 +360,13 @@ class ShapeOperators:
         for length in parts:
             shape, first = list(dims), [literal(0)] * len(dims)
             shape[axis] = self._names.size(length)
-            simple = self._names.simplified(offset)
+            simple = self._names.simplify(offset)
             first[axis] = simple if number(simple) is not None else self._names.size(simple)
             results.append(self._part(data, shape, first, [1] * len(dims)))
             offset = offset + length
         return results[0] if len(results) == 1 else relax.Tuple(results)
 
-    def _padded(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _pad(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, pads, value, axes = (*inputs, None, None)[:4]
         data = as_tensor(self._bb, data)
         dims = dims_of(data)
@@ -383,7 +383,7 @@ class ShapeOperators:
         self._hold_sizes(sizes, pads)
         shape = self._names.shape(sizes)
         mode = attributes.get("mode", b"constant")
-        return self._surrounded(data, value, shape, before, mode.decode() if isinstance(mode, bytes) else mode)
+        return self._surround(data, value, shape, before, mode.decode() if isinstance(mode, bytes) else mode)
 
     def _around(
         self, rank: int, pairs: Sequence[tuple[Entry, Entry]], along: Sequence[Entry] | None, axes: Any
@@ -397,7 +397,7 @@ class ShapeOperators:
             meant = [_is_axis(axis, place, rank) for axis in along]
             ends = [sum((is_it * pair[end] for is_it, pair in zip(meant, pairs, strict=True)), start=literal(0))
                     for end in range(2)]  # fmt: skip
-            result.append((self._names.simplified(ends[0]), self._names.simplified(ends[1])))
+            result.append((self._names.simplify(ends[0]), self._names.simplify(ends[1])))
         return result
 
     def _hold_axes(self, along: Sequence[Entry], rank: int, value: Any) -> None:
@@ -412,10 +412,10 @@ class ShapeOperators:
         if below:
             self._names.checks.hold(tirx.all(*[entry >= 0 for entry in below]), "sizes of 0 or more", value)
 
-    def _surrounded(self, data: Any, value: Any, shape: Sequence[Any], before: Sequence[Any], mode: str) -> Any:
+    def _surround(self, data: Any, value: Any, shape: Sequence[Any], before: Sequence[Any], mode: str) -> Any:
         kind = str(data.ty.dtype)
 
-        def padded(data: Any, shape: list[Any], before: list[Any], *fill: Any) -> Any:
+        def pad(data: Any, shape: list[Any], before: list[Any], *fill: Any) -> Any:
             def element(*at: Any) -> Any:
                 places = [i - start for i, start in zip(at, before, strict=True)]
                 if mode != "constant":
@@ -429,7 +429,7 @@ class ShapeOperators:
         if value is not None and mode == "constant":
             scalar = as_tensor(self._bb, value)
             fill.append(scalar if scalar.ty.ndim == 0 else self._bb.normalize(relax.op.reshape(scalar, [])))
-        return emitted(self._bb, padded, data, list(shape), list(before), *fill, name="pad")
+        return emitted(self._bb, pad, data, list(shape), list(before), *fill, name="pad")
 
     def _largest(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, count = as_tensor(self._bb, inputs[0]), inputs[1]
@@ -439,7 +439,7 @@ class ShapeOperators:
         axis, entries = attributes.get("axis", -1) % len(dims), self._entries(count)
         if entries is None:
             raise self._names.checks.unknown("one number of elements")
-        ordered = self._bb.emit(
+        top_k = self._bb.emit(
             relax.op.topk(data, -1, axis, ret_type="both", largest=bool(attributes.get("largest", 1)), dtype="int64")
         )
         if not self._names.at_least(dims[axis], entries[0]):
@@ -448,7 +448,7 @@ class ShapeOperators:
         shape = list(dims)
         shape[axis] = self._names.size(entries[0])
         first, step = [literal(0)] * len(dims), [1] * len(dims)
-        parts = [self._bb.emit(relax.TupleGetItem(ordered, i)) for i in range(2)]
+        parts = [self._bb.emit(relax.TupleGetItem(top_k, i)) for i in range(2)]
         return relax.Tuple([self._part(part, shape, first, step) for part in parts])
 
     def _triangle(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -468,7 +468,7 @@ class ShapeOperators:
 
         return emitted(self._bb, triangle, data, shift, name="trilu")
 
-    def _resized(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _resize(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, _, scales, target = (*inputs, None, None, None)[:4]
         data = as_tensor(self._bb, data)
         dims = dims_of(data)
@@ -487,14 +487,14 @@ class ShapeOperators:
                 dim if number(f) == 1 else tirx.floor(dim.astype("float32") * f).astype("int64")
                 for dim, f in zip(dims, factors.entries.reshape(-1), strict=True)
             ]
-            return resized(self._bb, data, self._names.shape(sizes), list(factors.entries.reshape(-1)), attributes)
+            return resize(self._bb, data, self._names.shape(sizes), list(factors.entries.reshape(-1)), attributes)
         if isinstance(target, tvm.ir.GenericConst) and all(number(dim) is not None for dim in dims):
             return None
         entries = self._entries(target)
         if entries is None or len(entries) != len(dims):
             raise self._names.checks.unknown("sizes for each axis")
         self._hold_sizes(entries, target)
-        return resized(self._bb, data, self._names.shape(entries), None, attributes)
+        return resize(self._bb, data, self._names.shape(entries), None, attributes)
 
 
 def _not_zero(step: Entry) -> Entry:
@@ -509,7 +509,7 @@ def _is_axis(axis: Entry, place: int, rank: int) -> Entry:
     return tirx.any(equals(axis, literal(place)), equals(axis, literal(place - rank))).astype("int64")
 
 
-def _bounded(step: Entry) -> Entry:
+def _bound_step(step: Entry) -> Entry:
     """A step, or one as good: beyond every axis, and of numbers that sums can hold."""
     return tirx.max(tirx.min(step, literal(_FAR)), literal(-_FAR))
 

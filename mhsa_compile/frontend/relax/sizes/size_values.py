@@ -142,7 +142,7 @@ class SizeNames:
     def restore(self, scope: list[tuple[Entry, Any]]) -> None:
         self._known = scope
 
-    def simplified(self, entry: Entry) -> Entry:
+    def simplify(self, entry: Entry) -> Entry:
         """A whole number's expression, simplified."""
         return self._analyzer.simplify(_literal(entry, "int64"))
 
@@ -171,7 +171,7 @@ class SizeNames:
 
     def shape(self, entries: Sequence[Entry]) -> list[Any]:
         """Sizes as dims: numbers, symbols, sums and products of few, and names for all others."""
-        simple = [self.simplified(entry) for entry in entries]
+        simple = [self.simplify(entry) for entry in entries]
         new: list[tuple[Entry, Any]] = []
         dims: list[Any] = []
         for entry in simple:
@@ -203,13 +203,13 @@ class SizeNames:
         whole = self._meanings.simplify(entry)
         return whole if _is_provable(whole) else None
 
-    def checked(self, entries: Sequence[Entry], dims: Sequence[Any]) -> None:
+    def hold_equal(self, entries: Sequence[Entry], dims: Sequence[Any]) -> None:
         """Holds every call to sizes being what `dims` says."""
         self._bind(entries, dims)
 
-    def agreed(self, one: Entry, other: Entry) -> Any:
+    def common_name(self, one: Entry, other: Entry) -> Any:
         """A name for a size that two expressions give, to which every call is held."""
-        first, second = self.simplified(one), self.simplified(other)
+        first, second = self.simplify(one), self.simplify(other)
         known = self._name(first, ())
         if known is None:
             known = self.variable()
