@@ -21,7 +21,7 @@ from mhsa_compile.conversion.rotary import Tables, check_tables, halved, rope_of
 from mhsa_compile.conversion.seen_keys import Band, SeenKeys, constant_band, mask_for, mask_kind
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import first_line
-from mhsa_compile.nn.functional import rotated
+from mhsa_compile.nn.functional import rotate
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.position_encoding import Rope
@@ -237,7 +237,7 @@ class NotedLayer:
                 return rows
             if 2 * given[0].shape[1] > actual.shape[3]:
                 return torch.full_like(rows, torch.inf)
-            return rotated(rows, given[0].to(dtype), given[1].to(dtype), interleaved)
+            return rotate(rows, given[0].to(dtype), given[1].to(dtype), interleaved)
 
         return agrees(made(torch.float64), made(torch.float32), actual)
 

@@ -31,20 +31,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, scale: float, drop
     v = _for_each_query_head(v, q)
     scores, visible = _scores(q, k, scoring, scale)
     if visible is None:
-        return _dropped(_softmax(scores, scoring.no_key), dropout) @ v
+        return _dropout(_softmax(scores, scoring.no_key), dropout) @ v
     blind = ~visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0)  # 0: a softmax of -inf alone is NaN
-    weights = _dropped(_softmax(scores, scoring.no_key), dropout).masked_fill(~visible, 0.0)
+    weights = _dropout(_softmax(scores, scoring.no_key), dropout).masked_fill(~visible, 0.0)
     return _weighted_sum(weights, v, visible)
 
 
 def softmax_outputs_of(
-    q: Tensor, k: Tensor, scoring: Scoring, scale: float, wanted: SoftmaxOutputs
+    q: Tensor, k: Tensor, scoring: Scoring, scale: float, outputs: SoftmaxOutputs
 ) -> dict[str, Tensor]:
-    """What the rows of `attend`'s softmax are like: the arrays `wanted.names`, as `outputs` says."""
+    """What the rows of `attend`'s softmax are like: the arrays `outputs.names`."""
     scores, visible = _scores(q, k, scoring, scale)
     return softmax_outputs.softmax_outputs_of_rows(
-        scores if visible is None else scores.masked_fill(~visible, -torch.inf), scoring.no_key, wanted
+        scores if visible is None else scores.masked_fill(~visible, -torch.inf), scoring.no_key, outputs
     )
 
 
@@ -63,12 +63,12 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring, scale: float) -> tuple[Tenso
             scores = formula(torch, scores, scoring.limits[name])
     if scoring.score_mod is not None:
         scores = scoring.score_mod(scores)
-        seen = scores != -torch.inf
-        visible = seen if visible is None else visible & seen
+        is_visible = scores != -torch.inf
+        visible = is_visible if visible is None else visible & is_visible
     if bias is None:
         return scores, visible
-    seen = bias != -torch.inf
-    return scores + bias, seen if visible is None else visible & seen
+    is_visible = bias != -torch.inf
+    return scores + bias, is_visible if visible is None else visible & is_visible
 
 
 def _softmax(scores: Tensor, no_key: Tensor | None) -> Tensor:
@@ -78,7 +78,7 @@ def _softmax(scores: Tensor, no_key: Tensor | None) -> Tensor:
     return torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _dropped(weights: Tensor, probability: float) -> Tensor:
+def _dropout(weights: Tensor, probability: float) -> Tensor:
     return torch.nn.functional.dropout(weights, probability) if probability else weights
 
 
@@ -116,12 +116,12 @@ def attention(
     sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     scoring = scoring_of(Call(spec, sizes, q.dtype, q.device, held, mask, lengths))
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-    wanted = inside_of(spec.outputs)
-    extra = softmax_outputs_of(q, k, scoring, scale, wanted) if wanted.names else {}
+    outputs = inside_of(spec.outputs)
+    extra = softmax_outputs_of(q, k, scoring, scale, outputs) if outputs.names else {}
     return attend(q, k, v, scoring, scale, dropout), extra
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (B, heads, L, E) turned by the angles of (1 or B, 1, L, n): its first 2 n dims, in pairs; see Rope."""
     turning, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
     one, other = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)

@@ -35,13 +35,13 @@ STANDARD_ATTRIBUTES = frozenset(onnx.defs.get_schema("Attention", 25, "").attrib
 _BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just before the softmax
 
 
-def attributes_of(wanted: SoftmaxOutputs) -> dict[str, int | list[int]]:
+def attributes_of(outputs: SoftmaxOutputs) -> dict[str, int | list[int]]:
     """What a node says beside the names of its outputs."""
-    said: dict[str, int | list[int]] = {"top_k": wanted.top_k} if wanted.top_k else {}
-    for name, chosen in (("weights_heads", wanted.heads), ("weights_rows", wanted.rows)):
-        if chosen is not None:
-            said[name] = list(chosen)
-    return said
+    attrs: dict[str, int | list[int]] = {"top_k": outputs.top_k} if outputs.top_k else {}
+    for name, indices in (("weights_heads", outputs.heads), ("weights_rows", outputs.rows)):
+        if indices is not None:
+            attrs[name] = list(indices)
+    return attrs
 
 
 def is_standard(attributes: Collection[str], inputs: Sequence[object]) -> bool:
@@ -54,21 +54,21 @@ def has_definition(node: onnx.NodeProto) -> bool:
     return {attribute.name for attribute in node.attribute} <= STANDARD_ATTRIBUTES.union(ATTRIBUTES)
 
 
-def wanted_of(node: onnx.NodeProto) -> SoftmaxOutputs:
+def outputs_of(node: onnx.NodeProto) -> SoftmaxOutputs:
     """What a node gives of the softmax's rows."""
-    said = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
-    given = {name for name, value in zip(NAMES, node.output[FIRST:], strict=False) if value}
-    heads, rows = (tuple(said[name]) if name in said else None for name in ("weights_heads", "weights_rows"))
-    top_k = said.get("top_k", 0) if given & {"top_k_weights", "top_k_keys"} else 0
-    return SoftmaxOutputs("lse" in given, "entropy" in given, top_k, "weights" in given, heads, rows)
+    attrs = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    names = {name for name, value in zip(NAMES, node.output[FIRST:], strict=False) if value}
+    heads, rows = (tuple(attrs[name]) if name in attrs else None for name in ("weights_heads", "weights_rows"))
+    top_k = attrs.get("top_k", 0) if names & {"top_k_weights", "top_k_keys"} else 0
+    return SoftmaxOutputs("lse" in names, "entropy" in names, top_k, "weights" in names, heads, rows)
 
 
-def put_in_place(node: onnx.NodeProto, wanted: SoftmaxOutputs) -> None:
-    """Spreads a node's outputs, Y and those of `wanted` side by side, over the operator's places for them."""
-    if not wanted.names:
+def put_in_place(node: onnx.NodeProto, outputs: SoftmaxOutputs) -> None:
+    """Spreads a node's outputs, Y and those of `outputs` side by side, over the operator's places for them."""
+    if not outputs.names:
         return
-    found = dict(zip(wanted.names, node.output[1:], strict=True))
-    places = [node.output[0], *[""] * (FIRST - 1), *(found.get(name, "") for name in NAMES)]
+    arrays = dict(zip(outputs.names, node.output[1:], strict=True))
+    places = [node.output[0], *[""] * (FIRST - 1), *(arrays.get(name, "") for name in NAMES)]
     while not places[-1]:
         places.pop()
     del node.output[:]
@@ -81,35 +81,35 @@ def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> Funct
     opset       the standard's, at least 24 for sinks and for more outputs than Y
     bool_mask   whether attn_mask, where there is one, is boolean
     """
-    given = {name for name, value in zip(INPUTS, node.input, strict=False) if value}
+    inputs = {name for name, value in zip(INPUTS, node.input, strict=False) if value}
     rows = any(attribute.name == "q_num_heads" for attribute in node.attribute)
-    lines = _slopes_in_mask(given, 1 if rows else 2, bool_mask) if "slopes" in given else []
-    wanted = wanted_of(node)
-    with_scores = "sinks" in given or wanted.names != ()
-    y, asked = "plain" if "sinks" in given else "Y", bool(node.output[3:4] and node.output[3]) and with_scores
-    if asked:  # a stage of the scores for whoever calls the node, and below those that the softmax takes
+    lines = _slopes_in_mask(inputs, 1 if rows else 2, bool_mask) if "slopes" in inputs else []
+    outputs = outputs_of(node)
+    with_scores = "sinks" in inputs or outputs.names != ()
+    y, has_stage = "plain" if "sinks" in inputs else "Y", bool(node.output[3:4] and node.output[3]) and with_scores
+    if has_stage:  # a stage of the scores for whoever calls the node, and below those that the softmax takes
         lines.append("same_y, same_key, same_value, stage = Attention (Q, K, V)")
     lines.append(f"{f'{y}, made_key, made_value, scores' if with_scores else y} = Attention (Q, K, V)")
-    if wanted.names:  # beside lengths the operator gives neither, and nobody reads them
-        made = ("K", "V") if "nonpad_kv_seqlen" in given else ("made_key", "made_value")
-        lines += [f"present_key = Identity ({made[0]})", f"present_value = Identity ({made[1]})"]
-    lines += _shared_with_sinks(rows) if "sinks" in given else []
-    lines += _inside(wanted, sinks="sinks" in given) if wanted.names else []
-    outputs = ("Y", "present_key", "present_value", "stage" if asked else "scores", *NAMES)[: len(node.output)]
+    if outputs.names:  # beside lengths the operator gives neither, and nobody reads them
+        present = ("K", "V") if "nonpad_kv_seqlen" in inputs else ("made_key", "made_value")
+        lines += [f"present_key = Identity ({present[0]})", f"present_value = Identity ({present[1]})"]
+    lines += _shared_with_sinks(rows) if "sinks" in inputs else []
+    lines += _inside(outputs, sinks="sinks" in inputs) if outputs.names else []
+    output_names = ("Y", "present_key", "present_value", "stage" if has_stage else "scores", *NAMES)[: len(node.output)]
     head = (
         f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]> '
-        f"Attention ({', '.join(INPUTS[: len(node.input)])}) => ({', '.join(outputs)})"
+        f"Attention ({', '.join(INPUTS[: len(node.input)])}) => ({', '.join(output_names)})"
     )
     function = parser.parse_function("\n".join((head, "{", *lines, "}")))
     *before, call = (inner for inner in function.node if inner.op_type == "Attention")
-    mask = "biased" if "slopes" in given else "attn_mask" if "attn_mask" in given else ""
+    mask = "biased" if "slopes" in inputs else "attn_mask" if "attn_mask" in inputs else ""
     function.attribute.extend(attribute.name for attribute in node.attribute)
     for inner in (*before, call):
-        if "nonpad_kv_seqlen" in given and len(inner.output) > 1:
+        if "nonpad_kv_seqlen" in inputs and len(inner.output) > 1:
             inner.output[1:3] = ["", ""]
-        _pass_on(node, inner, [mask, *(name if name in given else "" for name in INPUTS[4:7])])
+        _pass_on(node, inner, [mask, *(name if name in inputs else "" for name in INPUTS[4:7])])
     if with_scores:
-        for attribute in [said for said in call.attribute if said.name == "qk_matmul_output_mode"]:
+        for attribute in [candidate for candidate in call.attribute if candidate.name == "qk_matmul_output_mode"]:
             call.attribute.remove(attribute)
         call.attribute.append(onnx.helper.make_attribute("qk_matmul_output_mode", _BIASED_SCORES))
     return function
@@ -125,7 +125,7 @@ def _pass_on(node: NodeProto, call: NodeProto, inputs: list[str]) -> None:
             call.attribute.add(name=attribute.name, type=attribute.type, ref_attr_name=attribute.name)
 
 
-def _slopes_in_mask(given: set[str], axis: int, bool_mask: bool) -> list[str]:
+def _slopes_in_mask(inputs: set[str], axis: int, bool_mask: bool) -> list[str]:
     """`biased`: slope * (key - place of the query) on top of attn_mask; -inf where a boolean one hides.
 
     Lengths are on `axis` of Q and K.
@@ -139,9 +139,9 @@ def _slopes_in_mask(given: set[str], axis: int, bool_mask: bool) -> list[str]:
         f"L = Shape <start = {axis}, end = {axis + 1}> (Q)",
         f"new = Shape <start = {axis}, end = {axis + 1}> (K)",
     ]
-    if "past_key" in given:
+    if "past_key" in inputs:
         lines += ["first = Shape <start = 2, end = 3> (past_key)", "S = Add (new, first)"]
-    elif "nonpad_kv_seqlen" in given:
+    elif "nonpad_kv_seqlen" in inputs:
         lines += ["offset = Sub (nonpad_kv_seqlen, L)", "first = Unsqueeze (offset, behind)", "S = Identity (new)"]
     else:
         lines += ["first = Identity (zero)", "S = Identity (new)"]
@@ -159,7 +159,7 @@ def _slopes_in_mask(given: set[str], axis: int, bool_mask: bool) -> list[str]:
         "wide_bias = Mul (slope, wide_distance)",
         "bias = CastLike (wide_bias, Q)",
     ]
-    if "attn_mask" not in given:
+    if "attn_mask" not in inputs:
         return [*lines, "biased = Identity (bias)"]
     if not bool_mask:
         return [*lines, "biased = Add (bias, attn_mask)"]
@@ -202,7 +202,7 @@ def _shared_with_sinks(rows: bool) -> list[str]:
     ]
 
 
-def _inside(wanted: SoftmaxOutputs, *, sinks: bool) -> list[str]:
+def _inside(outputs: SoftmaxOutputs, *, sinks: bool) -> list[str]:
     """What the rows of the softmax are like, from `scores` (B, H, L, S), -inf where hidden, `sinks` (H,) and Q."""
     lines = [
         "along = Constant <value = int64[1] {-1}> ()",
@@ -222,18 +222,18 @@ def _inside(wanted: SoftmaxOutputs, *, sinks: bool) -> list[str]:
         lines += ["sink_relative = Sub (sink_score, level)", "sink_exponent = Exp (sink_relative)"]
     lines.append(f"partition = {'Add (key_total, sink_exponent)' if sinks else 'Identity (key_total)'}")
     lines += ["divisor = Where (unseen, unity, partition)", "shares = Div (exponents, divisor)"]
-    if wanted.lse:
+    if outputs.lse:
         lines += [
             "log_total = Log (partition)",
             "lse_column = Add (level, log_total)",
             "lse = Squeeze (lse_column, along)",
         ]
-    lines += _entropy(sinks) if wanted.entropy else []
-    lines += _top_k(wanted.top_k) if wanted.top_k else []
-    lines += _weights(wanted) if wanted.weights else []
+    lines += _entropy(sinks) if outputs.entropy else []
+    lines += _top_k(outputs.top_k) if outputs.top_k else []
+    lines += _weights(outputs) if outputs.weights else []
     # A function makes all of its outputs, up to the last one; nobody reads these.
-    last = NAMES.index(wanted.names[-1])
-    return lines + [f"{name} = Identity (nil)" for name in NAMES[:last] if name not in wanted.names]
+    last = NAMES.index(outputs.names[-1])
+    return lines + [f"{name} = Identity (nil)" for name in NAMES[:last] if name not in outputs.names]
 
 
 _WITH_SINKS = [
@@ -278,17 +278,17 @@ def _top_k(k: int) -> list[str]:
     ]
 
 
-def _weights(wanted: SoftmaxOutputs) -> list[str]:
+def _weights(outputs: SoftmaxOutputs) -> list[str]:
     lines, last = ["all_weights = CastLike (shares, Q)"], "all_weights"
-    if wanted.heads is not None:
+    if outputs.heads is not None:
         lines += [
-            f"heads_chosen = {_integers(wanted.heads)}",
+            f"heads_chosen = {_integers(outputs.heads)}",
             "of_heads = Gather <axis = 1> (all_weights, heads_chosen)",
         ]
         last = "of_heads"
-    if wanted.rows is not None:
+    if outputs.rows is not None:
         lines += [
-            f"rows_chosen = {_integers(wanted.rows)}",
+            f"rows_chosen = {_integers(outputs.rows)}",
             "zeroth = Constant <value = int64[1] {0}> ()",
             "query_count = Shape <start = 2, end = 3> (scores)",
             "from_end = Add (rows_chosen, query_count)",

@@ -22,7 +22,7 @@ from mhsa_compile.files.free_memory import require_memory
 from mhsa_compile.nn import onnx_symbolic
 from mhsa_compile.nn.functional import (
     attention,
-    rotated,
+    rotate,
     to_numpy,
     written,
 )
@@ -164,16 +164,16 @@ class MultiHeadAttention(_AttentionModule):
         """
         source = _source(self.spec, x, context)
         cache = _checked_cache(self.spec, x, past_key, past_value, length)
-        return self._attended(x, source, source, mask, cache)
+        return self._attend(x, source, source, mask, cache)
 
-    def _attended(
+    def _attend(
         self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: _Cache
     ) -> Tensor | tuple[Tensor, ...]:
         """What queries of x (B, L, D) get from keys and values of (B, S, ...), after all checks of them."""
         q, k, v = self.q_proj(x), self.k_proj(keys), self.v_proj(values)
         exporting = torch.onnx.is_in_onnx_export()
-        made = self._in_operators(x, q, k, v, mask, cache) if exporting else self._eagerly(q, k, v, mask, cache)
-        y, arrays, present = made
+        result = self._in_operators(x, q, k, v, mask, cache) if exporting else self._eagerly(q, k, v, mask, cache)
+        y, arrays, present = result
         return _results(self.spec, {**arrays, "y": self.out_proj(y)}, present)
 
     def _eagerly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
@@ -188,7 +188,7 @@ class MultiHeadAttention(_AttentionModule):
                 positions = cache[2].unsqueeze(1) + positions
             _check_positions(spec.rope, positions)
             cos, sin = (table[positions].unsqueeze(-3) for table in (self.rope_cos, self.rope_sin))
-            q, k = (rotated(rows, cos, sin, spec.rope.interleaved) for rows in (q, k))
+            q, k = (rotate(rows, cos, sin, spec.rope.interleaved) for rows in (q, k))
         lengths = None
         if cache is not None:
             past_key, past_value, length = cache
@@ -216,7 +216,7 @@ class MultiHeadAttention(_AttentionModule):
         v = onnx_symbolic.scatter_node(past_value, onnx_symbolic.split_heads(v, spec.num_kv_heads), first)
         q = onnx_symbolic.split_heads(q, spec.num_heads)
         y, arrays = onnx_symbolic.attention_node(spec, q, k, v, None, self.held, lengths=lengths)
-        return onnx_symbolic.joined_heads(y), {**arrays, "heads": y}, (k, v)
+        return onnx_symbolic.join_heads(y), {**arrays, "heads": y}, (k, v)
 
 
 class QueryKeyValueAttention(MultiHeadAttention):
@@ -238,7 +238,7 @@ class QueryKeyValueAttention(MultiHeadAttention):
         if value.shape[:2] != key.shape[:2]:
             expected = f"shape (B, S, {widths['value']}), (B, S) = {tuple(key.shape[:2])} as in key"
             raise InputError("value", expected, str(tuple(value.shape)), "Each key has one value.")
-        return self._attended(x, key, value, mask, None)
+        return self._attend(x, key, value, mask, None)
 
 
 class ScaledDotProductAttention(_AttentionModule):
@@ -329,14 +329,14 @@ def _check_rows(name: str, length: str, width: int, rows: Tensor) -> None:
 def _checked_cache(
     spec: AttentionSpec, x: Tensor, past_key: Tensor | None, past_value: Tensor | None, length: Tensor | None
 ) -> _Cache:
-    given = {"past_key": past_key, "past_value": past_value, "length": length}
+    inputs = {"past_key": past_key, "past_value": past_value, "length": length}
     if not spec.kv_cache:
-        for name, value in given.items():
+        for name, value in inputs.items():
             if value is not None:
                 raise InputError(name, "None", "a tensor", "Set kv_cache=True in the spec.")
         return None
     if past_key is None or past_value is None or length is None:
-        name = next(name for name, value in given.items() if value is None)
+        name = next(name for name, value in inputs.items() if value is None)
         raise InputError(name, "a tensor: the spec has kv_cache", "None")
     B, G = x.shape[0], spec.num_kv_heads
     for name, cache, width in (("past_key", past_key, spec.head_dim), ("past_value", past_value, spec.v_head_dim)):

@@ -65,40 +65,40 @@ def attention_node(
     inputs += captured
     while inputs[-1] is None and len(inputs) > 4:
         inputs.pop()
-    wanted = inside_of(spec.outputs)
-    own = wanted.names != () or not mhsa_operator.is_standard(attributes, inputs)
+    outputs = inside_of(spec.outputs)
+    own = outputs.names != () or not mhsa_operator.is_standard(attributes, inputs)
     name = f"{DOMAIN}::Attention" if own else "Attention"
     version = 1 if own else attention_opset(spec, free_lengths=free_lengths)
     shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)
-    if not wanted.names:
+    if not outputs.names:
         return symbolic(name, inputs, attributes, dtype=q.dtype, shape=shape, version=version), {}
-    attributes |= mhsa_operator.attributes_of(wanted)
-    extra = _inside_shapes(spec, wanted, B=q.shape[0], L=q.shape[-2], S=k.shape[-2])
+    attributes |= mhsa_operator.attributes_of(outputs)
+    extra = _inside_shapes(spec, outputs, B=q.shape[0], L=q.shape[-2], S=k.shape[-2])
     dtypes = [q.dtype if name == "weights" else _INSIDE_DTYPES.get(name, torch.float32) for name in extra]
     # They come side by side, without places for outputs that are not there: `mhsa_operator.put_in_place`.
-    y, *found = symbolic_multi_out(
+    y, *arrays = symbolic_multi_out(
         name, inputs, attributes, dtypes=[q.dtype, *dtypes], shapes=[shape, *extra.values()], version=version
     )
-    return y, dict(zip(extra, found, strict=True))
+    return y, dict(zip(extra, arrays, strict=True))
 
 
 _INSIDE_DTYPES = {"top_k_keys": torch.int64}
 
 
 def _inside_shapes(
-    spec: AttentionSpec, wanted: SoftmaxOutputs, *, B: int, L: int, S: int
+    spec: AttentionSpec, outputs: SoftmaxOutputs, *, B: int, L: int, S: int
 ) -> dict[str, tuple[int, ...]]:
     rows = (B, spec.num_heads, L)
-    heads, queries = (count if chosen is None else len(chosen)
-                      for count, chosen in ((spec.num_heads, wanted.heads), (L, wanted.rows)))  # fmt: skip
+    heads, queries = (count if indices is None else len(indices)
+                      for count, indices in ((spec.num_heads, outputs.heads), (L, outputs.rows)))  # fmt: skip
     shapes = {
         "lse": rows,
         "entropy": rows,
-        "top_k_weights": (*rows, wanted.top_k),
-        "top_k_keys": (*rows, wanted.top_k),
+        "top_k_weights": (*rows, outputs.top_k),
+        "top_k_keys": (*rows, outputs.top_k),
         "weights": (B, heads, queries, S),
     }
-    return {name: shapes[name] for name in wanted.names}
+    return {name: shapes[name] for name in outputs.names}
 
 
 def rotary_node(rope: Rope, rows: Tensor, heads: int, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def split_heads(rows: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2)
 
 
-def joined_heads(y: Tensor) -> Tensor:
+def join_heads(y: Tensor) -> Tensor:
     """(B, H, L, F) -> (B, L, H * F)."""
     B, H, L, F = y.shape
     inputs = (y.transpose(1, 2), _integers(0, 0, H * F))
@@ -147,14 +147,14 @@ def places(x: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 def _integer(value: int) -> Tensor:
     """A Constant node, int64 ()."""
-    said: dict[str, Any] = {"value_int": value}
-    return symbolic("Constant", (), said, dtype=torch.int64, shape=(), version=23)
+    attrs: dict[str, Any] = {"value_int": value}
+    return symbolic("Constant", (), attrs, dtype=torch.int64, shape=(), version=23)
 
 
 def _integers(*values: int) -> Tensor:
     """A Constant node, int64 (n,)."""
-    said: dict[str, Any] = {"value_ints": list(values)}
-    return symbolic("Constant", (), said, dtype=torch.int64, shape=(len(values),), version=23)
+    attrs: dict[str, Any] = {"value_ints": list(values)}
+    return symbolic("Constant", (), attrs, dtype=torch.int64, shape=(len(values),), version=23)
 
 
 def _key_lengths(k: Tensor) -> Tensor:

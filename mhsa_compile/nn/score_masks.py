@@ -50,5 +50,5 @@ def _rows(mask_mod: ScoreFunction, tensors: Sequence[Tensor], heads: int, places
     try:
         return computed(mask_mod, tensors, leaves)
     except (IndexError, RuntimeError) as error:  # an index that is outside, a division by 0
-        said = f"queries up to {int(places.max())} and keys up to {S - 1}"
-        raise SpecError("mask_mod", f"a value for {said}", str(error).partition("\n")[0]) from error
+        lengths = f"queries up to {int(places.max())} and keys up to {S - 1}"
+        raise SpecError("mask_mod", f"a value for {lengths}", str(error).partition("\n")[0]) from error

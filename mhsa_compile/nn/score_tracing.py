@@ -115,10 +115,10 @@ class GraphReader:
         inputs = iter([*self.leaves, *captured])
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                given = next(inputs)
-                values[node] = self._leaf(given) if isinstance(given, str) else self._captured(given)
+                source = next(inputs)
+                values[node] = self._leaf(source) if isinstance(source, str) else self._capture(source)
             elif node.op == "get_attr":
-                values[node] = self._captured(operator.attrgetter(node.target)(module))
+                values[node] = self._capture(operator.attrgetter(node.target)(module))
             elif node.op == "output":
                 (result,) = node.args
                 if not isinstance(result, fx.Node):
@@ -126,26 +126,26 @@ class GraphReader:
                     raise SpecError(self.name, "a function whose result is one tensor", value_text(result), hint)
                 return self._function(values[result])
             else:
-                values[node] = self._called(node, values)
+                values[node] = self._call(node, values)
         raise SpecError(self.name, "a result", "none")
 
     def _function(self, result: Any) -> ScoreFunction:
-        wanted: Kind = "float" if self.leaves == LEAVES else "bool"
+        result_kind: Kind = "float" if self.leaves == LEAVES else "bool"
         number = self._number(result)
-        if wanted == "bool" and self._kind(number) != "bool":
+        if result_kind == "bool" and self._kind(number) != "bool":
             raise SpecError(self.name, "a function whose result is bool, True takes part", self._kind(number))
-        number = self._as(number, wanted)
+        number = self._as(number, result_kind)
         used = _used(self._steps, number)
         again = {old: new for new, old in enumerate(used)}
         steps = [self._steps[old] for old in used]
         loaded = sorted({int(step.value) for step in steps if step.op == "load"})
         self.tensors = [self.tensors[i] for i in loaded]
-        kept = tuple(
+        new_steps = tuple(
             Step(step.op, step.kind, tuple(again[arg] for arg in step.args),
                  loaded.index(step.value) if step.op == "load" else step.value)  # type: ignore[arg-type]
             for step in steps
         )  # fmt: skip
-        return ScoreFunction(kept, tuple(_tensor_kind(tensor) for tensor in self.tensors))
+        return ScoreFunction(new_steps, tuple(_tensor_kind(tensor) for tensor in self.tensors))
 
     # Steps, by their numbers.
 
@@ -226,16 +226,16 @@ class GraphReader:
             return "float"
         raise SpecError(self.name, f"values of bool, {', '.join((*WHOLE, *FLOATS))}", name)
 
-    def _captured(self, tensor: Any) -> Any:
+    def _capture(self, tensor: Any) -> Any:
         """A captured tensor, which waits for its indices; one without axes is its only element."""
         value = _tensor_of(tensor)
         if not isinstance(value, Tensor):
             raise SpecError(self.name, "captured tensors", type(value).__name__)
         self._kind_of(value.dtype)
-        found = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
-        if found == len(self.tensors):
+        number = next((i for i, other in enumerate(self.tensors) if other is tensor), len(self.tensors))
+        if number == len(self.tensors):
             self.tensors.append(tensor)
-        row = _Row(found, (), value.ndim)
+        row = _Row(number, (), value.ndim)
         return row if value.ndim else self._load(row, (self._constant(0),))
 
     def _load(self, row: _Row, indices: tuple[int, ...]) -> int:
@@ -254,24 +254,24 @@ class GraphReader:
 
     # Calls.
 
-    def _called(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """A node's value: the number of a step, or a captured tensor by some of its axes."""
-        value, made = node.meta["val"], self._value(node, values)
-        if isinstance(made, _Row):
-            return made
+        value, result = node.meta["val"], self._value(node, values)
+        if isinstance(result, _Row):
+            return result
         if value.ndim:
             raise SpecError(self.name, "one number for each pair", f"a tensor of sizes {list(value.shape)}", WHITELIST)
-        return self._narrow(made, value.dtype)
+        return self._narrow(result, value.dtype)
 
     def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         target = getattr(node.target, "overloadpacket", node.target)
         name = getattr(target, "__name__", str(target))
         args = [self._argument(arg, values) for arg in node.args]
         if name == "index":
-            return self._indexed(values[node.args[0]], node.args[1], values)  # type: ignore[index]
+            return self._index(values[node.args[0]], node.args[1], values)  # type: ignore[index]
         if name in _SAME and isinstance(values.get(node.args[0]), _Row):  # type: ignore[arg-type]
             return values[node.args[0]]  # type: ignore[index]
-        said = dict(node.kwargs)
+        kwargs = dict(node.kwargs)
         dtype = node.meta["val"].dtype
         kind = self._kind_of(dtype)
         if name in _FILLED:
@@ -281,19 +281,19 @@ class GraphReader:
         if kind == "int" and name in _OF_ONE_DTYPE:
             args = [self._to(arg, dtype) if isinstance(arg, int) else arg for arg in args]
         if name in _BINARY:
-            return self._binary(name, args, said, kind)
+            return self._binary(name, args, kwargs, kind)
         if name in _COMPARED:
-            return self._compared(_COMPARED[name], args, torch.result_type(*map(_tensor_of, node.args[:2])))
+            return self._compare(_COMPARED[name], args, torch.result_type(*map(_tensor_of, node.args[:2])))
         if name in _LOGICAL:
             return self._logical(name, args, kind)
         if name in _PLAIN:
             return self._add(_PLAIN[name], kind, (self._as(self._number(args[0]), kind),))
         if name in _SPECIAL:
-            return _SPECIAL[name](self, args, said, kind)
+            return _SPECIAL[name](self, args, kwargs, kind)
         if name == "where":
-            chosen = self._as(self._number(args[0]), "bool")
+            condition = self._as(self._number(args[0]), "bool")
             one, other = (self._as(self._number(arg), kind) for arg in args[1:])
-            return self._add("where", kind, (chosen, one, other))
+            return self._add("where", kind, (condition, one, other))
         raise SpecError(self.name, ASKED, f"the operator {name}", WHITELIST)
 
     def _argument(self, arg: Any, values: Mapping[fx.Node, Any]) -> Any:
@@ -302,7 +302,7 @@ class GraphReader:
             return values[arg]
         return self._constant(arg) if isinstance(arg, bool | int | float) else arg
 
-    def _indexed(self, row: Any, indices: Any, values: Mapping[fx.Node, Any]) -> Any:
+    def _index(self, row: Any, indices: Any, values: Mapping[fx.Node, Any]) -> Any:
         if not isinstance(row, _Row):
             raise SpecError(self.name, ASKED, "an index of what is no captured tensor", WHITELIST)
         numbers = []
@@ -318,9 +318,9 @@ class GraphReader:
             return _Row(row.tensor, (*row.indices, *numbers), row.axes - len(numbers))
         return self._load(row, tuple(numbers))
 
-    def _binary(self, name: str, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+    def _binary(self, name: str, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
         one, other = (self._as(self._number(arg), kind) for arg in args[:2])
-        factor = said.get("alpha", 1)
+        factor = kwargs.get("alpha", 1)
         if factor != 1:
             scaled = self._as(self._constant(factor), kind)
             if name == "rsub":
@@ -329,10 +329,10 @@ class GraphReader:
                 other = self._add("mul", kind, (other, scaled))
         if name == "rsub":
             one, other = other, one
-        if name == "div" and said.get("rounding_mode") == "floor":
+        if name == "div" and kwargs.get("rounding_mode") == "floor":
             name = "floor_divide"
-        elif said.get("rounding_mode") is not None:
-            raise SpecError(self.name, "divisions that are exact or round down", f"rounding_mode={said}", WHITELIST)
+        elif kwargs.get("rounding_mode") is not None:
+            raise SpecError(self.name, "divisions that are exact or round down", f"rounding_mode={kwargs}", WHITELIST)
         op = _BINARY[name]
         if kind == "bool" and op in ("add", "mul", "min", "max"):
             return self._add("or" if op in ("add", "max") else "and", "bool", (one, other))
@@ -340,7 +340,7 @@ class GraphReader:
             raise SpecError(self.name, "// and % of whole numbers", "of floats", WHITELIST)
         return self._add(op, kind, (one, other))
 
-    def _compared(self, op: str, args: list[Any], dtype: torch.dtype) -> int:
+    def _compare(self, op: str, args: list[Any], dtype: torch.dtype) -> int:
         """`dtype` is the one that both are compared in."""
         one, other = map(self._number, args[:2])
         if op in ("eq", "ne") and one == other and self._kind(one) == "float":
@@ -354,10 +354,10 @@ class GraphReader:
         op = _LOGICAL[name]
         return self._add(op, inner, tuple(self._as(self._number(arg), inner) for arg in args))
 
-    def _clamped(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+    def _clamp(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
         bounds = dict(zip(("min", "max"), args[1:], strict=False)) | {
             name: self._constant(value) if isinstance(value, bool | int | float) else value
-            for name, value in said.items()
+            for name, value in kwargs.items()
         }
         value = self._as(self._number(args[0]), kind)
         for name, op in (("min", "max"), ("max", "min")):
@@ -365,7 +365,7 @@ class GraphReader:
                 value = self._add(op, kind, (value, self._as(self._number(bounds[name]), kind)))
         return value
 
-    def _power(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+    def _power(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
         step, base_step = (self._steps[self._number(arg)] for arg in args[1::-1])
         exponent = constant_value(step) if step.op == "constant" else None
         if exponent is None and kind == "float" and base_step.op == "constant" and constant_value(base_step) > 0:
@@ -382,16 +382,16 @@ class GraphReader:
             result = self._add("mul", kind, (result, base))
         return result
 
-    def _one_over(self, args: list[Any], said: Mapping[str, Any], kind: Kind, root: bool = False) -> int:
+    def _one_over(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind, root: bool = False) -> int:
         value = self._as(self._number(args[0]), kind)
         value = self._add("sqrt", kind, (value,)) if root else value
         return self._add("div", kind, (self._float(1.0), value))
 
-    def _log2(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+    def _log2(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
         natural = self._add("log", kind, (self._as(self._number(args[0]), kind),))
         return self._add("mul", kind, (natural, self._float(1.4426950408889634)))
 
-    def _shifted(self, args: list[Any], said: Mapping[str, Any], kind: Kind, *, op: str) -> int:
+    def _shift(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind, *, op: str) -> int:
         """A shift to the right rounds down, as a division by a power of two."""
         step = self._steps[self._number(args[1])]
         places = constant_value(step) if step.op == "constant" else -1
@@ -399,11 +399,11 @@ class GraphReader:
             raise SpecError(self.name, "shifts of whole numbers by a constant", str(places), WHITELIST)
         return self._add(op, kind, (self._as(self._number(args[0]), kind), self._constant(1 << int(places))))
 
-    def _least(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
-        return self._clamped([args[0], args[1]], {}, kind)
+    def _least(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
+        return self._clamp([args[0], args[1]], {}, kind)
 
-    def _most(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
-        return self._clamped([args[0], None, args[1]], {}, kind)
+    def _most(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
+        return self._clamp([args[0], None, args[1]], {}, kind)
 
 
 _SAME = ("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous")
@@ -431,15 +431,15 @@ _LOGICAL = {
 }  # fmt: skip
 _PLAIN = {name: name for name in ("neg", "abs", "exp", "exp2", "log", "tanh", "sigmoid", "sqrt")}
 _SPECIAL: Mapping[str, Callable[..., int]] = {
-    "clamp": GraphReader._clamped,
+    "clamp": GraphReader._clamp,
     "clamp_min": GraphReader._least,
     "clamp_max": GraphReader._most,
     "pow": GraphReader._power,
-    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), partial(GraphReader._shifted, op="mul")),
-    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), partial(GraphReader._shifted, op="floor_div")),
-    "square": lambda reader, args, said, kind: reader._power([args[0], reader._constant(2)], said, kind),
+    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), partial(GraphReader._shift, op="mul")),
+    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), partial(GraphReader._shift, op="floor_div")),
+    "square": lambda reader, args, kwargs, kind: reader._power([args[0], reader._constant(2)], kwargs, kind),
     "reciprocal": GraphReader._one_over,
-    "rsqrt": lambda reader, args, said, kind: reader._one_over(args, said, kind, root=True),
+    "rsqrt": lambda reader, args, kwargs, kind: reader._one_over(args, kwargs, kind, root=True),
     "log2": GraphReader._log2,
 }
 

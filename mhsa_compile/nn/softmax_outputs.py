@@ -11,8 +11,8 @@ from torch import Tensor
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 
 
-def softmax_outputs_of_rows(scores: Tensor, no_key: Tensor | None, wanted: SoftmaxOutputs) -> dict[str, Tensor]:
-    """The arrays `wanted.names` of scores (B, H, L, S), -inf where hidden, as the softmax takes them; `no_key`
+def softmax_outputs_of_rows(scores: Tensor, no_key: Tensor | None, outputs: SoftmaxOutputs) -> dict[str, Tensor]:
+    """The arrays `outputs.names` of scores (B, H, L, S), -inf where hidden, as the softmax takes them; `no_key`
     (H,) are scores of no key.
 
     Statistics are float32 at least, like the largest weights; the weights themselves are of the scores' dtype.
@@ -24,15 +24,15 @@ def softmax_outputs_of_rows(scores: Tensor, no_key: Tensor | None, wanted: Softm
     lse = everything.logsumexp(dim=-1, keepdim=True)
     level = lse.masked_fill(lse == -torch.inf, 0.0)
     weights = (wide - level).exp().masked_fill(wide == -torch.inf, 0.0)  # hidden is 0, also in a row with NaN
-    largest, keys = _largest(wide, wanted.top_k)
-    found = {
+    largest, keys = _largest(wide, outputs.top_k)
+    arrays = {
         "lse": lse.squeeze(-1),
         "entropy": torch.special.entr((everything - level).exp()).sum(dim=-1),
         "top_k_weights": (largest - level).exp(),
         "top_k_keys": keys,
-        "weights": _chosen(weights, wanted).to(scores.dtype),
+        "weights": _selection(weights, outputs).to(scores.dtype),
     }
-    return {name: found[name] for name in wanted.names}
+    return {name: arrays[name] for name in outputs.names}
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -42,13 +42,13 @@ def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ordered, keys.masked_fill(ordered == -torch.inf, -1)
 
 
-def _chosen(weights: Tensor, wanted: SoftmaxOutputs) -> Tensor:
+def _selection(weights: Tensor, outputs: SoftmaxOutputs) -> Tensor:
     """(B, heads, rows, S); rows that are not there are zeros."""
-    if wanted.heads is not None:
-        weights = weights[:, list(wanted.heads)]
-    if wanted.rows is None:
+    if outputs.heads is not None:
+        weights = weights[:, list(outputs.heads)]
+    if outputs.rows is None:
         return weights
     L = weights.shape[2]
     none = torch.zeros_like(weights[:, :, :1])
-    rows = [weights[:, :, row % L, None] if -L <= row < L else none for row in wanted.rows]
+    rows = [weights[:, :, row % L, None] if -L <= row < L else none for row in outputs.rows]
     return torch.cat(rows, dim=2)

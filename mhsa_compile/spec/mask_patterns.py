@@ -119,8 +119,8 @@ class BigBird(Pattern, frozen=True):
         # Words straight from the bit generator: their stream is fixed for good, other draws may change with NumPy.
         words = np.random.PCG64(self.seed).random_raw(queries * keys).reshape(queries, keys)
         words[visible] = np.iinfo(np.uint64).max
-        drawn = words.argsort(axis=1, kind="stable")[:, : self.random_blocks]
-        np.put_along_axis(visible, drawn, True, axis=1)
+        random_keys = words.argsort(axis=1, kind="stable")[:, : self.random_blocks]
+        np.put_along_axis(visible, random_keys, True, axis=1)
         return visible
 
 
@@ -237,8 +237,8 @@ class ArrayMask(Pattern, frozen=True):
             raise InputError("dims", f"the lengths of the mask's array, {self.shape}", f"L, S = {L}, {S}")
         with reading(SpecError, "arraymask.bits", "base64 of zlib's bytes"):
             packed = np.frombuffer(zlib.decompress(base64.b64decode(self.bits)), np.uint8)
-            seen = np.unpackbits(packed, count=L * S).reshape(L, S).astype(np.bool_)
-        return np.asarray(seen[first:last])
+            visible = np.unpackbits(packed, count=L * S).reshape(L, S).astype(np.bool_)
+        return np.asarray(visible[first:last])
 
 
 AnyPattern = Longformer | BigBird | Strided | BlockDiagonal | Documents | ArrayMask
@@ -256,18 +256,18 @@ KINDS: dict[str, type[Pattern]] = {
 
 def checked_static_mask(value: object) -> Pattern | None:
     """A pattern of KINDS, or None, from one, from plain values or from an array. Raises SpecError."""
-    made = pattern(value) if isinstance(value, Mapping) else value
-    if made is None or type(made) in KINDS.values():
-        return made  # type: ignore[return-value]
-    if isinstance(made, Pattern):
-        known = ", ".join(kind.__name__ for kind in KINDS.values())
+    mask = pattern(value) if isinstance(value, Mapping) else value
+    if mask is None or type(mask) in KINDS.values():
+        return mask  # type: ignore[return-value]
+    if isinstance(mask, Pattern):
+        names = ", ".join(kind.__name__ for kind in KINDS.values())
         hint = "An artifact stores a pattern by its fields, and no code: give yours as an array, pattern.array(L, S)."
-        raise SpecError("static_mask", f"one of {known}", f"{type(made).__name__}, a class of your own", hint)
-    if hasattr(made, "__array__"):
+        raise SpecError("static_mask", f"one of {names}", f"{type(mask).__name__}, a class of your own", hint)
+    if hasattr(mask, "__array__"):
         import numpy as np
 
-        return ArrayMask.of(np.asarray(made))
-    raise SpecError("static_mask", "a pattern of mhsa_compile.masks, or a bool array (L, S)", type(made).__name__)
+        return ArrayMask.of(np.asarray(mask))
+    raise SpecError("static_mask", "a pattern of mhsa_compile.masks, or a bool array (L, S)", type(mask).__name__)
 
 
 def pattern(fields: Mapping[str, Any]) -> Pattern:
@@ -279,12 +279,12 @@ def pattern(fields: Mapping[str, Any]) -> Pattern:
         hint = f"Did you mean {near[0]!r}?" if near else ""
         raise SpecError("static_mask", f"a kind among {', '.join(KINDS)}", repr(name), hint)
     kind = KINDS[name]
-    known = kind.__struct_fields__
-    if unknown := [field for field in values if field not in known]:
-        near = difflib.get_close_matches(str(unknown[0]), known, n=1)
+    names = kind.__struct_fields__
+    if unknown := [field for field in values if field not in names]:
+        near = difflib.get_close_matches(str(unknown[0]), names, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else ""
-        raise SpecError(name, f"fields among {', '.join(known)}", f"the unknown {unknown[0]!r}", hint)
-    required = known[: len(known) - len(kind.__struct_defaults__)]
+        raise SpecError(name, f"fields among {', '.join(names)}", f"the unknown {unknown[0]!r}", hint)
+    required = names[: len(names) - len(kind.__struct_defaults__)]
     if missing := [field for field in required if field not in values]:
         raise SpecError(name, f"the field {missing[0]!r}", "none")
     return kind(**values)

@@ -54,14 +54,14 @@ class SoftmaxOutputs:
     @property
     def names(self) -> tuple[str, ...]:
         """The arrays, in the order in which the operator and the kernels give them."""
-        wanted = {
+        flags = {
             "lse": self.lse,
             "entropy": self.entropy,
             "top_k_weights": self.top_k > 0,
             "top_k_keys": self.top_k > 0,
             "weights": self.weights,
         }
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        return tuple(name for name, flag in flags.items() if flag)
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,20 @@ class LayerWord:
 
 def checked_outputs(words: object, num_heads: int) -> tuple[str, ...]:
     """The words, each in its one spelling. Raises SpecError: none, an unknown one, the same kind twice, no y."""
-    given = _texts(words, _EXAMPLES)
-    kinds = [word.partition(":")[0] for word in given]
+    texts = _texts(words, _EXAMPLES)
+    kinds = [word.partition(":")[0] for word in texts]
     for kind in kinds:
         _check_kind(kind, _EXAMPLES)
         if kinds.count(kind) > 1:
             raise SpecError("outputs", "each output once", f"{kind!r} {kinds.count(kind)} times")
     if "y" not in kinds:
-        raise SpecError("outputs", '"y" and what else is wanted', ", ".join(given), 'Add "y".')
-    return tuple(_spelled(word, num_heads) for word in given)
+        raise SpecError("outputs", '"y" and what else is wanted', ", ".join(texts), 'Add "y".')
+    return tuple(_spelling(word, num_heads) for word in texts)
 
 
 def layer_words(words: object) -> tuple[LayerWord, ...]:
     """The words about layers; y, the graph's own outputs, is none. Raises SpecError for what no graph could have."""
-    found = []
+    result = []
     for text in _texts(words, f'"y", {_OF_LAYERS}'):
         word, at, layer = text.partition("@")
         kind = word.partition(":")[0]
@@ -99,17 +99,17 @@ def layer_words(words: object) -> tuple[LayerWord, ...]:
             raise SpecError("outputs", "the number of a layer behind @, such as 'entropy@3'", repr(text))
         if kind == "y" and at:
             raise SpecError("outputs", "y alone, the graph's own outputs", repr(text), f"Of a layer: heads@{layer}.")
-        spelled = LayerWord(_spelled(word, None), int(layer) if at else None)
+        layer_word = LayerWord(_spelling(word, None), int(layer) if at else None)
         if kind != "y":
-            found.append(spelled)
-    return tuple(found)
+            result.append(layer_word)
+    return tuple(result)
 
 
 def _texts(words: object, examples: str) -> list[str] | tuple[str, ...]:
-    given = words if isinstance(words, list | tuple) else ()
-    if not given or not all(isinstance(word, str) for word in given):
+    texts = words if isinstance(words, list | tuple) else ()
+    if not texts or not all(isinstance(word, str) for word in texts):
         raise SpecError("outputs", f"some of {examples}", repr(words))
-    return given
+    return texts
 
 
 def _check_kind(kind: str, examples: str) -> None:
@@ -118,7 +118,7 @@ def _check_kind(kind: str, examples: str) -> None:
         raise SpecError("outputs", f"some of {examples}", repr(kind), f"Did you mean {near[0]!r}?" if near else "")
 
 
-def _spelled(word: str, num_heads: int | None) -> str:
+def _spelling(word: str, num_heads: int | None) -> str:
     """A word in its one spelling. Raises SpecError. `num_heads` is None where it is not known yet."""
     kind, colon, detail = word.partition(":")
     if kind == "top_k":
@@ -126,27 +126,27 @@ def _spelled(word: str, num_heads: int | None) -> str:
             raise SpecError("outputs", "top_k with the number of keys, such as 'top_k:5'", repr(word))
         return f"top_k:{int(detail)}"
     if kind == "weights" and colon:
-        chosen = _chosen(word, detail)
-        for head in chosen.get("heads", ()):
+        indices = _indices(word, detail)
+        for head in indices.get("heads", ()):
             if num_heads is not None and not 0 <= head < num_heads:
                 raise SpecError("outputs", f"heads from 0 to {num_heads - 1}", f"{head} in {word!r}")
-        return "weights:" + ",".join(f"{axis}={','.join(map(str, numbers))}" for axis, numbers in chosen.items())
+        return "weights:" + ",".join(f"{axis}={','.join(map(str, numbers))}" for axis, numbers in indices.items())
     if colon:
         raise SpecError("outputs", f"{kind!r} alone", repr(word))
     return kind
 
 
-def _chosen(word: str, detail: str) -> dict[str, tuple[int, ...]]:
+def _indices(word: str, detail: str) -> dict[str, tuple[int, ...]]:
     """heads=0,3,rows=0,-1 -> {"heads": (0, 3), "rows": (0, -1)}: heads first, whichever came first."""
     number = r"-?\d+"
-    found = re.findall(rf"(heads|rows)=({number}(?:,{number})*)", detail)
-    chosen = {axis: tuple(map(int, numbers.split(","))) for axis, numbers in found}
-    if len(chosen) != len(found) or ",".join(f"{axis}={numbers}" for axis, numbers in found) != detail:
+    matches = re.findall(rf"(heads|rows)=({number}(?:,{number})*)", detail)
+    indices = {axis: tuple(map(int, numbers.split(","))) for axis, numbers in matches}
+    if len(indices) != len(matches) or ",".join(f"{axis}={numbers}" for axis, numbers in matches) != detail:
         raise SpecError("outputs", "weights of chosen heads or rows, such as 'weights:heads=0,3,rows=0,-1'", repr(word))
-    for axis, numbers in chosen.items():
+    for axis, numbers in indices.items():
         if len(set(numbers)) < len(numbers):
             raise SpecError("outputs", f"each of {axis} once", repr(word))
-    return {axis: chosen[axis] for axis in ("heads", "rows") if axis in chosen}
+    return {axis: indices[axis] for axis in ("heads", "rows") if axis in indices}
 
 
 def split_words(text: str) -> list[str]:
@@ -157,14 +157,14 @@ def split_words(text: str) -> list[str]:
 def inside_of(words: Sequence[str]) -> SoftmaxOutputs:
     """What words, as `checked_outputs` returns them, ask of the softmax's rows."""
     details = dict(word.partition(":")[::2] for word in words)
-    chosen = _chosen("weights", details["weights"]) if details.get("weights") else {}
+    indices = _indices("weights", details["weights"]) if details.get("weights") else {}
     return SoftmaxOutputs(
         lse="lse" in details,
         entropy="entropy" in details,
         top_k=int(details.get("top_k", 0)),
         weights="weights" in details,
-        heads=chosen.get("heads"),
-        rows=chosen.get("rows"),
+        heads=indices.get("heads"),
+        rows=indices.get("rows"),
     )
 
 
@@ -176,19 +176,19 @@ def array_names(words: Sequence[str]) -> tuple[str, ...]:
 
 def together(names: Iterable[str]) -> Callable[[Iterable[Any]], tuple[Any, ...]]:
     """Makes a named tuple of what a call returns; a name that is no identifier is a place of it only."""
-    make: Callable[[Iterable[Any]], tuple[Any, ...]] = _named(tuple(names))._make
+    make: Callable[[Iterable[Any]], tuple[Any, ...]] = _outputs_type(tuple(names))._make
     return make
 
 
 @cache
-def _named(names: tuple[str, ...]) -> Any:
+def _outputs_type(names: tuple[str, ...]) -> Any:
     """The type of outputs of these names: one in a process, made again where its values are unpickled."""
     kind: Any = namedtuple("Outputs", names, rename=True)  # type: ignore[misc]  # the names are data
 
-    def reduced(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def reduce(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return _put_together, (names, tuple(outputs))
 
-    return type("Outputs", (kind,), {"__slots__": (), "__reduce__": reduced, "__module__": __name__})
+    return type("Outputs", (kind,), {"__slots__": (), "__reduce__": reduce, "__module__": __name__})
 
 
 def _put_together(names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ def _said(spec: AttentionSpec, projections: bool) -> Rows:
     if spec.v_head_dim != spec.head_dim:
         heads += f"; values have {spec.v_head_dim} dims"
     yield "heads", heads
-    yield "sees", "; ".join(_seen(spec))
+    yield "sees", "; ".join(_visible_keys(spec))
     for row in ("positions", "scores"):
         if words := _words(spec, row):
             yield row, "; ".join(words)
@@ -93,17 +93,17 @@ def _said(spec: AttentionSpec, projections: bool) -> Rows:
         yield f"FLOPs, {_TOKENS} tokens", ", ".join(flops)
 
 
-def _seen(spec: AttentionSpec) -> list[str]:
+def _visible_keys(spec: AttentionSpec) -> list[str]:
     return _words(spec, "sees") or ["all keys"]
 
 
 def _words(spec: AttentionSpec, row: str) -> list[str]:
     """What the fields that are set say in a row."""
     values = [(getattr(spec, name), field.note) for name, field in noted_fields(type(spec)).items()]
-    stated = [
+    phrases = [
         (note.turn, note.words(value)) for value, note in values if note.row == row and value not in (None, False)
     ]
-    return [words for _, words in sorted(stated, key=lambda one: one[0])]
+    return [words for _, words in sorted(phrases, key=lambda one: one[0])]
 
 
 def _drawing(spec: AttentionSpec, projections: bool) -> str:
@@ -132,7 +132,7 @@ def _drawing(spec: AttentionSpec, projections: bool) -> str:
             parts.append(_text(31, 180, str(spec.kv_embed_dim), "middle"))
         parts += [_line(574, 86, 620, 86), _box(624, 58, 14, 56), _text(631, 50, "y", "middle")]
         parts.append(_text(631, 130, str(spec.embed_dim), "middle"))
-    label = html.escape(f"{H} heads, {'; '.join(_seen(spec))}", quote=True)
+    label = html.escape(f"{H} heads, {'; '.join(_visible_keys(spec))}", quote=True)
     return (
         f'<svg viewBox="0 0 660 186" role="img" aria-label="{label}" style="width:100%;height:auto;display:block" '
         f'font-size="12" fill="currentColor">{"".join(parts)}</svg>'
@@ -141,13 +141,13 @@ def _drawing(spec: AttentionSpec, projections: bool) -> str:
 
 def _stripes(x: float, y: float, heads: int, each: int) -> str:
     """A box of 120 x 36 with a stripe a head; heads that share keys and values have a colour in common."""
-    drawn = min(heads, _MOST_STRIPES)
-    width = 120 / drawn
+    stripe_count = min(heads, _MOST_STRIPES)
+    width = 120 / stripe_count
     gap = 1 if width > 3 else 0
     stripes = "".join(
         f'<rect x="{x + i * width:.2f}" y="{y}" width="{width - gap:.2f}" height="36" rx="{min(2, width / 4):.1f}" '
-        f'fill="hsl({_hue(i * heads // drawn, heads)},55%,55%)"/>'
-        for i in range(drawn)
+        f'fill="hsl({_hue(i * heads // stripe_count, heads)},55%,55%)"/>'
+        for i in range(stripe_count)
     )
     count = f"{heads} head{'s' if heads > 1 else ''}" + (f", each for {each}" if each > 1 else "")
     return f"<g><title>{count}</title>{stripes}</g>"
@@ -163,8 +163,8 @@ def _mask(spec: AttentionSpec, x: float, y: float) -> str:
     cells = "".join(
         f'<rect x="{x + j * side:.2f}" y="{y + i * side:.2f}" width="{side - 1:.2f}" height="{side - 1:.2f}"/>'
         for i, row in enumerate(_sketch(spec))
-        for j, seen in enumerate(row)
-        if seen
+        for j, visible in enumerate(row)
+        if visible
     )
     mark = "" if spec.mask is None else _text(x + 50, y + 116, "and the call's mask", "middle")
     frame = f'<rect x="{x - 1}" y="{y - 1}" width="101" height="101" {_FRAME}/>'
@@ -173,17 +173,17 @@ def _mask(spec: AttentionSpec, x: float, y: float) -> str:
 
 def _sketch(spec: AttentionSpec) -> Sequence[Sequence[bool]]:
     left, right, _ = spec.band or (-1, -1, "")
-    seen = [
+    visible = [
         [(left < 0 or i - j <= min(left, _FEW)) and (right < 0 or j - i <= min(right, _FEW)) for j in range(_CELLS)]
         for i in range(_CELLS)
     ]
     if spec.static_mask is None:
-        return seen
+        return visible
     try:
         constant = spec.static_mask.array(_CELLS, _CELLS)
     except MhsaError:
-        return seen  # it fits no such lengths; the words below name it
-    return [[one and bool(constant[i, j]) for j, one in enumerate(row)] for i, row in enumerate(seen)]
+        return visible  # it fits no such lengths; the words below name it
+    return [[one and bool(constant[i, j]) for j, one in enumerate(row)] for i, row in enumerate(visible)]
 
 
 def _box(x: float, y: float, width: float, height: float) -> str:

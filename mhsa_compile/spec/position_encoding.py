@@ -148,16 +148,16 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         as_trained = self.theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
         if self.scaling == "linear":
             return as_trained / self.factor
-        kept = self._kept_of_llama3(as_trained) if self.scaling == "llama3" else self._kept_of_yarn(rotary_dim)
-        return (1 - kept) * as_trained / self.factor + kept * as_trained
+        share = self._share_llama3(as_trained) if self.scaling == "llama3" else self._share_yarn(rotary_dim)
+        return (1 - share) * as_trained / self.factor + share * as_trained
 
-    def _kept_of_llama3(self, as_trained: Table) -> Table:
+    def _share_llama3(self, as_trained: Table) -> Table:
         """The share of each frequency that stays, by the turns it makes within the length of the training."""
         assert self.original_max_length and self.low_freq_factor and self.high_freq_factor
         turns = self.original_max_length * as_trained / (2 * math.pi)
         return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
 
-    def _kept_of_yarn(self, rotary_dim: int) -> Table:
+    def _share_yarn(self, rotary_dim: int) -> Table:
         """What is kept of each pair's frequency, falling evenly from the pair that makes beta_fast turns to the one
         that makes beta_slow."""
         import numpy as np

@@ -118,11 +118,11 @@ class ScoreFunction(msgspec.Struct, frozen=True):
 
     def dependences(self) -> list[frozenset[str]]:
         """Which of LEAVES each step depends on."""
-        found: list[frozenset[str]] = []
+        result: list[frozenset[str]] = []
         for step in self.steps:
             own = frozenset((step.op,)) if step.op in LEAVES else frozenset[str]()
-            found.append(own.union(*(found[arg] for arg in step.args)))
-        return found
+            result.append(own.union(*(result[arg] for arg in step.args)))
+        return result
 
     def depends_on(self, leaf: str) -> bool:
         return leaf in self.dependences()[-1]
@@ -131,14 +131,14 @@ class ScoreFunction(msgspec.Struct, frozen=True):
         """The function as text, such as where(ge(q_idx, kv_idx), score, -inf). What is used twice has a name."""
         uses = [arg for step in self.steps for arg in step.args]
         texts: list[str] = []
-        named: list[str] = []
+        definitions: list[str] = []
         for number, step in enumerate(self.steps):
             text = _text(step, [texts[arg] for arg in step.args])
             if step.args and uses.count(number) > 1:
-                named.append(f"t{number} = {text}")
+                definitions.append(f"t{number} = {text}")
                 text = f"t{number}"
             texts.append(text)
-        return "; ".join([*named, texts[-1]])
+        return "; ".join([*definitions, texts[-1]])
 
 
 def _text(step: Step, args: list[str]) -> str:

@@ -141,7 +141,7 @@ class _Change:
         self, layer: Layer, outputs: SoftmaxOutputs, node: onnx.NodeProto, values: Mapping[str, onnx.ValueInfoProto]
     ) -> None:
         """Makes the node the operator of ours, which gives `outputs`."""
-        if already := mhsa_operator.wanted_of(node).names:
+        if already := mhsa_operator.outputs_of(node).names:
             got = f"{layer.title}, which gives {', '.join(already)} already"
             raise ModelError("outputs", "layers that do not say yet what they do inside", got)
         self._state_types(node)

@@ -143,7 +143,7 @@ def _check_scores(
 
 def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> SoftmaxOutputs:
     """What our own operator's outputs say of the softmax's rows."""
-    wanted = mhsa_operator.wanted_of(node)
+    wanted = mhsa_operator.outputs_of(node)
     given = set(zip(OUTPUTS, map(bool, node.output), strict=False))
     if {("top_k_weights", True), ("top_k_keys", True)} & given and not said.get("top_k", 0) > 0:
         raise refusal(node, "top_k of 1 or more, the number of keys", f"top_k={said.get('top_k', 0)}")

@@ -114,7 +114,7 @@ class _Evaluation:
         if node.output[3]:
             scores = stages(self.q, self.k, self._scoring(slice(0, L)))
             stage = scores[self.attributes["qk_matmul_output_mode"]]
-        wanted = mhsa_operator.wanted_of(node)
+        wanted = mhsa_operator.outputs_of(node)
         inside = softmax_outputs.collected(self._look, blocks, L, self.view.S, wanted)
         if self.probe is not None:
             inside["probe"] = softmax_outputs.probed(self._look, blocks, self.view.S, self.probe)
