@@ -75,9 +75,9 @@ def scatter_arguments(op: KvScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
     update = argument("update", _update_shape(op, dim), op.dtype)
     indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
     result = cache if op.in_place else argument("result", [dim(size) for size in op.cache], op.dtype)
-    cache_rows = _folded(cache, op)
-    result_rows = cache_rows if op.in_place else _folded(result, op)
-    rows = update if op.update is not None else _folded(update, op)
+    cache_rows = _as_rows(cache, op)
+    result_rows = cache_rows if op.in_place else _as_rows(result, op)
+    rows = update if op.update is not None else _as_rows(update, op)
     return cache_rows, rows, indices, result_rows
 
 
@@ -93,7 +93,7 @@ def _update_shape(op: KvScatterOp, dim: Dims) -> list[Expr]:
     return [dim(op.length if i == op.axis else size) for i, size in enumerate(op.cache)]
 
 
-def _folded(buffer: Expr, op: KvScatterOp) -> Expr:
+def _as_rows(buffer: Expr, op: KvScatterOp) -> Expr:
     """A buffer of the cache's rank as (batch, heads, rows, row)."""
     shape = list(buffer.shape)
     heads, row = (math.prod(part, start=T.int64(1)) for part in (shape[1 : op.axis], shape[op.axis + 1 :]))

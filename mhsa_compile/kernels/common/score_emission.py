@@ -107,7 +107,7 @@ class ScoreEmission:
             dtype = self._dtype(number)
             return Value(tirx.const(constant_value(step), dtype), dtype)
         if step.op == "load":
-            return self._loaded(step, args, flags)
+            return self._load(step, args, flags)
         if step.op == "cast":
             if step.kind == "int":
                 return self._cast_to_whole(number, args[0])
@@ -117,7 +117,7 @@ class ScoreEmission:
             return self._where(args, self._dtype(number), lanes)
         if step.op in COMPARISONS:
             kind = self._widest(args)
-            return Value(self._compared(step.op, self._alike(args, kind, lanes), kind), "bool", lanes)
+            return Value(self._comparison(step.op, self._alike(args, kind, lanes), kind), "bool", lanes)
         if self.function.steps[number].kind == "bool":
             return self._logical(step.op, args, lanes)
         dtype = self._dtype(number)
@@ -129,8 +129,8 @@ class ScoreEmission:
         if step.op in ("exp", "exp2", "log", "tanh", "sigmoid", "sqrt"):
             return Value(self.arithmetic.function(step.op, Value(operands[0], dtype, lanes)), dtype, lanes)
         if number in self.wrapping and step.op in ("add", "sub", "mul", "neg", "abs"):
-            return Value(self._wrapped(step.op, operands, lanes), dtype, lanes)
-        return Value(self._computed(step.op, operands, dtype, lanes), dtype, lanes)
+            return Value(self._wrap(step.op, operands, lanes), dtype, lanes)
+        return Value(self._evaluate(step.op, operands, dtype, lanes), dtype, lanes)
 
     def _dtype(self, number: int) -> str:
         kind = self.function.steps[number].kind
@@ -162,7 +162,7 @@ class ScoreEmission:
             return value
         if dtype == "bool":
             zero = self._constant(0, value.dtype, lanes)
-            return Value(self._compared("ne", [value.expr, zero], value.dtype), dtype, lanes)
+            return Value(self._comparison("ne", [value.expr, zero], value.dtype), dtype, lanes)
         if value.dtype == "bool":
             one, zero = (self._constant(number, dtype, lanes) for number in (1, 0))
             return Value(tirx.Select(value.expr, one, zero), dtype, lanes)
@@ -189,23 +189,23 @@ class ScoreEmission:
         whole = tirx.Cast(_vector_type(dtype, lanes), tirx.Select(fits, value.expr, low))
         return Value(whole, dtype, lanes)
 
-    def _wrapped(self, op: str, operands: list[Expr], lanes: int) -> Expr:
+    def _wrap(self, op: str, operands: list[Expr], lanes: int) -> Expr:
         """A sum, a product or a change of sign of whole numbers of 64 bits that wraps."""
         unsigned, signed = (_vector_type(dtype, lanes) for dtype in ("uint64", "int64"))
         numbers = [tirx.Cast(unsigned, operand) for operand in operands]
         if op in ("neg", "abs"):
             numbers.insert(0, self._constant(0, "uint64", lanes))
-        changed = tirx.Cast(signed, _COMPUTED["sub" if op in ("neg", "abs") else op](*numbers))
+        result = tirx.Cast(signed, _COMPUTED["sub" if op in ("neg", "abs") else op](*numbers))
         if op != "abs":
-            return changed
-        return tirx.Select(operands[0] < self._constant(0, "int64", lanes), changed, operands[0])
+            return result
+        return tirx.Select(operands[0] < self._constant(0, "int64", lanes), result, operands[0])
 
     def _where(self, args: Sequence[Value], dtype: str, lanes: int) -> Value:
         condition = self._vector(args[0], lanes)
         one, other = self._alike(args[1:], dtype, lanes)
         return Value(tirx.Select(condition, one, other), dtype, lanes)
 
-    def _compared(self, op: str, operands: list[Expr], dtype: str) -> Expr:
+    def _comparison(self, op: str, operands: list[Expr], dtype: str) -> Expr:
         """A comparison; of floats one that logic about it leaves as it is, as the opposite of "less" includes NaN."""
         one, other = operands
         if dtype != self.arithmetic.floating:
@@ -223,7 +223,7 @@ class ScoreEmission:
                                  tirx.And(tirx.Not(operands[0]), operands[1])), "bool", lanes)  # fmt: skip
         return Value((tirx.And if op == "and" else tirx.Or)(*operands), "bool", lanes)
 
-    def _computed(self, op: str, operands: list[Expr], dtype: str, lanes: int) -> Expr:
+    def _evaluate(self, op: str, operands: list[Expr], dtype: str, lanes: int) -> Expr:
         if op == "neg":
             return self._constant(0, dtype, lanes) - operands[0]
         if op == "not":
@@ -258,7 +258,7 @@ class ScoreEmission:
             divisor = tirx.Select(traps, one, divisor)
         return [dividend, divisor]
 
-    def _loaded(self, step: Step, args: Sequence[Value], flags: list[Value]) -> Value:
+    def _load(self, step: Step, args: Sequence[Value], flags: list[Value]) -> Value:
         number = int(step.value)
         at = [self._inside(step, axis, arg, flags) for axis, arg in enumerate(args)]
         element = self.arithmetic.element(number, at)
@@ -281,14 +281,14 @@ class ScoreEmission:
         wide = self.arithmetic.bind(self._cast(index, "int64"))
         end = self._vector(Value(self.arithmetic.size(tensor, axis), "int64"), lanes)
         zero, one = (self._constant(value, "int64", lanes) for value in (0, 1))
-        counted = wide
+        from_front = wide
         if low < 0:
-            counted = self.arithmetic.bind(
+            from_front = self.arithmetic.bind(
                 Value(tirx.Select(wide.expr < zero, wide.expr + end, wide.expr), "int64", lanes)
             )
-        flags.append(Value(tirx.And(counted.expr >= zero, counted.expr < end), "bool", lanes))
-        inside = tirx.Select(counted.expr >= end, end - one, counted.expr)
-        return Value(tirx.Select(counted.expr < zero, zero, inside), "int64", lanes)
+        flags.append(Value(tirx.And(from_front.expr >= zero, from_front.expr < end), "bool", lanes))
+        inside = tirx.Select(from_front.expr >= end, end - one, from_front.expr)
+        return Value(tirx.Select(from_front.expr < zero, zero, inside), "int64", lanes)
 
     # Results.
 

@@ -145,14 +145,14 @@ def _turn(angles: _CudaAngles, pairs: _Pairs, b: Expr, i: Expr, turn: Expr, x: H
     pieces = [Piece(pairs.piece, op.dtype) for _ in columns]
     for piece, column in zip(pieces, columns, strict=True):
         piece.load(x.buffer, x.at(i, column))
-    turned: list[list[Expr]] = [[None] * pairs.piece for _ in columns]
+    rotation: list[list[Expr]] = [[None] * pairs.piece for _ in columns]
     for pair in range(pairs.count):
         one, two = (pairs.place(pair, which) for which in range(2))
         x1, x2 = (pieces[p][e] for p, e in (one, two))
         places = (one, two) if op.whole_angles else ((0, pair), (0, pair))
         (cos1, sin1), (cos2, sin2) = ((cos[p][e], sin[p][e]) for p, e in places)
-        turned[one[0]][one[1]] = materialize(cos1 * x1 - sin1 * x2, "float32")
-        turned[two[0]][two[1]] = materialize(sin2 * x1 + cos2 * x2, "float32")
-    for piece, values, column in zip(pieces, turned, columns, strict=True):
+        rotation[one[0]][one[1]] = materialize(cos1 * x1 - sin1 * x2, "float32")
+        rotation[two[0]][two[1]] = materialize(sin2 * x1 + cos2 * x2, "float32")
+    for piece, values, column in zip(pieces, rotation, columns, strict=True):
         piece.set(values)
         piece.store(y.buffer, y.at(i, column))

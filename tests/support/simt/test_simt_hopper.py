@@ -141,7 +141,7 @@ def _body(change: str, tensor: Tensor, y: Expr, thread: Expr) -> None:
     with T.If(thread == 0), T.Then():
         words.begin_barrier(full, 2 if change == "nobody arrives" else 1)
         if change != "the engine knows no barrier":
-            words.barriers_begun()
+            words.fence_barriers()
     if change != "barriers begun in time":
         barrier()
     with T.If(thread < 128):
@@ -232,7 +232,7 @@ def stored(change: str = "") -> HopperMachine:
             for i in range(16):
                 store(tiles.address(T.int32(0), row + i, 2 * lane), [T.cast((row + i) * 32 + lane, "uint32")])
             if change != "no fence":
-                words.written_for_engines()
+                words.fence_for_engines()
             if change != "no barrier of the warp":
                 warp_barrier()
             with T.If(lane == 0), T.Then():
@@ -241,7 +241,7 @@ def stored(change: str = "") -> HopperMachine:
                 if change == "not in a group":
                     T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
                 else:
-                    words.boxes_stored()
+                    words.wait_stores()
     return HopperMachine(builder.get())
 
 

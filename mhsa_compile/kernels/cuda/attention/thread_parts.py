@@ -69,7 +69,7 @@ class ThreadPart:
         return self.exact(product)
 
     def exact(self, product: Expr) -> Expr | None:
-        """The same, to the last bits."""
+        """`of_product` to the last bits: without the quick instructions that tiles of 16-bit types can afford."""
         factor = self.step.factor(self.task.op.scale)
         return None if factor is None else self.step.score(CudaMath(), product * T.float32(factor))
 
@@ -86,7 +86,7 @@ class ThreadPart:
         """Hides scores, and changes them, whose keys come in pairs."""
 
     def masked(self, score: Expr, row: int, query: Expr, key: Expr) -> Expr:
-        """The same of one score, of a query and a key that there are."""
+        """`add` of a single score, of a query and a key that there are."""
         return score
 
     def sink(self, row: int) -> Expr | None:

@@ -228,10 +228,10 @@ class AttentionConsumer:
                 pack(self.words, 0, low, high, self.op.dtype)
                 store(start + tiles.chunk_in_row(n, g), [self.words[0]])
         # First each lane's own writes, then all of the warp's: one lane stores for all.
-        words.written_for_engines()
+        words.fence_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
             tiles.store(first, self.output, first_row + first, h, b)
-            words.boxes_stored()
+            words.wait_stores()
         # By lane 0, which has waited for the store: the place takes the next queries.
         self.memory.queries.release(self.items[0], self.place.lane)

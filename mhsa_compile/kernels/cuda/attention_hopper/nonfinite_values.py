@@ -11,10 +11,10 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cuda.attention.nonfinite_values import WORD, BlockNonFiniteRepair
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import (
+    fence_for_engines,
     fresh,
     meet,
     meet_any,
-    written_for_engines,
 )
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
@@ -57,7 +57,7 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
         # All have added before anyone clears; named, since the warpgroup that copies does not come.
         meet(self._barrier, self.threads)
         self.clear(slot, self.place.thread, self.threads)
-        written_for_engines()
+        fence_for_engines()
         meet(self._barrier, self.threads)
 
     def _words_of(self, slot: Expr, row: Expr) -> Callable[[int], Expr]:

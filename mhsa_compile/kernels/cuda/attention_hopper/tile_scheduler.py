@@ -51,14 +51,14 @@ class Schedule:
         return materialize(first + (rest - turn * heads)), turn
 
 
-def scheduled(op: AttentionOp, sizes: tuple[Expr, Expr, Expr], queries: int, multiprocessors: int) -> Schedule:
+def make_schedule(op: AttentionOp, sizes: tuple[Expr, Expr, Expr], queries: int, multiprocessors: int) -> Schedule:
     """The schedule of a call. `sizes`: batch, query and key length, int64."""
     batch, q_length, kv_length = sizes
     tiles = T.truncdiv(q_length + (queries - 1), T.int64(queries))
     heads = batch * T.int64(op.num_heads)
     bytes_of_head = T.max(kv_length, T.int64(1)) * ((op.head_dim + op.v_head_dim) * ELEMENT)
-    shared = T.max(T.int64(1), T.truncdiv(T.int64(CACHED_BYTES), bytes_of_head))
+    cached_heads = T.max(T.int64(1), T.truncdiv(T.int64(CACHED_BYTES), bytes_of_head))
     # Heads that share a key head share its cached bytes.
-    section = T.min(shared * (op.num_heads // op.num_kv_heads), heads)
+    section = T.min(cached_heads * (op.num_heads // op.num_kv_heads), heads)
     blocks = T.min(heads * tiles, T.int64(multiprocessors))
     return Schedule(*(materialize(T.cast(number, "int32")) for number in (heads, tiles, blocks, section)))

@@ -23,7 +23,7 @@ from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
-from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import Schedule, scheduled
+from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import Schedule, make_schedule
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
 from mhsa_compile.kernels.cuda.primitives.fragments import QuadFragment
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
@@ -120,10 +120,10 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
                 memory = AttentionSharedMemory(shape)
                 with T.If(thread == 0), T.Then():
                     memory.begin()
-                    words.barriers_begun()
+                    words.fence_barriers()
                 # No one is to arrive at an mbarrier that is not there yet.
                 barrier()
-                schedule = scheduled(op, sizes, shape.queries, multiprocessors)
+                schedule = make_schedule(op, sizes, shape.queries, multiprocessors)
                 items = Items(op, shape, arguments, views, schedule, materialize(T.cast(block, "int32")))
                 # 3. The roles.
                 # The thread that copies needs few registers; those that compute take the rest.

@@ -101,9 +101,9 @@ class CudaSplitKv:
         if self.alike is not None:
             head = materialize(T.truncdiv(number, self.alike.pieces))
             return head, materialize(head * self.alike.pieces)
-        passed = registers(3, "int32")  # whole entries before it, their pieces; pieces of all entries so far
+        totals = registers(3, "int32")  # whole entries before it, their pieces; pieces of all entries so far
         for i in range(3):
-            set_register(passed, i, T.int32(0))
+            set_register(totals, i, T.int32(0))
         with T.serial(self._rounds()) as turn:
             pieces, end, below = registers(1, "int32"), registers(1, "int32"), registers(2, "int32")
             set_register(pieces, 0, self._pieces_of(turn * WARP + self.lane))
@@ -112,14 +112,14 @@ class CudaSplitKv:
             for apart in (1, 2, 4, 8, 16):
                 before = materialize(from_below(end[0], apart))
                 set_register(end, 0, T.Select(self.lane >= apart, end[0] + before, end[0]))
-            is_below = materialize(T.And(passed[2] + end[0] <= number, turn * WARP + self.lane < self.batch), "bool")
+            is_below = materialize(T.And(totals[2] + end[0] <= number, turn * WARP + self.lane < self.batch), "bool")
             set_register(below, 0, T.Select(is_below, T.int32(1), T.int32(0)))
             set_register(below, 1, T.Select(is_below, pieces[0], T.int32(0)))
             for i in range(2):
                 over_warp(below, i, lambda a, b: a + b)
-                set_register(passed, i, passed[i] + below[i])
-            set_register(passed, 2, passed[2] + from_lane(end[0], T.int32(WARP - 1)))
-        b, begin = materialize(passed[0]), materialize(passed[1])
+                set_register(totals, i, totals[i] + below[i])
+            set_register(totals, 2, totals[2] + from_lane(end[0], T.int32(WARP - 1)))
+        b, begin = materialize(totals[0]), materialize(totals[1])
         pieces_of_head = self.entry(b).pieces
         g = materialize(T.truncdiv(number - begin, pieces_of_head))
         return materialize(b * self.heads + g), materialize(begin + g * pieces_of_head)

@@ -22,7 +22,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
     ThreadIndex,
-    exchanged,
     exp2,
     from_lane,
     load,
@@ -30,6 +29,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     over_warp,
     registers,
     set_register,
+    shuffle_xor,
     store,
 )
 
@@ -128,7 +128,7 @@ class SimtWarp:
         for row in range(self.shape.rows):
             apart = 1
             while apart < self.lanes:
-                set_register(self.acc_s, row, self.acc_s[row] + exchanged(self.acc_s[row], apart))
+                set_register(self.acc_s, row, self.acc_s[row] + shuffle_xor(self.acc_s[row], apart))
                 apart *= 2
 
     def _multiply_chunk(self, slot: Expr, column: Expr) -> None:

@@ -87,8 +87,8 @@ class TensorWarp:
         self.acc_s = registers(2 * self.tiles * self.row_tiles)
         self.acc = registers(4 * self.value_tiles * self.row_tiles)
         self.row_max, self.row_sum, self.rescale = (registers(self.thread_rows) for _ in range(3))
-        held_steps = self.depth_steps if queries is None else 2
-        self.query_words, self.words = registers(2 * self.row_tiles * held_steps, "uint32"), registers(4, "uint32")
+        query_steps = self.depth_steps if queries is None else 2
+        self.query_words, self.words = registers(2 * self.row_tiles * query_steps, "uint32"), registers(4, "uint32")
         self.probs = registers(2, "uint32")
         self.repair = WarpNonFiniteRepair(values, place, dtype)
 

@@ -136,7 +136,7 @@ class LinearBlock:
 
         def address(number: Expr, quad: int) -> Expr:
             row = ((number - 1) * self.shape.parts + self.part) * quads + quad
-            first = self.shape.staged_bytes // CHUNK
+            first = self.shape.y_bytes // CHUNK
             return T.address_of(self.pool[(row * WARP + self.place.lane + first) * chunk])
 
         with T.If(self.slice > 0), T.Then():

@@ -52,7 +52,7 @@ class ThreadBlock(LinearBlock):
         weight = Matrix(operands.weight, op.in_features, padded(op.out_features))
         self.x_tiles = MatrixTiles(self.pool, 0, shape.stages, shape.rows, shape.depth, x)
         end = self.x_tiles.end
-        self.weight_tiles = MatrixTiles(self.pool, end, shape.stages, shape.depth, shape.columns, weight, turned=False)
+        self.weight_tiles = MatrixTiles(self.pool, end, shape.stages, shape.depth, shape.columns, weight, swizzle=False)
         lane = place.lane
         self.r = materialize(((lane >> T.int32(1)) & T.int32(1)) | ((lane >> T.int32(4)) << T.int32(1)))
         self.c = materialize((lane & T.int32(1)) | (((lane >> T.int32(2)) & T.int32(3)) << T.int32(1)))

@@ -75,14 +75,14 @@ class LinearBlockShape:
         return (self.rows + self.columns) * self.depth * self.element
 
     @property
-    def staged_bytes(self) -> int:
+    def y_bytes(self) -> int:
         """Bytes of y, on its way through shared memory."""
         return 0
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of the ring; and when it is done with, of y and of the sums of all slices but the first."""
-        return max(self.stages * self.stage_bytes, self.staged_bytes + 4 * (self.slices - 1) * self.rows * self.columns)
+        return max(self.stages * self.stage_bytes, self.y_bytes + 4 * (self.slices - 1) * self.rows * self.columns)
 
     @property
     def thread_registers(self) -> int:
@@ -100,7 +100,7 @@ class LinearBlockShape:
         return (self.warp_rows + self.warp_columns) * self.element / _SHARED_BYTES
 
     @property
-    def issued(self) -> float:
+    def instructions(self) -> float:
         """Instructions that share a pipe with the multiplications, for each of these."""
         return 1.0
 
@@ -146,7 +146,7 @@ class LinearBlockShape:
         most = -(-blocks // profile.hardware.multiprocessors)  # on one multiprocessor
         terms = -(-depth // self.depth) * self.depth
         work = terms * max(
-            self.rows * self.columns / self.products * self.issued,
+            self.rows * self.columns / self.products * self.instructions,
             self.parts * self.read_clocks,
             (self.rows + self.columns) * self.element / _L2_BYTES,
         )
@@ -164,7 +164,7 @@ class TensorShape(LinearBlockShape):
     step, least_rows, least_columns = DEPTH, ROWS, 2 * COLUMNS  # ldmatrix brings two tiles of columns
 
     @property
-    def staged_bytes(self) -> int:
+    def y_bytes(self) -> int:
         return self.rows * self.columns * self.element
 
     @property
@@ -205,7 +205,7 @@ class ThreadShape(LinearBlockShape):
         return (self.thread_rows + self.thread_columns) / 2
 
     @property
-    def issued(self) -> float:
+    def instructions(self) -> float:
         """Instructions for each multiplication: itself, its share of the loads of four terms at once, and of the
         addition of each part to its sum."""
         loads = (self.thread_rows + self.thread_columns) / (4 * self.sums)

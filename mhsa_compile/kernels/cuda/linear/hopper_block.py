@@ -175,7 +175,7 @@ class LinearConsumer:
     def end(self) -> None:
         """Waits until what was written has been read from shared memory, which is to stay until then."""
         with T.If(self.place.lane == 0), T.Then():
-            words.boxes_stored()
+            words.wait_stores()
 
     def _write(self, row: Expr, column: Expr) -> None:
         """Writes a warp's rows by themselves, which the copy engine takes while the next part begins."""
@@ -196,7 +196,7 @@ class LinearConsumer:
                 pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.dtype)
                 store(starts[half] + tiles.chunk_in_row(n, g), [self.words[2]])
         # First each lane's own writes, then all of the warp's: one lane stores for all.
-        words.written_for_engines()
+        words.fence_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
             for panel in range(self.shape.columns // PANEL):

@@ -30,7 +30,7 @@ from mhsa_compile.kernels.cuda.linear.kernel import (
     likely_rows,
     linear_function,
 )
-from mhsa_compile.kernels.cuda.linear.pack_weights import WIDEST, pack, packed
+from mhsa_compile.kernels.cuda.linear.pack_weights import WIDEST, pack, packed_shapes
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import PANEL
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
@@ -116,7 +116,7 @@ class HopperLinearKernel:
                 lambda: _launch(op, shape, profile.hardware.multiprocessors, arguments),
             )
 
-        return Emitted(linear_function(op, packed(op, None), body), pack(op, None), packed(op, None))
+        return Emitted(linear_function(op, packed_shapes(op, None), body), pack(op, None), packed_shapes(op, None))
 
 
 def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, arguments: Arguments) -> None:
@@ -140,7 +140,7 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, arguments: A
         memory = LinearSharedMemory(shape)
         with T.If(thread == 0), T.Then():
             memory.ring.begin(CONSUMERS * words.WARPGROUP // WARP)
-            words.barriers_begun()
+            words.fence_barriers()
         barrier()
         number, count, all_blocks = (materialize(T.cast(n, "int32")) for n in (block, parts, blocks))
         lines = materialize(T.cast(rows, "int32"))

@@ -35,7 +35,7 @@ from mhsa_compile.kernels.cuda.linear.pack_weights import (
     WIDEST,
     Packed,
     pack,
-    packed,
+    packed_shapes,
 )
 from mhsa_compile.kernels.cuda.linear.smem_tiles import why_not_copy
 from mhsa_compile.kernels.cuda.primitives.warp import (
@@ -152,7 +152,7 @@ class _LinearOnGpu:
 
     def emit(self, op: LinearOp, profile: CudaProfile, config: Config) -> Emitted:
         width = self.packed_width(op)
-        return Emitted(self._function(op, profile, self.shape(**config)), pack(op, width), packed(op, width))
+        return Emitted(self._function(op, profile, self.shape(**config)), pack(op, width), packed_shapes(op, width))
 
     def packed_width(self, op: LinearOp) -> int | None:
         """The width of weights that are turned when they are packed."""
@@ -177,7 +177,7 @@ class _LinearOnGpu:
                 lambda: self.launch(op, shape, profile, arguments),
             )
 
-        return linear_function(op, packed(op, self.packed_width(op)), body)
+        return linear_function(op, packed_shapes(op, self.packed_width(op)), body)
 
     def launch_few(self, op: LinearOp, profile: CudaProfile, rows: int, arguments: Arguments) -> None:
         """Launches the default config for so many rows."""

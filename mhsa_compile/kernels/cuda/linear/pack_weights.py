@@ -19,7 +19,7 @@ looking."""
 Packed = tuple[tuple[tuple[int, ...], str], ...]
 
 
-def packed(op: LinearOp, width: int | None) -> Packed:
+def packed_shapes(op: LinearOp, width: int | None) -> Packed:
     """Shapes and dtypes of weight and bias: (out, in), or (in, `width`) where they are to be turned."""
     weight = (op.out_features, op.in_features) if width is None else (op.in_features, width)
     return (weight, op.dtype), ((op.out_features + WIDEST,), "float32")
@@ -27,7 +27,7 @@ def packed(op: LinearOp, width: int | None) -> Packed:
 
 def pack(op: LinearOp, width: int | None) -> Expr:
     """The PrimFunc (weights..., biases...) -> `packed`. What is beyond the last feature is zeros."""
-    ((size, inner), _), ((padding,), _) = shapes = packed(op, width)
+    ((size, inner), _), ((padding,), _) = shapes = packed_shapes(op, width)
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("pack_linear")

@@ -31,8 +31,8 @@ class Matrix:
 class LinearTiles:
     """`slots` tiles of `rows` x `width` elements, from byte `first` of the block's shared memory on."""
 
-    def __init__(self, pool: Expr, first: int, slots: int, rows: int, width: int, *, turned: bool = True) -> None:
-        self.rows, self.width, self.turned = rows, width, turned
+    def __init__(self, pool: Expr, first: int, slots: int, rows: int, width: int, *, swizzle: bool = True) -> None:
+        self.rows, self.width, self.swizzle = rows, width, swizzle
         self.element = DTYPE_BYTES[str(pool.dtype)]
         self.end = first + slots * rows * width * self.element
         self.chunk = CHUNK // self.element
@@ -42,14 +42,14 @@ class LinearTiles:
 
     def at(self, slot: Expr, row: Expr, chunk: Expr, rest: Expr | int = 0) -> Expr:
         """An element of a chunk."""
-        return self._buffer[slot, row, (chunk ^ self._turn(row)) * self.chunk + rest]
+        return self._buffer[slot, row, (chunk ^ self._swizzle(row)) * self.chunk + rest]
 
     def address(self, slot: Expr, row: Expr, chunk: Expr, rest: Expr | int = 0) -> Expr:
         return T.address_of(self.at(slot, row, chunk, rest))
 
-    def _turn(self, row: Expr) -> Expr:
+    def _swizzle(self, row: Expr) -> Expr:
         chunks = min(BANKED, self.width // self.chunk)
-        if not self.turned or chunks == 1:
+        if not self.swizzle or chunks == 1:
             return T.int32(0)
         rows = BANKED // chunks  # that fill all banks
         return (row >> T.int32(rows.bit_length() - 1)) & T.int32(chunks - 1)
@@ -59,9 +59,9 @@ class MatrixTiles(LinearTiles):
     """Tiles of a matrix."""
 
     def __init__(
-        self, pool: Expr, first: int, slots: int, rows: int, width: int, matrix: Matrix, *, turned: bool = True
+        self, pool: Expr, first: int, slots: int, rows: int, width: int, matrix: Matrix, *, swizzle: bool = True
     ) -> None:
-        super().__init__(pool, first, slots, rows, width, turned=turned)
+        super().__init__(pool, first, slots, rows, width, swizzle=swizzle)
         self.matrix = matrix
         self.unit = gcd(self.chunk, matrix.columns)
         """Elements that one copy moves: rows of the matrix begin at multiples of it."""

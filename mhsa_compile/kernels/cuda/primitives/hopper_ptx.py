@@ -27,7 +27,7 @@ def begin_barrier(address: Expr, arrivals: int) -> None:
     T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](address, T.uint32(arrivals)))
 
 
-def barriers_begun() -> None:
+def fence_barriers() -> None:
     """Makes barriers known to the copy engine, too; to be called by who began them, before a barrier of the block."""
     T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
     T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
@@ -79,13 +79,13 @@ def store_box(tensor: Expr, coordinates: Sequence[Expr], address: Expr) -> None:
     T.evaluate(T.ptx[words](T.address_of(tensor), *coordinates, address))
 
 
-def boxes_stored() -> None:
+def wait_stores() -> None:
     """Waits until what this thread stores has been read from shared memory."""
     T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
     T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
 
-def written_for_engines() -> None:
+def fence_for_engines() -> None:
     """Lets the copy engine and the tensor cores read, after the next barrier, what this thread wrote to shared
     memory."""
     T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())

@@ -96,7 +96,7 @@ def of_lane(value: Expr, lane: Expr) -> Expr:
     return T.cuda.__shfl_sync(T.uint32(_EVERY_LANE), value, lane, T.int32(WARP))
 
 
-def exchanged(value: Expr, lanes_apart: int) -> Expr:
+def shuffle_xor(value: Expr, lanes_apart: int) -> Expr:
     """The value of the lane whose number differs by this power of two."""
     shuffle = getattr(T.cuda, "__shfl_xor_sync")  # in a class, the name would be mangled
     return shuffle(T.uint32(_EVERY_LANE), value, T.int32(lanes_apart), T.int32(WARP))
@@ -126,7 +126,7 @@ def over_warp(cells: Expr, index: int, join: Any, *, step: int = 1, end: int = W
 
 def _over(cells: Expr, index: int, join: Any, step: int, end: int) -> None:
     while step < end:
-        set_register(cells, index, join(cells[index], exchanged(cells[index], step)))
+        set_register(cells, index, join(cells[index], shuffle_xor(cells[index], step)))
         step *= 2
 
 
@@ -186,8 +186,8 @@ def _kind(value: Expr) -> str:
 
 def load_matrices(words: Expr, index: int, address: Expr, *, transposed: bool = False) -> None:
     """Loads four 8 x 8 matrices into words[index ..]: lane i gives the address of row i % 8 of matrix i // 8."""
-    turned = ".trans" if transposed else ""
-    instruction = T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16"]
+    modifier = ".trans" if transposed else ""
+    instruction = T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16"]
     T.evaluate(instruction(*(words[index + i] for i in range(4)), address))
 
 

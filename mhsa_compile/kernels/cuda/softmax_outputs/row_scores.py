@@ -144,10 +144,10 @@ class RowScores:
         """Whether a group has to be visited: where there is a static mask, only if bits of it are set for some row."""
         if not words:
             return T.bool(True)
-        joined = words[0]
+        union = words[0]
         for word in words[1:]:
-            joined = joined | word
-        return joined != T.uint32(0)
+            union = union | word
+        return union != T.uint32(0)
 
     def _score(self, first_key: Expr, words: list[Expr]) -> None:
         key = materialize(first_key + self.lane)

@@ -18,11 +18,11 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
-    exchanged,
     exp2,
     materialize,
     registers,
     set_register,
+    shuffle_xor,
 )
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import RowScores
 
@@ -77,7 +77,7 @@ class WarpRowStats:
         is_first = materialize(self.row_max[r] == T.float32(_NOTHING), "bool")
         gap = self.beyond(base, key, self.row_max[r], self.keys[r])
         gap = materialize(T.Select(is_first, T.float32(0), gap), "float32")
-        shrunk = power(_lowered(gap))
+        shrunk = power(_negative_magnitude(gap))
         with T.If(T.Or(is_first, gap > T.float32(0))):
             with T.Then():
                 # Before Z shrinks: U takes the old one.
@@ -102,20 +102,20 @@ class WarpRowStats:
 
     def _join_with(self, r: int, apart: int) -> None:
         base, row_sum, moment = (
-            materialize(exchanged(cells[r], apart), "float32") for cells in (self.row_max, self.row_sum, self.moment)
+            materialize(shuffle_xor(cells[r], apart), "float32") for cells in (self.row_max, self.row_sum, self.moment)
         )
-        key, nothing = materialize(exchanged(self.keys[r], apart)), T.float32(_NOTHING)
+        key, nothing = materialize(shuffle_xor(self.keys[r], apart)), T.float32(_NOTHING)
         alone = T.Or(self.row_max[r] == nothing, base == nothing)
         gap = self.beyond(base, key, self.row_max[r], self.keys[r])
         gap = materialize(T.Select(alone, T.float32(0), gap), "float32")
         takes = materialize(T.Or(self.row_max[r] == nothing, gap > T.float32(0)), "bool")
-        lowered = materialize(_lowered(gap), "float32")
-        shrunk = power(lowered)
+        exponent = materialize(_negative_magnitude(gap), "float32")
+        shrunk = power(exponent)
         pairs = ((self.row_sum[r], row_sum), (self.moment[r], moment))
         less, less_moment = (materialize(T.Select(takes, own, other), "float32") for own, other in pairs)
         more, more_moment = (materialize(T.Select(takes, other, own), "float32") for own, other in pairs)
         set_register(self.row_sum, r, more + less * shrunk)
-        set_register(self.moment, r, more_moment + (less_moment + lowered * less) * shrunk)
+        set_register(self.moment, r, more_moment + (less_moment + exponent * less) * shrunk)
         set_register(self.row_max, r, T.Select(takes, base, self.row_max[r]))
         set_register(self.keys, r, T.Select(takes, key, self.keys[r]))
 
@@ -148,6 +148,6 @@ def _one_if_finite(value: Expr) -> Expr:
     return T.float32(1) + (materialize(value, "float32") - materialize(value, "float32"))
 
 
-def _lowered(gap: Expr) -> Expr:
+def _negative_magnitude(gap: Expr) -> Expr:
     """-|gap|, NaN for NaN."""
     return T.Select(gap > T.float32(0), T.float32(0) - gap, gap)

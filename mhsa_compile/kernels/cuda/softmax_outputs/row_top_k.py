@@ -78,12 +78,12 @@ class Largest:
             inside = materialize(slot < self.k, "bool")
             own, before = (materialize(T.max(T.int32(0), T.min(slot - back, T.int32(self.k - 1)))) for back in (0, 1))
             # Both are read before anyone writes: lanes move entries that others read.
-            there, moved = ((self._base(r, i), self._key(r, i)) for i in (own, before))
+            there, neighbour = ((self._base(r, i), self._key(r, i)) for i in (own, before))
             stays = materialize(self._is_before(there, base, key), "bool")
-            here = materialize(T.Or(slot == 0, self._is_before(moved, base, key)), "bool")
+            here = materialize(T.Or(slot == 0, self._is_before(neighbour, base, key)), "bool")
             warp_barrier()
             with T.If(T.And(inside, T.Not(stays))), T.Then():
-                self._set(r, own, T.Select(here, base, moved[0]), T.Select(here, key, moved[1]))
+                self._set(r, own, T.Select(here, base, neighbour[0]), T.Select(here, key, neighbour[1]))
             warp_barrier()
         last = T.int32(self.k - 1)
         set_register(self._least, r, self._base(r, last))
