@@ -37,7 +37,8 @@ def architecture() -> str:
 
 
 def cpu_features(root: Path = ROOT) -> frozenset[str]:
-    """Features as /proc/cpuinfo names them: avx2, avx512f, fma (x86); asimd, asimddp (ARM). None where nobody tells."""
+    """Features as /proc/cpuinfo names them: avx2, avx512f, fma (x86); asimd, asimddp (ARM); v, zvfh (RISC-V).
+    None where nobody tells."""
     return _told_features(root)[0]
 
 
@@ -158,8 +159,16 @@ def _told_features(root: Path) -> tuple[frozenset[str], str]:
     if root == ROOT and architecture() == "aarch64" and (has := arm_cpu.features(arm_cpu.auxiliary_vector())):
         return has, "the auxiliary vector"
     fields = next(_cpuinfo(root), {})
-    listed = frozenset((fields.get("flags") or fields.get("Features") or "").split())
+    listed = frozenset((fields.get("flags") or fields.get("Features") or "").split()) | _extensions(
+        fields.get("isa", "")
+    )
     return listed, f"/{CPUINFO}" if listed else "nobody"
+
+
+def _extensions(isa: str) -> frozenset[str]:
+    """RISC-V's extensions: rv64imafdcv_zicsr are i, m, a, f, d, c, v and zicsr."""
+    base, *names = isa.lower().split("_")
+    return frozenset([*base.removeprefix("rv64"), *names]) if base.startswith("rv64") else frozenset()
 
 
 def _cores(root: Path) -> list[Core]:

@@ -37,6 +37,14 @@ def test_arm_features_and_model(tmp_path: Path) -> None:
     assert not host.emulated(root)
 
 
+def test_extensions_of_riscv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host.platform, "machine", lambda: "riscv64")
+    text = "processor\t: 0\nhart\t\t: 0\nisa\t\t: rv64imafdcv_zicsr_zvfh\nuarch\t\t: sifive,u74-mc\n"
+    root = machine(tmp_path, {"proc/cpuinfo": text})
+    assert host.cpu_features(root) == {"i", "m", "a", "f", "d", "c", "v", "zicsr", "zvfh"}
+    assert host.features_from(root) == "/proc/cpuinfo"
+
+
 @pytest.mark.usefixtures("on_aarch64")
 def test_an_emulator_is_noticed(tmp_path: Path) -> None:
     """QEMU 7.2 shows the file of the machine it runs on."""

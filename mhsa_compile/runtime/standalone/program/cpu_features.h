@@ -1,5 +1,5 @@
 // What this CPU is and has, in the words of LLVM and of /proc/cpuinfo, which are those of an artifact's manifest. The CPU
-// or the auxiliary vector is asked; the file only where there is no other way.
+// or the auxiliary vector is asked.
 #pragma once
 
 #include <sys/auxv.h>
@@ -7,7 +7,6 @@
 #include <cpuid.h>
 #endif
 
-#include <fstream>
 #include <set>
 #include <sstream>
 #include <string>
@@ -26,7 +25,7 @@ constexpr const char* kArchitecture = "riscv64";
 #error "an architecture that nobody has tried"
 #endif
 
-#if defined(__aarch64__) || defined(__arm__)
+#if defined(__aarch64__) || defined(__arm__) || defined(__riscv)
 // From the auxiliary vector, bit by bit (arch/*/include/uapi/asm/hwcap.h of Linux): emulators show it rightly, and not
 // always the file.
 #if defined(__aarch64__)
@@ -36,6 +35,9 @@ constexpr const char* kFirst =
 constexpr const char* kSecond =
     "dcpodp sve2 sveaes svepmull svebitperm svesha3 svesm4 flagm2 frint svei8mm svef32mm svef64mm svebf16 i8mm bf16 "
     "dgh rng bti mte";
+#elif defined(__riscv)
+constexpr const char* kFirst = "a b c d e f g h i j k l m n o p q r s t u v w x y z";
+constexpr const char* kSecond = "";
 #else
 constexpr const char* kFirst =
     "swp half thumb 26bit fastmult fpa vfp edsp java iwmmxt crunch thumbee neon vfpv3 vfpv3d16 tls vfpv4 idiva idivt "
@@ -110,18 +112,6 @@ inline std::set<std::string> cpu_features() {
     if (registers[one.place] >> one.bit & 1 && (saved & one.state) == one.state) found.insert(one.word);
   }
   return found;
-}
-#else
-inline std::set<std::string> cpu_features() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
-    std::istringstream words(line.substr(line.find(':') + 1));
-    std::set<std::string> found;
-    for (std::string name; words >> name;) found.insert(name);
-    return found;
-  }
-  return {};
 }
 #endif
 
