@@ -25,6 +25,7 @@ from mhsa_compile.hardware.profile import (
 FILES = [name for name in profile_names() if isinstance(load_profile(name), CpuProfile) and name != profile.NATIVE]
 GPUS = [name for name in profile_names() if isinstance(load_profile(name), CudaProfile)]
 ARMV7 = {"neon": "neon", "vfp3": "vfpv3", "vfp4": "vfpv4"}
+RISCV = {"v": "v"}
 REGISTERS = {"x86-64-v3": 16, "armv7-generic": 16, "riscv64-generic": 8}  # of 128 bits: 32 floats, there are no vectors
 
 MINIMAL = """family = "cpu"
@@ -67,7 +68,8 @@ def test_llvm_knows_the_cpu_and_its_features_are_stated(name: str) -> None:
     stated = load_profile(name)
     with tvm.target.Target(stated.tvm_config()) as target:
         assert codegen.llvm_is_valid_cpu(stated.tvm.mcpu, stated.tvm.mtriple)
-        names = CPUINFO | ARMV7 if stated.tvm.mtriple.startswith("armv7") else CPUINFO
+        architecture = stated.tvm.mtriple.partition("-")[0]
+        names = CPUINFO | {"armv7": ARMV7, "riscv64": RISCV}.get(architecture, {})
         used = {names[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in names}
     assert used <= set(stated.hardware.features)
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -110,11 +111,16 @@ def device(kind: str, folder: Path) -> Device:
         return Device("neoverse-n1", folder, machine.require() / "site", emulated_aarch64, "neoverse-n1")
     if kind == "aarch64, built":
         return Device("aarch64-generic", folder, None, emulated_aarch64, "cortex-a53")
-    other_machines.require(kind)
-    return Device(f"{kind}-generic", folder, None, lambda *words: other_machines.command(kind, *words))
+    other_machines.require(kind.partition(",")[0])
+    if kind == "riscv64, vectors":
+        return Device("riscv64-v", folder, None, partial(other_machines.command, "riscv64"), "rv64,v=true,vlen=128")
+    return Device(f"{kind}-generic", folder, None, partial(other_machines.command, kind))
 
 
-KINDS = ("this machine", "this machine, built", "aarch64, its wheels", "aarch64, built", "armv7", "riscv64")
+KINDS = (
+    "this machine", "this machine, built", "aarch64, its wheels", "aarch64, built", "armv7", "riscv64",
+    "riscv64, vectors",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -122,7 +128,7 @@ def there(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return device(request.param, tmp_path_factory.mktemp("device"))
 
 
-@pytest.mark.thorough_but("riscv64")
+@pytest.mark.thorough_but("riscv64", "riscv64, vectors")
 def test_the_program_of_a_bundle_runs(there: Device) -> None:
     """The program runs as its README says, with no file but the bundle's; all of it is less than 12 MB."""
     assert there.made.bytes < 12e6
