@@ -21,7 +21,6 @@ from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
-    RegisterTile,
     let,
     load,
     materialize,
@@ -29,6 +28,8 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
     tile_registers,
 )
+from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
+from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Unit
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import ProductOp, ProductOperand
 
@@ -51,11 +52,11 @@ class CpuProductKernel(Fixed):
         return None
 
     def emit(self, op: ProductOp, profile: CpuProfile, config: Config) -> Emitted:
-        lanes = profile.vector_lanes("float32")
-        rows, columns = _tile_shape(op, lanes, profile.hardware.vector_registers)
-        # Only neighbours in memory are loaded as one vector.
-        run = profile.elements_at_once("float32") if op.left.columns == len(op.left.dims) - 1 else 1
-        return Emitted(_product(op, lanes, rows, columns, run, profile.hardware.cores))
+        unit = Float32Lanes.of(profile)
+        if op.left.columns != len(op.left.dims) - 1:
+            unit = replace(unit, run=1)  # only neighbours in memory are loaded as one vector
+        rows, columns = _tile_shape(op, unit.lanes, profile.hardware.vector_registers)
+        return Emitted(_product(op, unit, rows, columns, profile.hardware.cores))
 
 
 def _tile_shape(op: ProductOp, lanes: int, registers: int) -> tuple[int, int]:
@@ -93,8 +94,8 @@ class _Matrices:
         return [*self.place, row, column]
 
 
-def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int, cores: int) -> Expr:
-    dim, panel = Dims(), columns * lanes
+def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> Expr:
+    dim, panel = Dims(), columns * unit.lanes
     with IRBuilder() as builder, T.prim_func():
         T.func_name("product")
         T.func_attr({"tirx.noalias": True})
@@ -127,7 +128,7 @@ def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int, cores
             p, rest = materialize(T.truncmod(task, panels)), materialize(T.truncdiv(task, panels))
             first = materialize(T.truncmod(rest, blocks) * block)
             matrices = _Matrices(op, a, b, y, place_of(materialize(T.truncdiv(rest, blocks)), batch))
-            _Task(matrices, M, K, N, materialize(p * panel), lanes, columns, rows, run, block, large).run_block(first)
+            _Task(matrices, M, K, N, materialize(p * panel), unit, columns, rows, block, large).run_block(first)
     return builder.get()
 
 
@@ -162,16 +163,15 @@ class _Task:
     K: Expr
     N: Expr
     column: Expr
-    lanes: int
+    unit: Unit
     columns: int
     rows: int
-    run: int
     block: Expr
     most: int
 
     @property
     def panel(self) -> int:
-        return self.columns * self.lanes
+        return self.columns * self.unit.lanes
 
     def run_block(self, first: Expr) -> None:
         packed, sums = _scratch((DEPTH, self.panel)), _scratch((self.most, self.panel))
@@ -192,7 +192,7 @@ class _Task:
 
     def _pack(self, packed: Expr, begin: Expr, length: Expr) -> None:
         """packed[k] = B[begin + k, the panel's columns]."""
-        matrices, lanes = self.matrices, self.lanes
+        matrices, lanes = self.matrices, self.unit.lanes
         right = matrices.op.right
         if right.columns == len(right.dims) - 1:
             with T.serial(length) as k:
@@ -240,20 +240,13 @@ class _Task:
         parts: Expr,
         is_whole: Expr,
     ) -> None:
-        matrices, lanes = self.matrices, self.lanes
+        matrices, lanes = self.matrices, self.unit.lanes
         at = [materialize(T.min(first + r, self.M - 1)) for r in range(self.rows)]
-        tile = RegisterTile(self.rows, [(c * lanes, lanes) for c in range(self.columns)])
-        tile.fill(0.0)
-
-        def multiply(k: Expr, steps: int) -> None:
-            loaded = [load(matrices.a, matrices.left(row, begin + k), steps) for row in at]
-            factors = [vectors.elements(value, steps) for value in loaded]
-            for i in range(steps):
-                tile.outer_product(lambda r: factors[r][i], lambda c: load(packed, [k + i, T.int64(c * lanes)], lanes))
-
-        vectors.each_run(
-            T.int64(0), length, self.run, multiply, at_once=vectors.runs_at_once(self.rows * self.columns * self.run)
-        )
+        tile = self.unit.zeros(self.rows, vectors.chunks(self.panel, lanes))
+        rows = Rows(matrices.a, lambda row, k: matrices.left(row, begin + k), at)
+        packed_columns = Columns(packed, lambda k, column: [k, column], tile.columns)
+        turn = self.unit.run, self.unit.runs_at_once(self.rows, self.columns)
+        self.unit.add_products(tile, rows, packed_columns, (T.int64(0), length), turn=turn)
         with T.If(part > 0), T.Then():
             tile.each(lambda r, c: tile.get(r, c) + load(sums, [line + r, T.int64(c * lanes)], lanes))
         with T.If(T.And(part == parts - 1, is_whole > 0)):
