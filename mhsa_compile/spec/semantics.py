@@ -40,3 +40,5 @@ class Semantics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     softmax: str
     mask_mod: str | None = None
     score_mod: str | None = None
+    steps: dict[str, str | float] | msgspec.UnsetType = msgspec.UNSET
+    """What else is done to scores, by the names of the steps; absent where nothing is."""

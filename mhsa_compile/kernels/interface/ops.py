@@ -275,6 +275,12 @@ class AttentionOp:
 
     def semantics(self, name: str) -> Semantics:
         """What this attention means, resolved."""
+        words: dict[str, Any] = {}
+        for step in self.scores:
+            words |= step.semantics()
+        others = {word: words.pop(word) for word in sorted(words.keys() - set(Semantics.__struct_fields__))}
+        if others:
+            words["steps"] = others
         return Semantics(
             op=name,
             operator="ONNX Attention-25",
@@ -287,7 +293,7 @@ class AttentionOp:
             bool_mask="True takes part",
             fully_masked_row="zeros",
             softmax=self.softmax,
-            **{word: meaning for step in self.scores for word, meaning in step.semantics().items()},
+            **words,
         )
 
 

@@ -195,7 +195,7 @@ class ScoreStep:
         return ""
 
     def semantics(self) -> dict[str, Any]:
-        """Its words in a manifest: fields of `Semantics`."""
+        """Its words in a manifest: fields of `Semantics`, or words of its own, which stand in its `steps`."""
         return {}
 
     def key(self) -> dict[str, Any]:
