@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from mhsa_compile.bench.accuracy import beyond_plain
 from mhsa_compile.bench.timing import Call
 from mhsa_compile.errors import ModelError
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -31,9 +32,6 @@ SCORES_SHARE = 4
 """A peer that writes all scores down may use a quarter of the memory for them: it often needs them twice."""
 WRONG = 10
 """An error of so many budgets is no rounding: a mask was ignored, or a query that sees nothing became NaN."""
-
-_BEYOND_PEERS = ("softcap", "rope", "alibi", "sinks", "kv_cache", "mask_mod", "score_mod")
-"""Fields of a spec that peers, which are written after it, do not know."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ class Problem:
         """The spec, which peers need. Raises ModelError where there is none, or it asks for more than they know."""
         if self.stated is None:
             raise ModelError("peer", "an artifact compiled from a spec", "one of a foreign .onnx, without a spec")
-        if beyond := [name for name in _BEYOND_PEERS if getattr(self.stated, name)]:
-            raise ModelError("peer", f"attention without {', '.join(_BEYOND_PEERS)}", f"one with {', '.join(beyond)}")
+        if beyond := beyond_plain(self.stated):
+            raise ModelError("peer", "plain attention with masks", f"one with {', '.join(beyond)}")
         return self.stated
 
     @cached_property
