@@ -75,6 +75,10 @@ def _capped(xp: Any, scores: Any, cap: Any) -> Any:
     return xp.tanh(scores / cap) * cap
 
 
+def _clamped(xp: Any, scores: Any, clamp: Any) -> Any:
+    return scores / (clamp + xp.abs(scores)) * clamp
+
+
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One attention, by the meaning of the ONNX operator Attention (https://onnx.ai/onnx/operators/onnx__Attention.html).
 
@@ -97,13 +101,16 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
                             constant mask. Its lengths must be fixed when it is compiled
     mask_mod                None, or a function mask_mod(b, h, q_idx, kv_idx) in FlexAttention's form: whether a query
                             sees a key, beside all else that hides some. q_idx is the query's place p, as for `window`
-    score_mod               None, or a function score_mod(score, b, h, q_idx, kv_idx): what a score becomes, after scale
-                            and softcap, before masks and ALiBi. docs/score-functions.md says what both may use
+    score_mod               None, or a function score_mod(score, b, h, q_idx, kv_idx): what a score becomes, after
+                            scale, softcap and softclamp, before masks and ALiBi. docs/score-functions.md says what both
+                            may use
     mask                    what a call takes as `mask=`: None; "bool" (True takes part) or "additive" (added to the
                             scaled scores), broadcastable to (B, H, L, S); "key_padding": bool (B, S), True takes
                             part. Where it is bool, integers 0 and 1 say the same
     scale                   factor of the scores; None is 1 / sqrt(E)
     softcap                 None, or c: scores become c * tanh(score / c), before any mask
+    softclamp               None, or c: scores become c * score / (c + |score|), after softcap and before any mask: they
+                            stay between -c and c, too, without a tanh
     rope                    None, or a Rope: queries and keys are turned by their places. True is its defaults
     alibi                   whether slope[h] * (j - p) is added to the scores of query head h, with the slopes of
                             `position_encoding.alibi_slopes` and p as for `window`
@@ -198,6 +205,16 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             formula=_capped,
         ),
     ] = None
+    softclamp: Annotated[
+        float | None,
+        Note(
+            "c: scores become c * score / (c + |score|).",
+            check=partial(checked_positive_float, otherwise="no clamp"),
+            row="scores",
+            words="softly clamped at {:g}".format,
+            formula=_clamped,
+        ),
+    ] = None
     rope: Annotated[
         Rope | None,
         Note(
@@ -257,6 +274,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             mask: str | None = None,
             scale: float | None = None,
             softcap: float | None = None,
+            softclamp: float | None = None,
             rope: Rope | Mapping[str, Any] | bool | None = None,
             alibi: bool = False,
             sinks: bool = False,

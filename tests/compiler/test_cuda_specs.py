@@ -15,7 +15,14 @@ from mhsa_compile.spec.position_encoding import Rope
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_compiler")]
 
-EVERYTHING: dict[str, Any] = {"softcap": 20.0, "alibi": True, "sinks": True, "window": (30, 0), "causal": True}
+EVERYTHING: dict[str, Any] = {
+    "softcap": 20.0,
+    "softclamp": 9.0,
+    "alibi": True,
+    "sinks": True,
+    "window": (30, 0),
+    "causal": True,
+}
 INSIDE = ("y", "lse", "entropy", "top_k:3", "weights:rows=0,-1", "heads")
 SPECS: dict[str, tuple[str, mhsa.AttentionSpec, dict[str, int], set[str]]] = {
     "cache": (

@@ -139,6 +139,7 @@ def specs(draw: st.DrawFn, cached: st.SearchStrategy[bool] = maybe_cached) -> di
         "mask": st.sampled_from(["bool", "additive", "key_padding"]),
         "scale": st.sampled_from([0.01, 0.3, 1.0]),
         "softcap": st.sampled_from([3.0, 30.0]),
+        "softclamp": st.sampled_from([2.0, 30.0]),
         "rope": st.builds(dict, st.sampled_from(SCALED), interleaved=st.booleans(), max_length=st.just(1024)),
         "alibi": st.just(True),
         "sinks": st.just(True),

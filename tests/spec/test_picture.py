@@ -26,6 +26,7 @@ SPECS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"rope": {"scaling": "linear", "factor": 2.0, "interleaved": True}}, ("6 dims in neighbours", "factor 2")),
     ({"alibi": True, "causal": True, "kv_cache": True}, ("ALiBi", "calls write into one")),
     ({"scale": 0.5, "softcap": 30.0, "sinks": True}, ("times 0.5; capped at 30; a sink for each head",)),
+    ({"softclamp": 7.5}, ("softly clamped at 7.5",)),
     ({"kv_embed_dim": 10, "mask": "key_padding"}, ("context", "which keys are no padding")),
     ({"mask": "bool", "outputs": ("y", "weights:heads=0")}, ("True takes part", "y, weights:heads=0")),
     ({"static_mask": {"kind": "longformer", "window": 4}}, ("a constant mask, Longformer",)),

@@ -17,6 +17,7 @@ from mhsa_compile.kernels.scores.score_mod import ScoreMod
 from mhsa_compile.kernels.scores.sinks import Sinks
 from mhsa_compile.kernels.scores.slopes import Slopes
 from mhsa_compile.kernels.scores.softcap import Softcap
+from mhsa_compile.kernels.scores.softclamp import SoftClamp
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.score_functions import ScoreFunction
 
@@ -29,6 +30,7 @@ class Features:
     mask: CallMask | None = None
     static_mask: StaticMask | None = None
     softcap: float = 0.0
+    softclamp: float = 0.0
     lengths: bool = False
     sinks: bool = False
     slopes: bool = False
@@ -41,6 +43,7 @@ class Features:
         count = 0 if self.score_mod is None else len(self.score_mod.tensors)
         return in_order(
             Softcap(self.softcap) if self.softcap else None,
+            SoftClamp(self.softclamp) if self.softclamp else None,
             None if self.score_mod is None else ScoreMod(self.score_mod, self.tensors[:count]),
             self.static_mask,
             self.mask,
@@ -61,6 +64,7 @@ def features(op: AttentionOp) -> Features:
         mask=of.get(CallMask),
         static_mask=of.get(StaticMask),
         softcap=of[Softcap].limit if Softcap in of else 0.0,
+        softclamp=of[SoftClamp].limit if SoftClamp in of else 0.0,
         lengths=Lengths in of,
         sinks=Sinks in of,
         slopes=Slopes in of,

@@ -161,6 +161,7 @@ def _parity() -> tuple[ParityCase, ...]:
     )
     add("strided-bottom-right", STATIC_CROSS[1:], 64, 2, kv_embed_dim=40, causal="bottom_right", static_mask=stride_8)
     # Softcap, positions, sinks, caches; each by itself, and together.
+    add("softclamp-gqa", SELF, 96, 6, num_kv_heads=2, softclamp=0.5, causal=True)
     add("softcap-gqa", SELF, 96, 6, num_kv_heads=2, softcap=0.5, causal=True)
     pairs = {"interleaved": True, "rotary_dim": 6, "factor": 4.0}
     add("rope-pairs-gqa", SELF, 96, 6, num_kv_heads=2, causal=True, rope=pairs)

@@ -131,6 +131,8 @@ def masked_scores(
     scores = q @ k.repeat_interleave(H // k.shape[1], dim=1).swapaxes(-1, -2) * op.scale
     if features(op).softcap:
         scores = torch.tanh(scores / features(op).softcap) * features(op).softcap
+    if clamp := features(op).softclamp:
+        scores = clamp * (scores / (clamp + scores.abs()))
     if slopes is not None:  # a place has more bits than a 16-bit float, as in `functional`
         scores = scores + (to_torch(slopes).double()[:, None, None] * distance).to(dtype)
     visible = torch.from_numpy(_visible(op, distance.numpy(), held, mask)).expand(scores.shape)

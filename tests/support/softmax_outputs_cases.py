@@ -68,6 +68,8 @@ def scores(op: AttentionOp, inputs: Sequence[Array], dtype: torch.dtype) -> tupl
     L, S = q.shape[2], k.shape[2]
     value = (q * op.scale) @ k.repeat_interleave(op.num_heads // op.num_kv_heads, dim=1).transpose(-1, -2)
     value = torch.tanh(value / features(op).softcap) * features(op).softcap if features(op).softcap else value
+    if clamp := features(op).softclamp:
+        value = clamp * (value / (clamp + value.abs()))
     count = np.full((1, 1, 1, 1), S) if lengths is None else lengths.reshape(-1, 1, 1, 1)
     bottom_right = op.window is not None and op.window.alignment == "bottom_right"
     distance = np.arange(S) - np.arange(L).reshape(1, 1, L, 1) - (count - L if bottom_right else 0)

@@ -11,10 +11,12 @@ from mhsa_compile.kernels.scores.score_mod import ScoreMod
 from mhsa_compile.kernels.scores.sinks import Sinks
 from mhsa_compile.kernels.scores.slopes import Slopes
 from mhsa_compile.kernels.scores.softcap import Softcap
+from mhsa_compile.kernels.scores.softclamp import SoftClamp
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 
 STEPS: tuple[type[ScoreStep], ...] = (
     Softcap,
+    SoftClamp,
     ScoreMod,
     StaticMask,
     CallMask,

@@ -40,6 +40,7 @@ KERNELS = {
     # one, which then runs for the last block only.
     "decode, 1 row": (CpuDecodeKernel(), attention(1, 2048)),
     "decode, 4 rows": (CpuDecodeKernel(), attention(1, 2048, ratio=4)),
+    "attention, clamped": (CpuAttentionKernel(), changed(attention(64), softclamp=50.0)),
     "decode, capped": (CpuDecodeKernel(), changed(attention(1, 2048), softcap=50.0)),
     "decode, masked": (CpuDecodeKernel(), attention(1, ratio=4, mask=CallMask("bool", ("B", 1, 1, "S")))),
 }

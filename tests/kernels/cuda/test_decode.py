@@ -158,6 +158,7 @@ def test_bands(dtype, band):
     "fields",
     [
         {"softcap": 2.0},
+        {"softclamp": 3.0},
         {"scale": -0.3},
         {"lengths": True},
         {"lengths": True, "band": WindowSpec(30, 0, "bottom_right")},

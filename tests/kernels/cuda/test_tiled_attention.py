@@ -69,6 +69,7 @@ def test_bands(kernel, sizes, band):
     "fields",
     [
         {"softcap": 2.0},
+        {"softclamp": 3.0, "softcap": 5.0},
         {"scale": -0.3},
         {"scale": 0.0},
         {"lengths": True},
