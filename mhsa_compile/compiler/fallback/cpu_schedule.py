@@ -403,13 +403,15 @@ def _columns_innermost(
     each axis. The loops around the steps, and these."""
     own, column = _kinds(schedule.get(block)).count("S"), _columns(schedule.get(block))[-1]
     outer, steps = [*loops[:column], *loops[column + 1 : own]], loops[own:]
-    inner = loops[column]
-    if width := _divisor(schedule.get(inner).extent, lanes):
-        chunk, inner = schedule.split(inner, [None, width])
+    inner, extent = [loops[column]], schedule.get(loops[column]).extent
+    if width := _divisor(extent, lanes):
+        vectors = max(count for count in _VECTORS if int(extent) // width % count == 0)
+        chunk, *inner = schedule.split(loops[column], [None, vectors, width])
         outer.append(chunk)
-    schedule.reorder(*outer, *steps, inner)
+    schedule.reorder(*outer, *steps, *inner)
     if width:
-        schedule.vectorize(inner)
+        schedule.unroll(inner[0])
+        schedule.vectorize(inner[-1])
     return outer, steps
 
 
@@ -460,6 +462,9 @@ def _divisor(extent: Expr, lanes: int) -> int:
 
 
 _LEAST_LANES = 4
+_VECTORS = (1, 2, 4)
+"""How many vectors of sums beside each other a step may add to: neighbours in memory come by whole lines and pages, and
+no addition waits for the one before it."""
 
 
 def _in_parallel_if_large(function: tirx.PrimFunc, sizes: list[Expr]) -> tirx.PrimFunc:
