@@ -45,13 +45,13 @@ class RowSums:
         rows = weights.transpose(0, 2, 1, 3)[seeing].astype(np.float64)  # (n, H, S)
         total = rows.sum(axis=-1, keepdims=True)
         rest = np.maximum(1.0 - total, 0.0) if self._sinks else np.zeros_like(total)
-        found = _entropy(rows) + _entropy(rest) if entropy is None else entropy.transpose(0, 2, 1)[seeing]
+        entropies = _entropy(rows) + _entropy(rest) if entropy is None else entropy.transpose(0, 2, 1)[seeing]
         keys = (rows > 0).sum(axis=-1) + (rest[..., 0] > 0)
         several = (keys > 1).all(axis=-1)
         self.rows += len(rows)
-        self.entropy += found.sum(axis=0)
+        self.entropy += entropies.sum(axis=0)
         self.choices += int(several.sum())
-        self.share += (found[several] / np.log(keys[several])).sum(axis=0)
+        self.share += (entropies[several] / np.log(keys[several])).sum(axis=0)
         rows /= np.where(total > 0, total, 1.0)
         step = max(_MOST // max(rows[0].size, 1), 1) if len(rows) else 1
         for first in range(0, len(rows), step):
@@ -88,14 +88,14 @@ class RowSums:
 
 def _masked_sum(values: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """(B, H, n) over the queries (B, n) that count: (H,)."""
-    found: np.ndarray = values.transpose(0, 2, 1)[queries].sum(axis=0, dtype=np.float64)
-    return found
+    total: np.ndarray = values.transpose(0, 2, 1)[queries].sum(axis=0, dtype=np.float64)
+    return total
 
 
 def _entropy(rows: np.ndarray) -> np.ndarray:
     """-sum p ln p over the last axis, in nats; 0 ln 0 is 0."""
-    found: np.ndarray = -(rows * np.log(np.where(rows > 0, rows, 1.0))).sum(axis=-1)
-    return found
+    entropy: np.ndarray = -(rows * np.log(np.where(rows > 0, rows, 1.0))).sum(axis=-1)
+    return entropy
 
 
 def _jensen_shannon(rows: np.ndarray) -> np.ndarray:
@@ -106,8 +106,8 @@ def _jensen_shannon(rows: np.ndarray) -> np.ndarray:
     """
     heads = rows.shape[1]
     own = _entropy(rows)
-    found = np.zeros((heads, heads))
+    distances = np.zeros((heads, heads))
     for i in range(heads - 1):
         middle = _entropy((rows[:, i : i + 1] + rows[:, i + 1 :]) / 2) - (own[:, i : i + 1] + own[:, i + 1 :]) / 2
-        found[i, i + 1 :] = found[i + 1 :, i] = np.sqrt(np.maximum(middle, 0.0) / np.log(2)).sum(axis=0)
-    return found
+        distances[i, i + 1 :] = distances[i + 1 :, i] = np.sqrt(np.maximum(middle, 0.0) / np.log(2)).sum(axis=0)
+    return distances

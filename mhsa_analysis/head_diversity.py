@@ -71,9 +71,9 @@ def _rows(heads: Tensor, valid: Tensor | None) -> Tensor:
         raise InputError("valid", f"bool of shape (B, L) = {shape}", f"{valid.dtype} of shape {tuple(valid.shape)}")
     rows = heads.transpose(1, 2)
     rows = rows.flatten(0, 1) if valid is None else rows[valid]
-    needed = 2 * heads.shape[3]
-    if len(rows) < needed:
-        raise InputError("heads", f"at least {needed} valid tokens, twice the value head dim", str(len(rows)))
+    least = 2 * heads.shape[3]
+    if len(rows) < least:
+        raise InputError("heads", f"at least {least} valid tokens, twice the value head dim", str(len(rows)))
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 

@@ -72,8 +72,8 @@ class HeadReport:
         """Pairs of heads that are at most `within` apart, the nearest first: (i, j, dissimilarity)."""
         apart = self.dissimilarity
         pairs = zip(*np.triu_indices(len(apart), 1), strict=True)
-        found = [(int(i), int(j), float(apart[i, j])) for i, j in pairs if apart[i, j] <= within]
-        return sorted(found, key=lambda pair: pair[2])
+        twins = [(int(i), int(j), float(apart[i, j])) for i, j in pairs if apart[i, j] <= within]
+        return sorted(twins, key=lambda pair: pair[2])
 
     def prune(self, k: int) -> PruningPlan:
         """The k heads that y loses least without; of grouped heads whole groups.
@@ -115,7 +115,7 @@ class HeadReport:
 def report_of(layer: LayerWeights, moments: Moments, rows: RowSums) -> HeadReport:
     spec, H = layer.spec, layer.spec.num_heads
     heads = HeadMoments(layer, moments.count, moments.mean, moments.covariance)
-    placed = None if spec.is_cross else rows.distance / max(rows.rows, 1)
+    distance = None if spec.is_cross else rows.distance / max(rows.rows, 1)
     shares = {place: on / rows.queries[place] for place, on in rows.on.items() if rows.queries[place]}
     share = rows.share / max(rows.choices, 1)
     return HeadReport(
@@ -128,7 +128,7 @@ def report_of(layer: LayerWeights, moments: Moments, rows: RowSums) -> HeadRepor
         information=_information(moments, H),
         entropy=rows.entropy / max(rows.rows, 1),
         entropy_share=share,
-        distance=placed,
+        distance=distance,
         shares=shares,
         roles=tuple(_role(head, shares, share) for head in range(H)),
         moments=heads,
@@ -145,13 +145,15 @@ def _cosine(products: np.ndarray) -> np.ndarray:
 def _information(moments: Moments, H: int) -> np.ndarray:
     covariance, shuffled = blocked(moments.covariance, H), blocked(moments.shuffled / moments.count, H)
     whiteners = [whitener(covariance[i, i]) for i in range(H)]
-    found = np.full((H, H), np.inf)
+    information_of_pairs = np.full((H, H), np.inf)
     for i in range(H):
         for j in range(i):
             pair = whiteners[i], whiteners[j]
             chance = (information(shuffled[i, j], *pair) + information(shuffled[j, i].T, *pair)) / 2
-            found[i, j] = found[j, i] = max(information(covariance[i, j], *pair) - chance, 0.0)
-    return found
+            information_of_pairs[i, j] = information_of_pairs[j, i] = max(
+                information(covariance[i, j], *pair) - chance, 0.0
+            )
+    return information_of_pairs
 
 
 def _role(head: int, shares: Mapping[str, np.ndarray], entropy_share: np.ndarray) -> str:

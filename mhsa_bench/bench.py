@@ -80,7 +80,7 @@ def bench(
     Raises InputError, InstallationError and, for our own side, what `load` raises.
     """
     threads = host.thread_count(threads)
-    chosen = registry.find(against)
+    peers = registry.find(against)
     environment.check_tvm_pair()
     from mhsa_bench import roofline  # PyTorch, TVM
     from mhsa_compile.bench import accuracy
@@ -94,7 +94,7 @@ def bench(
     expected = accuracy.truth(opened, inputs[0], problem.weights)
     problem = replace(problem, error_share=expected.share)
     dtype = problem.float_dtype
-    timed = _time(problem, chosen, dtype, threads, seconds)
+    timed = _time(problem, peers, dtype, threads, seconds)
     floor = _floor(problem, timed.peak_gflops, timed.bandwidth_gbs, roofline.last_level_cache())
     return BenchReport(
         dims=sizes,
@@ -125,13 +125,13 @@ def _check_returns_y_alone(artifact: Artifact) -> None:
         raise InputError("artifact", "one that returns y alone", f"outputs {names}", hint)
 
 
-def _time(problem: Problem, chosen: Iterable[Peer], dtype: str, threads: int, seconds: float) -> _Timed:
+def _time(problem: Problem, peers: Iterable[Peer], dtype: str, threads: int, seconds: float) -> _Timed:
     """Times all candidates in one process and in turns, the limits among them."""
     from mhsa_bench import roofline
 
     with ExitStack() as stack:
         ours = _open(stack, Compiled(), problem, threads, problem.error_share)
-        others = [_attempt(stack, peer, problem, threads) for peer in chosen]
+        others = [_attempt(stack, peer, problem, threads) for peer in peers]
         running = [ours, *(other for other in others if other.missing is None)]
         peak = stack.enter_context(roofline.multiply_adds(detect(), threads, dtype))
         reading = stack.enter_context(roofline.reading(detect(), threads))
@@ -200,10 +200,10 @@ def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: in
     moving = outputs + sum(array.nbytes for array in problem.inputs[0].values())
     weights = sum(array.nbytes for array in problem.weights.values())
     sets = len(problem.inputs)
-    gone_through = sets * moving + weights
-    from_memory = (gone_through - cache) / sets  # of each call: the cache may have kept the rest from the last time
+    working_set = sets * moving + weights
+    from_memory = (working_set - cache) / sets  # of each call: the cache may have kept the rest from the last time
     compute_us = flops / peak_gflops / 1e3
-    memory_us = from_memory / bandwidth_gbs / 1e3 if gone_through > BEYOND_CACHE * cache else None
+    memory_us = from_memory / bandwidth_gbs / 1e3 if working_set > BEYOND_CACHE * cache else None
     limit = "memory" if memory_us is not None and memory_us > compute_us else "compute"
     return Floor(limit, compute_us, memory_us, flops, moving + weights)
 

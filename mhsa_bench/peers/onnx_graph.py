@@ -86,14 +86,14 @@ class GraphBuilder:
             [numpy_helper.from_array(array, name) for name, array in self.constants.items()],
         )
         domains = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
-        used = [domain for domain in domains if any(node.domain == domain.domain for node in self.nodes)]
-        return helper.make_model(graph, opset_imports=used, ir_version=10)
+        opsets = [domain for domain in domains if any(node.domain == domain.domain for node in self.nodes)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
 def inputs(problem: Problem, arrays: Arrays, names: Iterable[str]) -> dict[str, np.ndarray]:
     """What a graph with these inputs is fed."""
-    made = ((name, problem.additive_mask(arrays) if name == "mask" else arrays[name]) for name in names)
-    return {name: array for name, array in made if array is not None}
+    pairs = ((name, problem.additive_mask(arrays) if name == "mask" else arrays[name]) for name in names)
+    return {name: array for name, array in pairs if array is not None}
 
 
 def standard(problem: Problem) -> onnx.ModelProto:
@@ -101,9 +101,9 @@ def standard(problem: Problem) -> onnx.ModelProto:
     graph, spec, (B, L, S) = GraphBuilder(problem), problem.spec, _sizes(problem)
     H, G, E, F = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
     q, k, v = _heads(graph)
-    scaled = graph.node("Mul", q, graph.constant(np.array(_scale(problem), problem.dtype)))
-    stacked = scaled if G == H else graph.reshaped(scaled, B, G, H // G * L, E)
-    scores = graph.node("MatMul", stacked, graph.node("Transpose", k, perm=[0, 1, 3, 2]))
+    queries = graph.node("Mul", q, graph.constant(np.array(_scale(problem), problem.dtype)))
+    rows = queries if G == H else graph.reshaped(queries, B, G, H // G * L, E)
+    scores = graph.node("MatMul", rows, graph.node("Transpose", k, perm=[0, 1, 3, 2]))
     if problem.is_masked:
         apart = scores if G == H else graph.reshaped(scores, B, H, L, S)
         scores = graph.node("Add", apart, "mask")

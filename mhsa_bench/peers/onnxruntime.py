@@ -53,8 +53,8 @@ def _session(model: str | bytes, threads: int, problem: Problem, feed: Feed) -> 
     outputs = [output.name for output in session.get_outputs()]
     names = [value.name for value in session.get_inputs()]
     wrap = onnxruntime.OrtValue.ortvalue_from_numpy
-    fed = [{name: wrap(array) for name, array in feed(arrays, names).items()} for arrays in problem.inputs]
-    calls = [partial(session.run_with_ort_values, outputs, values) for values in fed]
+    feeds = [{name: wrap(array) for name, array in feed(arrays, names).items()} for arrays in problem.inputs]
+    calls = [partial(session.run_with_ort_values, outputs, values) for values in feeds]
     return Opened(calls, lambda result: [value.numpy() for value in result])
 
 

@@ -105,11 +105,11 @@ class Problem:
     def visible(self) -> np.ndarray | None:
         """(L, S) bool, True takes part: what causality, a window and a constant mask leave together; None is all."""
         L, S = self.sizes["L"], self.sizes["S"]
-        seen = None if self.spec.band is None else window(L, S, *self.spec.band)
+        band = None if self.spec.band is None else window(L, S, *self.spec.band)
         if self.spec.static_mask is None:
-            return seen
+            return band
         constant = self.spec.static_mask.array(L, S)
-        return constant if seen is None else constant & seen
+        return constant if band is None else constant & band
 
     def joined_mask(self, arrays: Arrays) -> np.ndarray | None:
         """All masks as one, broadcastable to (B, H, L, S): bool, or additive where the call's own is; None is none."""
@@ -133,10 +133,10 @@ class Problem:
     def _added(self, mask: np.ndarray | None) -> np.ndarray | None:
         if mask is None:
             return None
-        added = np.where(mask, self.dtype.type(0), self.dtype.type(-np.inf)) if mask.dtype == np.bool_ else mask
-        leading = ((1,) * (4 - added.ndim) + added.shape)[:2]
+        bias = np.where(mask, self.dtype.type(0), self.dtype.type(-np.inf)) if mask.dtype == np.bool_ else mask
+        leading = ((1,) * (4 - bias.ndim) + bias.shape)[:2]
         # A copy, since OpenVINO takes no array that is read-only; whole rows, since ONNX Runtime's operators want them.
-        return np.array(np.broadcast_to(added, (*leading, self.sizes["L"], self.sizes["S"])), order="C")
+        return np.array(np.broadcast_to(bias, (*leading, self.sizes["L"], self.sizes["S"])), order="C")
 
     def check_scores_fit(self) -> None:
         """Raises ModelError where all scores, (B, H, L, S) of float32, are too much for a peer that keeps them."""

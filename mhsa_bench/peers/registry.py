@@ -33,8 +33,8 @@ PEERS: tuple[Peer, ...] = (
 
 def find(names: Iterable[str]) -> tuple[Peer, ...]:
     """The peers of these names, each once. Raises InputError for an unknown one."""
-    known = {peer.name: peer for peer in PEERS}
-    wanted = dict.fromkeys(names)
-    if unknown := [name for name in wanted if name not in known]:
-        raise InputError("against", f"some of {', '.join(known)}", repr(unknown[0]))
-    return tuple(known[name] for name in wanted)
+    by_name = {peer.name: peer for peer in PEERS}
+    unique_names = dict.fromkeys(names)
+    if unknown := [name for name in unique_names if name not in by_name]:
+        raise InputError("against", f"some of {', '.join(by_name)}", repr(unknown[0]))
+    return tuple(by_name[name] for name in unique_names)

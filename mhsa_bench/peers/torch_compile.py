@@ -56,16 +56,16 @@ class Inductor:
 def products_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     """Two products and a softmax, which Inductor fuses with the masks, or takes for attention again."""
     problem.check_scores_fit()
-    spec, added = problem.spec, problem.additive_mask(arrays)
-    mask = None if added is None else to_torch(added)
+    spec, bias = problem.spec, problem.additive_mask(arrays)
+    mask = None if bias is None else to_torch(bias)
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, H, L, _ = q.shape
-        folded = (q * scale).reshape(B, spec.num_kv_heads, -1, spec.head_dim)  # no key or value is repeated
-        scores = (folded @ k.transpose(-1, -2)).reshape(B, H, L, -1)
+        rows = (q * scale).reshape(B, spec.num_kv_heads, -1, spec.head_dim)  # no key or value is repeated
+        scores = (rows @ k.transpose(-1, -2)).reshape(B, H, L, -1)
         weights = (scores if mask is None else scores + mask).softmax(dim=-1)
-        return (weights.reshape(*folded.shape[:3], -1) @ v).reshape(B, H, L, -1)
+        return (weights.reshape(*rows.shape[:3], -1) @ v).reshape(B, H, L, -1)
 
     return with_projections(problem, core)
 
@@ -78,10 +78,10 @@ def flex_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     if problem.visible is None or spec.mask is not None:
         raise ModelError("peer", "a constant mask: FlexAttention is for those", "none, or one of the call")
     if spec.static_mask is not None:
-        seen = to_torch(problem.visible)
+        visible_pairs = to_torch(problem.visible)
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return seen[i, j]
+            return visible_pairs[i, j]
     else:
         assert spec.band is not None
         left, right, alignment = spec.band
@@ -92,8 +92,8 @@ def flex_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
             return (j <= i + offset + after) & (j >= i + offset - before)
 
     blocks = create_block_mask(visible, None, None, L, S, device="cpu")
-    grouped = spec.num_kv_heads != spec.num_heads
-    core = partial(flex_attention, block_mask=blocks, scale=spec.scale, enable_gqa=grouped)
+    is_grouped = spec.num_kv_heads != spec.num_heads
+    core = partial(flex_attention, block_mask=blocks, scale=spec.scale, enable_gqa=is_grouped)
     return with_projections(problem, core)
 
 

@@ -90,8 +90,8 @@ def folded_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
         raise ModelError("peer", "one query, several heads on one key/value head, no mask", "something else")
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        folded = q.reshape(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        return scaled_dot_product_attention(folded, k, v, scale=spec.scale).reshape(*q.shape[:3], -1)
+        rows = q.reshape(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
+        return scaled_dot_product_attention(rows, k, v, scale=spec.scale).reshape(*q.shape[:3], -1)
 
     return with_projections(problem, core)
 

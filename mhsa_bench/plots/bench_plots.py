@@ -45,11 +45,11 @@ LABEL_PLACES = (
 
 def shares(reports: Mapping[str, BenchReport], path: Path) -> None:
     """A line for each workload: ours as a bar, every peer as a dot, at their shares of the machine's limit."""
-    known = {name: report for name, report in reports.items() if report.floor is not None}
-    with figure(path, (8.4, 1.3 + 0.3 * max(1, len(known)))) as axes:
-        for place, report in enumerate(known.values()):
+    bounded = {name: report for name, report in reports.items() if report.floor is not None}
+    with figure(path, (8.4, 1.3 + 0.3 * max(1, len(bounded)))) as axes:
+        for place, report in enumerate(bounded.values()):
             _share_line(axes, place, report)
-        names = [name for name in PEERS if any(_ran(report, name) for report in known.values())]
+        names = [name for name in PEERS if any(_ran(report, name) for report in bounded.values())]
         handles = [axes.plot([], [], "s", color=OURS, markersize=8, label="mhsa_compile")[0]]
         handles += [axes.plot([], [], "o", color=PEERS[n], markersize=6, label=n)[0] for n in names]
         axes.legend(
@@ -63,14 +63,14 @@ def shares(reports: Mapping[str, BenchReport], path: Path) -> None:
             handletextpad=0.2,
             borderaxespad=0.2,
         )
-        axes.set_yticks(range(len(known)), known, fontsize=9)
-        axes.set_ylim(len(known) - 0.4, -0.9)
+        axes.set_yticks(range(len(bounded)), bounded, fontsize=9)
+        axes.set_ylim(len(bounded) - 0.4, -0.9)
         axes.set_xlim(0, 1.0)
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "the limit"])
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", color=GRID)
         axes.spines["left"].set_visible(False)
-        axes.set_title(_title("Share of this machine's limit", known), pad=28, x=-0.13)
+        axes.set_title(_title("Share of this machine's limit", bounded), pad=28, x=-0.13)
         axes.text(1.02, -0.75, "fastest peer / ours", color=FAINT, fontsize=8, transform=axes.get_yaxis_transform())
 
 
@@ -103,9 +103,9 @@ def growth(reports: Mapping[str, BenchReport], path: Path) -> None:
 
     with figure(path, (7.2, 4.8)) as axes:
         for names, label, marker in ((DENSE, "dense", "o"), (WINDOW, "window of 512", "s")):
-            found = [reports[name] for name in names if name in reports]
-            if found:
-                _growth_line(axes, found, label, marker)
+            series = [reports[name] for name in names if name in reports]
+            if series:
+                _growth_line(axes, series, label, marker)
         for name in SPARSE:
             if name in reports:
                 report = reports[name]
@@ -157,31 +157,31 @@ def roofline(reports: Mapping[str, BenchReport], path: Path) -> None:
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
-    known = {name: report for name, report in reports.items() if report.floor is not None}
+    bounded = {name: report for name, report in reports.items() if report.floor is not None}
     with figure(path, (7.6, 5.2)) as axes:
         axes.set_xscale("log")
         axes.set_yscale("log")
         points = {
             name: (r.floor.flops / r.floor.bytes, r.ours.gflops or 0.0)
-            for name, r in known.items()
+            for name, r in bounded.items()
             if r.floor is not None
         }
         intensities = [x for x, _ in points.values()] or [1.0]
         left, right = min(intensities) * 0.25, max(intensities) * 2.5
-        for dtype in dict.fromkeys(report.dtype for report in known.values()):
-            _roof(axes, [report for report in known.values() if report.dtype == dtype], left, right)
-        for name, report in known.items():
+        for dtype in dict.fromkeys(report.dtype for report in bounded.values()):
+            _roof(axes, [report for report in bounded.values() if report.dtype == dtype], left, right)
+        for name, report in bounded.items():
             best, x = report.best_peer, points[name][0]
             if best is not None and best.gflops:
                 axes.plot([x, x], [best.gflops, points[name][1]], "-", color="#d0d0d0", linewidth=1, zorder=1)
                 axes.plot(x, best.gflops, "o", color=PEERS[best.name], markersize=4, zorder=2)
             axes.plot(*points[name], "o", color=OURS, markersize=6, markeredgecolor="white", zorder=3)
-        names = dict.fromkeys(r.best_peer.name for r in known.values() if r.best_peer is not None)
+        names = dict.fromkeys(r.best_peer.name for r in bounded.values() if r.best_peer is not None)
         handles = [axes.plot([], [], "o", color=OURS, markersize=6, label="mhsa_compile")[0]]
         handles += [axes.plot([], [], "o", color=PEERS[n], markersize=4, label=f"{n}, where fastest")[0] for n in names]
         axes.legend(handles=handles, loc="lower right", frameon=False)
         axes.set_xlim(left, right)
-        axes.set_ylim(top=1.3 * max(report.peak_gflops for report in known.values()))
+        axes.set_ylim(top=1.3 * max(report.peak_gflops for report in bounded.values()))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_minor_locator(NullLocator())
@@ -189,7 +189,7 @@ def roofline(reports: Mapping[str, BenchReport], path: Path) -> None:
         axes.set_xlabel("useful operations for each byte of inputs, weights and outputs")
         axes.set_ylabel("GFLOP/s")
         axes.grid(color=GRID)
-        axes.set_title(_title("Roofline", known), pad=12)
+        axes.set_title(_title("Roofline", bounded), pad=12)
         _labels(axes, points)
 
 
@@ -218,22 +218,22 @@ def _labels(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
     axes.figure.canvas.draw()  # places are known in pixels only then
     renderer = axes.figure.canvas.get_renderer()
     pixels = axes.transData.transform(list(points.values()))
-    taken: list[Any] = [text.get_window_extent(renderer) for text in axes.texts]
+    boxes: list[Any] = [text.get_window_extent(renderer) for text in axes.texts]
     for name, point in points.items():
         for offset, side, height in LABEL_PLACES:
             label = axes.annotate(
                 name, point, offset, textcoords="offset points", ha=side, va=height, fontsize=7, color=INK
             )
             box = label.get_window_extent(renderer)
-            if not any(box.overlaps(other) for other in taken) and not box.count_contains(pixels):
-                taken.append(box)
+            if not any(box.overlaps(other) for other in boxes) and not box.count_contains(pixels):
+                boxes.append(box)
                 break
             label.remove()
 
 
-def _note(axes: Any, x: float, y: float, text: str, color: str, raised: int) -> None:
-    """Text beside the end of a line, `raised` points above it."""
-    axes.annotate(text, (x, y), (8, raised), textcoords="offset points", va="center", fontsize=8, color=color)
+def _note(axes: Any, x: float, y: float, text: str, color: str, points: int) -> None:
+    """Text beside the end of a line, so many points above it."""
+    axes.annotate(text, (x, y), (8, points), textcoords="offset points", va="center", fontsize=8, color=color)
 
 
 def _ms(row: BenchRow | None) -> float:

@@ -42,18 +42,18 @@ def searches(reports: Mapping[str, TuningReport], path: Path) -> None:
 
 
 def _search(axes: Any, op: TaskResult, colour: str, prefix: str) -> None:
-    tried = [(number, score) for number, score in enumerate(op.history, 1) if score is not None]
-    inside = [(number, score) for number, score in tried if score <= SLOWEST]
-    beyond = [number for number, score in tried if score > SLOWEST]
-    failed = [number for number, score in enumerate(op.history, 1) if score is None]
+    scores = [(number, score) for number, score in enumerate(op.history, 1) if score is not None]
+    inside = [(number, score) for number, score in scores if score <= SLOWEST]
+    beyond = [number for number, score in scores if score > SLOWEST]
+    failures_at = [number for number, score in enumerate(op.history, 1) if score is None]
     axes.plot(*_columns(inside), "o", color=colour, markersize=3, alpha=0.45, markeredgewidth=0)
     axes.plot(beyond, [SLOWEST * 1.08] * len(beyond), "^", color=colour, markersize=3.5, alpha=0.45, markeredgewidth=0)
-    axes.plot(failed, [SLOWEST * 1.22] * len(failed), "x", color=colour, markersize=5)
+    axes.plot(failures_at, [SLOWEST * 1.22] * len(failures_at), "x", color=colour, markersize=5)
     sizes = " ".join(f"{name}={size}" for name, size in op.sizes.items())
     times = (
         f"{op.default_us:,.0f} to {op.best_us:,.0f} µs" if op.speedup > 1 else f"{op.default_us:,.0f} µs, the default"
     )
-    failures = f", {len(failed)} failed (x)" if failed else ""
+    failures = f", {len(failures_at)} failed (x)" if failures_at else ""
     label = f"{prefix}{op.op} {sizes}: {times}{failures}"
     best = list(_best_so_far(op))
     axes.plot(range(len(best)), best, "-", color=colour, linewidth=1.8, drawstyle="steps-post", label=label)

@@ -88,20 +88,20 @@ def _innermost(assembly: str) -> Iterator[tuple[str, ...]]:
     lines = [re.sub(r"\s+(//|#\s).*", "", line).strip() for line in assembly.splitlines()]
     label, begin = "", 0
     for number, line in enumerate(lines):
-        if found := _LABEL.match(line):
-            label, begin = found[1], number + 1
+        if match := _LABEL.match(line):
+            label, begin = match[1], number + 1
         elif (jump := _JUMP.match(line)) and jump[1] == label:
             yield tuple(text for text in lines[begin : number + 1] if text and not text.startswith((".", "//", "#")))
             label = ""
 
 
 def _loaded(line: str) -> int:
-    if found := _ARM_LOAD.match(line):
-        return _ARM_BYTES[found[2]] * (2 if found[1].startswith(("ldp", "ldnp")) else 1)
-    if found := _ARM_ELEMENTS.match(line):
-        registers = re.findall(r"v\d+\.(\d*)([bhsd])", found[2])
+    if match := _ARM_LOAD.match(line):
+        return _ARM_BYTES[match[2]] * (2 if match[1].startswith(("ldp", "ldnp")) else 1)
+    if match := _ARM_ELEMENTS.match(line):
+        registers = re.findall(r"v\d+\.(\d*)([bhsd])", match[2])
         one = _ARM_BYTES[registers[0][1]]
-        return one if found[1] or found[3] else sum(int(count) * _ARM_BYTES[size] for count, size in registers)
+        return one if match[1] or match[3] else sum(int(count) * _ARM_BYTES[size] for count, size in registers)
     return _loaded_by_x86(line)
 
 

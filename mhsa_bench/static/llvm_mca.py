@@ -35,15 +35,15 @@ class Analyzer:
     def cycles(self, lines: tuple[str, ...]) -> float:
         """How many cycles an iteration takes in the steady state. Raises TargetError where LLVM does not know the code
         or the CPU."""
-        found = re.search(r"Total Cycles:\s+(\d+)", _said(self, lines))
-        assert found is not None, "llvm-mca reports it"
-        return int(found[1]) / ITERATIONS
+        match = re.search(r"Total Cycles:\s+(\d+)", _said(self, lines))
+        assert match is not None, "llvm-mca reports it"
+        return int(match[1]) / ITERATIONS
 
     def model(self) -> str:
         """What LLVM's model calls itself, by the names of the units (V1UnitV0: V1); else the CPU's name."""
         units = _said(self, ("nop",)).partition("Resources:")[2]
-        found = re.search(r"^\[[\d.]+\]\s+- (\w+?)(?:Unit|Port)", units, re.M)
-        return found[1] if found else self.cpu
+        match = re.search(r"^\[[\d.]+\]\s+- (\w+?)(?:Unit|Port)", units, re.M)
+        return match[1] if match else self.cpu
 
     def peak(self, loop: Loop) -> float:
         """Multiplications of the loop's kind in a cycle, if nothing else is asked of the CPU."""
@@ -58,19 +58,21 @@ def _said(analyzer: Analyzer, lines: tuple[str, ...]) -> str:
     cpu = [f"-mcpu={analyzer.cpu}"] if analyzer.cpu else []
     command = [analyzer.program, f"-mtriple={analyzer.triple}", *cpu, *attributes, f"-iterations={ITERATIONS}"]
     text = "\n".join(re.sub(r"\.L\w+", "0", line) for line in lines)
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode or "not a recognized" in done.stderr:
-        said = done.stderr.strip().splitlines()
+    process = subprocess.run(command, input=text, capture_output=True, text=True)
+    if process.returncode or "not a recognized" in process.stderr:
+        lines_of_error = process.stderr.strip().splitlines()
         expected = f"a CPU and instructions that LLVM {analyzer.version} has a model of"
-        raise TargetError("target", expected, said[0] if said else "no answer", "Try a newer llvm-mca.")
-    return done.stdout
+        raise TargetError(
+            "target", expected, lines_of_error[0] if lines_of_error else "no answer", "Try a newer llvm-mca."
+        )
+    return process.stdout
 
 
 def find(profile: CpuProfile) -> Analyzer:
     """The newest llvm-mca on the path. Raises InstallationError."""
     names = (PROGRAM, *(f"{PROGRAM}-{version}" for version in range(OLDEST, NEWEST)))
-    found = [(_version(path), path) for path in map(shutil.which, names) if path]
-    version, program = max(found, default=((0,), ""))
+    programs = [(_version(path), path) for path in map(shutil.which, names) if path]
+    version, program = max(programs, default=((0,), ""))
     if version < (OLDEST,):
         got = f"version {'.'.join(map(str, version))}" if program else "none on the path"
         hint = "On Debian: apt-get install llvm-19. Elsewhere: the LLVM tools of your system."
@@ -81,9 +83,9 @@ def find(profile: CpuProfile) -> Analyzer:
 
 
 def _version(program: str) -> tuple[int, ...]:
-    said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"version (\d+(?:\.\d+)*)", said)
-    return tuple(map(int, found[1].split("."))) if found else (0,)
+    text = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"version (\d+(?:\.\d+)*)", text)
+    return tuple(map(int, match[1].split("."))) if match else (0,)
 
 
 def _register_only(multiply: str, total: int, registers: int) -> str:

@@ -108,13 +108,13 @@ def assembly(emitted: Emitted, profile: CpuProfile) -> str:
 def _loops(emitted: Emitted, profile: CpuProfile, analyzer: Analyzer) -> tuple[LoopReport, ...]:
     """A report for each kind of loop: alike are those with as many multiplications, of one kind, sums,
     bytes and spills."""
-    found: dict[tuple[Any, ...], list[Loop]] = {}
+    groups: dict[tuple[Any, ...], list[Loop]] = {}
     for loop in inner_loops(assembly(emitted, profile)):
         kind = loop.instruction, len(loop.multiplies), loop.sums, loop.loaded_bytes, loop.spills
-        found.setdefault(kind, []).append(loop)
-    most = max((sums for _, _, sums, _, _ in found), default=0)
+        groups.setdefault(kind, []).append(loop)
+    most = max((sums for _, _, sums, _, _ in groups), default=0)
     reports = []
-    for (instruction, count, sums, size, spills), loops in found.items():
+    for (instruction, count, sums, size, spills), loops in groups.items():
         cycles = max(analyzer.cycles(loop.lines) for loop in loops)
         share = count / cycles / analyzer.peak(loops[0])
         tail = 2 * sums <= most

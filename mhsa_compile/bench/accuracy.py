@@ -170,12 +170,12 @@ def _band_row(L: int, S: int, row: int, left: int, right: int, alignment: str) -
     """The row (1, S) of a band that says what one query sees, without the rest of the (L, S) array."""
     place = row + (S - L if alignment == "bottom_right" else 0)
     keys = np.arange(S)
-    seen = np.ones((1, S), np.bool_)
+    visible = np.ones((1, S), np.bool_)
     if left >= 0:
-        seen &= keys >= place - left
+        visible &= keys >= place - left
     if right >= 0:
-        seen &= keys <= place + right
-    return seen
+        visible &= keys <= place + right
+    return visible
 
 
 def _share(error: float, budget: float) -> float:

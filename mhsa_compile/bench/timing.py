@@ -69,9 +69,9 @@ class _Turns:
     def take(self) -> float:
         """The median seconds of the calls after the turn has settled."""
         if self.last < LONG:
-            settled = self.clock() + SETTLE
+            ready = self.clock() + SETTLE
             next(self.calls)()
-            while self.clock() < settled:
+            while self.clock() < ready:
                 next(self.calls)()
         times: list[float] = []
         end = self.clock() + BURST

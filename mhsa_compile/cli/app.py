@@ -96,12 +96,12 @@ app.add_typer(_cache, name="cache")
 def main() -> None:
     """The console script. Where a signal ends it, what is unfinished is removed first, and the exit code is the shell's
     for that signal."""
-    received: list[int] = []
+    signals: list[int] = []
 
     def end(number: int, _: object) -> NoReturn:
         for other in _ENDING:
             signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the removing
-        received.append(number)
+        signals.append(number)
         raise SystemExit(128 + number)
 
     for number in _ENDING:
@@ -112,6 +112,6 @@ def main() -> None:
             warnings.showwarning = output.warning
             app(prog_name="mhsa")
     except Exception:
-        if received:  # within a function that TVM calls, it became a RuntimeError
-            raise SystemExit(128 + received[0]) from None
+        if signals:  # within a function that TVM calls, it became a RuntimeError
+            raise SystemExit(128 + signals[0]) from None
         raise

@@ -35,40 +35,40 @@ def with_derived_weights(imported: ImportedModule) -> ImportedModule:
     main = imported.module["main"]
     weights = [p for p in main.params if p.name in imported.weights]
     bindings = [binding for block in main.body.blocks for binding in block.bindings]
-    chosen = _derived(bindings, weights, main.body.body)
-    read = {v for b in bindings if b.var not in chosen for v in relax.analysis.free_vars(b.value)}
-    kept = [b.var for b in bindings if b.var in chosen and b.var in read]
-    if not kept:
+    variables = _derived(bindings, weights, main.body.body)
+    read = {v for b in bindings if b.var not in variables for v in relax.analysis.free_vars(b.value)}
+    results = [b.var for b in bindings if b.var in variables and b.var in read]
+    if not results:
         return imported
-    names = [f"derived_{i}" for i in range(len(kept))]
-    parameters = {var: relax.Var(name, var.ty) for var, name in zip(kept, names, strict=True)}
+    names = [f"derived_{i}" for i in range(len(results))]
+    parameters = {var: relax.Var(name, var.ty) for var, name in zip(results, names, strict=True)}
     module = imported.module.clone()
-    module.update_func(module.get_global_var("main"), _without(main, chosen, parameters))
-    made = [b for b in bindings if b.var in chosen]
+    module.update_func(module.get_global_var("main"), _without(main, variables, parameters))
+    made = [b for b in bindings if b.var in variables]
     builder = relax.BlockBuilder(relax.transform.Normalize()(module))
-    builder.add_func(_derivation(weights, made, kept), DERIVE)
+    builder.add_func(_derivation(weights, made, results), DERIVE)
     return replace(imported, module=builder.get(), derived=tuple(names))
 
 
 def _derived(bindings: list[Expr], weights: list[Expr], result: Expr) -> set[Expr]:
     """The variables that depend on weights alone and are to be computed once. Whoever reads one from outside takes it
     as a tensor; an output of the module is none, as it would lie in the weights' memory."""
-    outputs, refused = set(relax.analysis.free_vars(result)), set[Expr]()
+    outputs, others = set(relax.analysis.free_vars(result)), set[Expr]()
     while True:
         sources = {weight: {weight} for weight in weights}
         for binding in bindings:
             value, var = binding.value, binding.var
-            if var in refused or var in outputs or not isinstance(binding, relax.VarBinding) or not _is_plain(value):
+            if var in others or var in outputs or not isinstance(binding, relax.VarBinding) or not _is_plain(value):
                 continue
             reads = set(relax.analysis.free_vars(value))
             if reads and reads <= sources.keys() and _is_kept(var, origin := set().union(*(sources[v] for v in reads))):
                 sources[var] = origin
-        chosen = sources.keys() - set(weights)
-        outside = {v for b in bindings if b.var not in chosen for v in relax.analysis.free_vars(b.value)}
-        unfit = {var for var in chosen & outside if not isinstance(var.ty, relax.TensorType)}
+        variables = sources.keys() - set(weights)
+        outside = {v for b in bindings if b.var not in variables for v in relax.analysis.free_vars(b.value)}
+        unfit = {var for var in variables & outside if not isinstance(var.ty, relax.TensorType)}
         if not unfit:
-            return set(chosen)
-        refused |= unfit
+            return set(variables)
+        others |= unfit
 
 
 def _is_plain(value: Expr) -> bool:
@@ -103,12 +103,12 @@ def _bytes(kind: Expr) -> int | None:
     return math.prod(int(size) for size in shape.values) * -(-bits // 8)
 
 
-def _without(main: Expr, derived: set[Expr], parameters: dict[Expr, Expr]) -> Expr:
+def _without(main: Expr, variables: set[Expr], parameters: dict[Expr, Expr]) -> Expr:
     """`main` without what is derived, which it takes as further parameters."""
     blocks = []
     for block in main.body.blocks:
         kind = relax.DataflowBlock if isinstance(block, relax.DataflowBlock) else relax.BindingBlock
-        blocks.append(kind([binding for binding in block.bindings if binding.var not in derived]))
+        blocks.append(kind([binding for binding in block.bindings if binding.var not in variables]))
     body = _Renamed(parameters).visit_expr(relax.SeqExpr(blocks, main.body.body))
     return relax.Function([*main.params, *parameters.values()], body, main.ret_ty, main.is_pure, main.attrs)
 

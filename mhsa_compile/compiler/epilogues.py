@@ -49,14 +49,14 @@ def _rewritten(bindings: list[Expr], outside: set[Expr], ops: dict[str, Op], tak
     for place, binding in enumerate(bindings):
         for variable in relax.analysis.free_vars(binding.value):
             readers.setdefault(variable, []).append(place)
-    made: list[Expr | None] = list(bindings)
+    result: list[Expr | None] = list(bindings)
     for place, binding in enumerate(bindings):
         name, value = _operation(binding.value), binding.value
         op = ops.get(name)
         if not isinstance(op, LinearOp) or op.dtype != "float32" or op.padding:
             continue
         chain = _Chain(binding.var)
-        places = _followed(chain, made, readers)
+        places = _followed(chain, result, readers)
         if not places or not takes(with_one := replace(op, epilogue=chain.epilogue())):
             continue
         ops[name] = with_one
@@ -64,10 +64,10 @@ def _rewritten(bindings: list[Expr], outside: set[Expr], ops: dict[str, Op], tak
         call = relax.Call(
             value.op, [function, relax.Tuple([*inputs.fields, *chain.operands])], value.attrs, value.ty_args
         )
-        for gone in (place, *places):
-            made[gone] = None
-        made[places[-1]] = relax.VarBinding(bindings[places[-1]].var, call)
-    return [binding for binding in made if binding is not None]
+        for index in (place, *places):
+            result[index] = None
+        result[places[-1]] = relax.VarBinding(bindings[places[-1]].var, call)
+    return [binding for binding in result if binding is not None]
 
 
 def _operation(value: Expr) -> str:
@@ -88,8 +88,8 @@ def _followed(chain: _Chain, bindings: list[Expr | None], readers: dict[Expr, li
         if binding is None or not chain.take(binding):
             break
         places.append(int(following))
-        left = {variable for variable in chain.values if set(readers.get(variable, ())) - set(places)}
-        if left <= {binding.var}:
+        readable = {variable for variable in chain.values if set(readers.get(variable, ())) - set(places)}
+        if readable <= {binding.var}:
             most = len(places)
             chain.keep()
     chain.go_back()
@@ -124,10 +124,10 @@ class _Chain:
         if steps is None or not _alike(binding.var.ty, self._type):
             return False
         arguments = [self._argument(argument) for argument in value.args]
-        made = None if None in arguments else steps(self._step, *arguments)
-        if made is None:
+        step = None if None in arguments else steps(self._step, *arguments)
+        if step is None:
             return False
-        self.values[binding.var] = made
+        self.values[binding.var] = step
         return True
 
     def _step(self, op: str, *arguments: Any) -> Any:

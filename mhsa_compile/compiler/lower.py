@@ -50,8 +50,8 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     """
     imported = prepared(imported, profile)
     choose = functools.cache(lambda op: _choose(op, profile, shelf))  # layers of a model are alike
-    chosen = {name: choose(op) for name, op in imported.ops.items()}
-    choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Chosen)}
+    choice_of = {name: choose(op) for name, op in imported.ops.items()}
+    choices = {name: choice for name, choice in choice_of.items() if isinstance(choice, _Chosen)}
     plain = {name: op for name, op in imported.ops.items() if name not in choices}
     fallbacks = _fallbacks(imported.module["main"], choices)
     written = _written_out(imported.module, plain) if plain else imported.module
@@ -70,7 +70,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     module = builder.get()
     if imported.derived:
         del module[DERIVE]
-    reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
+    reports = [*(_report(name, imported.ops[name], choice) for name, choice in choice_of.items()), *reports, *fallbacks]
     return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow)
 
 
@@ -106,11 +106,11 @@ def _choose(op: Op, profile: TargetProfile, shelf: RecordSet) -> _Chosen | str:
     raise ModelError(op.summary(), f"a {op.kind} that a kernel can do", "; ".join(reasons) or "no kernel")
 
 
-def _report(name: str, op: Op, chosen: _Chosen | str) -> OpReport:
-    if isinstance(chosen, str):
-        note = f"{op.summary()}; written out in TVM's operators: {chosen}"
+def _report(name: str, op: Op, outcome: _Chosen | str) -> OpReport:
+    if isinstance(outcome, str):
+        note = f"{op.summary()}; written out in TVM's operators: {outcome}"
         return OpReport(name, op.kind, "plain", {}, "fallback", note)
-    choice = chosen.choice
+    choice = outcome.choice
     source: Literal["record", "default"] = "default" if choice.record is None else "record"
     return OpReport(name, op.kind, choice.kernel.name, choice.config, source, op.summary(), choice.tuning)
 
@@ -161,20 +161,20 @@ def _with_kernels(
             op = choices[name].op
             if isinstance(op, KvScatterOp) and op.in_place:
                 return relax.op.call_tir_inplace(run[name], inputs, 0, call.ty_args[0])
-            made = call.ty_args[0]
+            kind = call.ty_args[0]
             if workspace := choices[name].emitted.workspace:  # one more array, planned like those between operations
-                both = relax.call_tir(run[name], inputs, [made, relax.TensorType(workspace, "float32")])
+                both = relax.call_tir(run[name], inputs, [kind, relax.TensorType(workspace, "float32")])
                 return relax.TupleGetItem(self.builder_.emit(both), 0)
-            return relax.call_tir(run[name], inputs, list(made.fields) if isinstance(made, relax.TupleType) else made)
+            return relax.call_tir(run[name], inputs, list(kind.fields) if isinstance(kind, relax.TupleType) else kind)
 
     body = _without_unused(main.params, KernelCalls(others).visit_expr(main.body))
-    used, weights_of = set(relax.analysis.free_vars(body)), _weights_of(main, choices)
+    variables, weights_of = set(relax.analysis.free_vars(body)), _weights_of(main, choices)
     bound = [
         Bound(tuple(results), tuple(weights_of[name]), choices[name].emitted.pack, name)
         for name, results in packed.items()
     ]
-    passed = [p for p in main.params if p.name in {*imported.weights, *imported.derived} and p in used]
-    return body, [*bound, *(Bound((p,), (p,)) for p in passed)]
+    parameters = [p for p in main.params if p.name in {*imported.weights, *imported.derived} and p in variables]
+    return body, [*bound, *(Bound((p,), (p,)) for p in parameters)]
 
 
 def _operands(op: Op, inputs: list[Any]) -> list[Any]:
@@ -191,23 +191,23 @@ def _without_unused(params: Any, body: Any) -> Any:
 
 def _calls(body: Any, *, nested: bool = False) -> list[tuple[Any, bool]]:
     """(a call, whether it stands in a branch of an If) of a function's body, in order."""
-    found = []
+    calls = []
     for value in (binding.value for block in body.blocks for binding in block.bindings):
         if isinstance(value, relax.Call):
-            found.append((value, nested))
+            calls.append((value, nested))
         elif isinstance(value, relax.If):
-            found += [*_calls(value.true_branch, nested=True), *_calls(value.false_branch, nested=True)]
-    return found
+            calls += [*_calls(value.true_branch, nested=True), *_calls(value.false_branch, nested=True)]
+    return calls
 
 
 def _weights_of(main: Any, choices: dict[str, _Chosen]) -> dict[str, list[Any]]:
     """For each operation with a kernel, what it takes behind its first input: of a linear, its weights and biases."""
     dps = tvm.ir.Op.get("relax.call_dps_packed")
-    found = {}
+    weights = {}
     for call in (call for call, _ in _calls(main.body) if call.op == dps):
         name, inputs = str(call.args[0].global_symbol), list(call.args[1].fields)
-        found[name] = inputs[1 : len(inputs) - len(_operands(choices[name].op, inputs))]
-    return found
+        weights[name] = inputs[1 : len(inputs) - len(_operands(choices[name].op, inputs))]
+    return weights
 
 
 def _fallbacks(main: Any, choices: dict[str, _Chosen]) -> list[OpReport]:
@@ -215,9 +215,9 @@ def _fallbacks(main: Any, choices: dict[str, _Chosen]) -> list[OpReport]:
     ours = {"relax.call_dps_packed", "relax.reshape"}
     bound = _only_packed(main, {name: choice.op for name, choice in choices.items() if choice.emitted.pack is not None})
     calls = [(call, nested) for call, nested in _calls(main.body) if call not in bound]
-    found = [(c, nested) for c, nested in calls if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
-    names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c, _ in found]
-    notes = ["no kernel claims it" + (", in a branch of an If" if nested else "") for _, nested in found]
+    others = [(c, nested) for c, nested in calls if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
+    names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c, _ in others]
+    notes = ["no kernel claims it" + (", in a branch of an If" if nested else "") for _, nested in others]
     return [
         OpReport(f"fallback_{i}", name.removeprefix("relax."), "tvm", {}, "fallback", note)
         for i, (name, note) in enumerate(zip(names, notes, strict=True))
@@ -226,15 +226,15 @@ def _fallbacks(main: Any, choices: dict[str, _Chosen]) -> list[OpReport]:
 
 def _only_packed(main: Any, packing: dict[str, Op]) -> set[Any]:
     """The values of `main` that are needed for nothing but weights of these operations, which are packed once."""
-    needed, found = set(relax.analysis.free_vars(main.body.body)), set()
+    variables, values = set(relax.analysis.free_vars(main.body.body)), set()
     for binding in (binding for block in reversed(main.body.blocks) for binding in reversed(block.bindings)):
         value = binding.value
-        if binding.var not in needed:
-            found.add(value)
+        if binding.var not in variables:
+            values.add(value)
         elif isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_dps_packed"):
             inputs, op = list(value.args[1].fields), packing.get(str(value.args[0].global_symbol))
             inputs = inputs if op is None else [*inputs[:1], *_operands(op, inputs)]
-            needed |= {variable for given in inputs for variable in relax.analysis.free_vars(given)}
+            variables |= {variable for argument in inputs for variable in relax.analysis.free_vars(argument)}
         else:
-            needed |= set(relax.analysis.free_vars(value))
-    return found
+            variables |= set(relax.analysis.free_vars(value))
+    return values

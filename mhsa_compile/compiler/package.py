@@ -47,12 +47,12 @@ def write_source(original: onnx.ModelProto, model: onnx.ModelProto, weights: Pat
     Returns False, and writes nothing, where much of its weights became others (folded, say): they would be kept twice.
     """
     begin, offsets = _layout(weights)
-    kept = {t.name: t for t in model.graph.initializer if t.name in offsets}
+    tensors = {t.name: t for t in model.graph.initializer if t.name in offsets}
     slim = onnx.ModelProto()
     slim.CopyFrom(original)
     inside = 0
     for tensor in slim.graph.initializer:
-        other = kept.get(tensor.name)
+        other = tensors.get(tensor.name)
         if other is not None and _equal(tensor, other):
             first, end = offsets[tensor.name]
             _point(tensor, weights.name, begin + first, end - first)
@@ -92,8 +92,8 @@ def _point(tensor: onnx.TensorProto, location: str, offset: int, length: int) ->
 
 
 def weight_infos(model: onnx.ModelProto, names: Sequence[str]) -> tuple[TensorInfo, ...]:
-    found = {t.name: t for t in model.graph.initializer}
-    return tuple(TensorInfo(n, _dtype(n, found[n].data_type), tuple(found[n].dims)) for n in names)
+    tensors = {t.name: t for t in model.graph.initializer}
+    return tuple(TensorInfo(n, _dtype(n, tensors[n].data_type), tuple(tensors[n].dims)) for n in names)
 
 
 def signature(model: onnx.ModelProto, imported: Any) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
@@ -109,8 +109,8 @@ def signature(model: onnx.ModelProto, imported: Any) -> tuple[tuple[TensorInfo, 
         for info in inputs
     ]
     outputs = [_info(value) for value in model.graph.output]
-    inferred = zip(outputs, imported.outputs, strict=True)
-    return tuple(inputs), tuple(info if dims is None else replace(info, dims=dims) for info, dims in inferred)
+    pairs = zip(outputs, imported.outputs, strict=True)
+    return tuple(inputs), tuple(info if dims is None else replace(info, dims=dims) for info, dims in pairs)
 
 
 def _info(value: onnx.ValueInfoProto) -> TensorInfo:
@@ -128,8 +128,8 @@ def _with_bounds(info: TensorInfo, mask: Any | None, most: Dim | None) -> Tensor
 def _dtype(name: str, code: int) -> TensorDType:
     """The name of a tensor's dtype. Raises ModelError for a dtype that no array of a call or of a weight has: strings,
     complex numbers, four bits."""
-    found = onnx.helper.tensor_dtype_to_string(code).removeprefix("TensorProto.").lower()
-    dtype = {"float": "float32", "double": "float64"}.get(found, found)
+    text = onnx.helper.tensor_dtype_to_string(code).removeprefix("TensorProto.").lower()
+    dtype = {"float": "float32", "double": "float64"}.get(text, text)
     if dtype not in get_args(TensorDType):
         raise ModelError(f"tensor {name!r}", f"a dtype among {', '.join(get_args(TensorDType))}", dtype)
     return cast(TensorDType, dtype)

@@ -173,8 +173,8 @@ def operations(
     weights: str | None = None,
 ) -> dict[str, Op]:
     """What a source asks of the kernels, by name; arguments and errors as `compile`."""
-    found = imported(source, dims=dims, example_inputs=example_inputs, dynamic_shapes=dynamic_shapes, weights=weights)
-    return found.ops
+    module = imported(source, dims=dims, example_inputs=example_inputs, dynamic_shapes=dynamic_shapes, weights=weights)
+    return module.ops
 
 
 def imported(
@@ -293,21 +293,21 @@ def _canonical(
         hint = "Attention is an Attention operator, or a Softmax between two products of activations."
         raise ModelError("model", "at least one attention", canonical.instead, hint)
     if canonical.instead and without_attention == "warn":
-        said = f"the model holds no attention ({canonical.instead}): linears get kernels, the rest is left to TVM"
-        warnings.warn(f"{said}, which other compilers are made for", stacklevel=4)
+        sentence = f"the model holds no attention ({canonical.instead}): linears get kernels, the rest is left to TVM"
+        warnings.warn(f"{sentence}, which other compilers are made for", stacklevel=4)
     return canonical
 
 
-def _records(given: str | Path | Iterable[Record] | None, profile: TargetProfile) -> Iterable[Record]:
-    if given is not None and not isinstance(given, str | Path):
-        records = tuple(given)
+def _records(source: str | Path | Iterable[Record] | None, profile: TargetProfile) -> Iterable[Record]:
+    if source is not None and not isinstance(source, str | Path):
+        records = tuple(source)
         if wrong := [one for one in records if not isinstance(one, Record)]:
             raise InputError("records", "a file of records, or Record objects", type(wrong[0]).__name__)
         return records
-    found, torn = record_files.gather(profile.records() if given is None else [Path(given)])
+    shelf, torn = record_files.gather(profile.records() if source is None else [Path(source)])
     for sentence in torn:
         warnings.warn(sentence, stacklevel=3)
-    return found
+    return shelf
 
 
 @contextmanager
@@ -357,11 +357,11 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
 
 def _versions(profile: TargetProfile) -> dict[str, str]:
     names = ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")
-    found = {name: environment.installed_version(name) or environment.UNKNOWN for name in names}
+    numbers = {name: environment.installed_version(name) or environment.UNKNOWN for name in names}
     if isinstance(profile, CudaProfile):
         compiler, number = cuda_compiler.compiler()
-        found[compiler] = number
-    return found
+        numbers[compiler] = number
+    return numbers
 
 
 def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:

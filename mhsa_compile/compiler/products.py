@@ -71,9 +71,9 @@ def _product(builder: Any, call: Any, sizes: DimNames) -> tuple[ProductOp, list[
     left, right, result = shapes
     if not _same(left[-1], right[-2]) or (isinstance(left[-1], tirx.IntImm) and left[-1].value == 1):
         return None  # an outer product, which is arithmetic on elements, goes into what follows it
-    stored = [_stored(builder, value) for value in values]
-    if stored[0].array.ty.dtype != stored[1].array.ty.dtype:
-        stored = [_stored(builder, value, widened=False) for value in values]
+    sources = [_stored(builder, value) for value in values]
+    if sources[0].array.ty.dtype != sources[1].array.ty.dtype:
+        sources = [_stored(builder, value, widened=False) for value in values]
     places = [_batch(shape[:-2], result[:-2]) for shape in (left, right)]
     batches = [axes for axes in places if axes is not None]
     if len(batches) < 2:
@@ -85,7 +85,7 @@ def _product(builder: Any, call: Any, sizes: DimNames) -> tuple[ProductOp, list[
             one.axes[-2],
             one.axes[-1],
         )
-        for one, batch in zip(stored, batches, strict=True)
+        for one, batch in zip(sources, batches, strict=True)
     ]
     op = ProductOp(
         batch=tuple(map(sizes, result[:-2])),
@@ -94,10 +94,10 @@ def _product(builder: Any, call: Any, sizes: DimNames) -> tuple[ProductOp, list[
         columns=sizes(right[-1]),
         left=operands[0],
         right=operands[1],
-        dtype=str(stored[0].array.ty.dtype),  # type: ignore[arg-type]
+        dtype=str(sources[0].array.ty.dtype),  # type: ignore[arg-type]
         result=str(call.ty.dtype),  # type: ignore[arg-type]
     )
-    return op, [one.array for one in stored]
+    return op, [one.array for one in sources]
 
 
 def _shape(value: Expr) -> list[Expr] | None:
@@ -128,15 +128,15 @@ def _stored(builder: Any, value: Expr, *, widened: bool = True) -> _Stored:
     """What a value is an array's transpose of, `widened` from a narrower dtype or not; else the value itself."""
     axes = tuple(range(len(value.ty.shape.values)))
     while True:
-        made = builder.lookup_binding(value) if isinstance(value, relax.Var) else value
-        if not isinstance(made, relax.Call) or not isinstance(made.op, tvm.ir.Op):
+        definition = builder.lookup_binding(value) if isinstance(value, relax.Var) else value
+        if not isinstance(definition, relax.Call) or not isinstance(definition.op, tvm.ir.Op):
             return _Stored(value, axes)
-        if made.op.name == "relax.permute_dims":
-            order = made.attrs.axes
+        if definition.op.name == "relax.permute_dims":
+            order = definition.attrs.axes
             order = list(map(int, order)) if order is not None else list(reversed(range(len(axes))))
-            axes, value = tuple(order[axis] for axis in axes), made.args[0]
-        elif widened and made.op.name == "relax.astype" and _widens(made):
-            value = made.args[0]
+            axes, value = tuple(order[axis] for axis in axes), definition.args[0]
+        elif widened and definition.op.name == "relax.astype" and _widens(definition):
+            value = definition.args[0]
         else:
             return _Stored(value, axes)
 

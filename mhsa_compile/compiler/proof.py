@@ -92,8 +92,8 @@ def _runner(artifact: Artifact) -> Run:
     result_of = compiled.from_host
 
     def run(inputs: dict[str, object]) -> list[object]:
-        wanted = {info.name: inputs[info.name] for info in compiled.inputs}
-        result = result_of(**wanted)
+        arguments = {info.name: inputs[info.name] for info in compiled.inputs}
+        result = result_of(**arguments)
         return list(result) if isinstance(result, list | tuple) else [result]
 
     return run  # type: ignore[return-value]  # arrays, as it was called with

@@ -93,8 +93,8 @@ def _example_sizes(imported: ImportedModule) -> dict[str, int]:
         if isinstance(shape, relax.ShapeExpr)
     ]
     names = [name for dims in free for _, name in dims]
-    named = {name for name in names if name == "B" or name.lower().startswith("batch")}
-    batch = named or {dims[0][1] for dims in free[:1] if len(dims) > 1 and dims[0][0] == 0}
+    names_of_batch = {name for name in names if name == "B" or name.lower().startswith("batch")}
+    batch = names_of_batch or {dims[0][1] for dims in free[:1] if len(dims) > 1 and dims[0][0] == 0}
     return {name: _BATCH if name in batch else _LENGTH for name in names}
 
 
@@ -153,8 +153,8 @@ def _loops_time(
     function: Any, call: Any, sizes: Mapping[str, int], profile: CpuProfile, narrow: Mapping[Any, str]
 ) -> _Time:
     values = _bound(function, call, sizes)
-    passed = zip(_buffers(function), call.args[1].fields, strict=False)
-    loops = _Loops(profile, values, {buffer: narrow[value] for buffer, value in passed if value in narrow})
+    pairs = zip(_buffers(function), call.args[1].fields, strict=False)
+    loops = _Loops(profile, values, {buffer: narrow[value] for buffer, value in pairs if value in narrow})
     loops.visit(function.body, 1.0, 1.0)
     size = sum(
         min(math.prod(loops.number(dim) for dim in buffer.shape), loops.statements)
@@ -177,9 +177,9 @@ def _bound(function: Any, call: Any, sizes: Mapping[str, int]) -> dict[Any, int]
     buffers = _buffers(function)
     values: dict[Any, int] = {}
     for buffer, array in zip(buffers, arrays, strict=False):
-        for dim, passed in zip(buffer.shape, array.shape.values, strict=False):
+        for dim, size in zip(buffer.shape, array.shape.values, strict=False):
             if isinstance(dim, tvm.ir.Var):
-                values[dim] = _number(passed, {}, sizes)
+                values[dim] = _number(size, {}, sizes)
     return {p: sizes[p.name] for p in function.params if not hasattr(p, "shape") and p.name in sizes} | values
 
 
@@ -230,12 +230,12 @@ class _Loops:
 
     def _store(self, node: Any, times: float, at_once: float) -> None:
         read = _read(node)
-        added = any(load.source.same_as(node.buffer) for load in read)
-        factors = [self._narrow.get(load.source, str(load.source.dtype)) for load in read if added]
+        is_sum = any(load.source.same_as(node.buffer) for load in read)
+        factors = [self._narrow.get(load.source, str(load.source.dtype)) for load in read if is_sum]
         self.statements += times
-        self.cycles += times * (_CHAIN if added else _STATEMENT) / at_once
+        self.cycles += times * (_CHAIN if is_sum else _STATEMENT) / at_once
         narrowest = min([*factors, str(node.buffer.dtype)], key=lambda dtype: tvm.DataType(dtype).bits)
-        self.at_limit += times * (2 if added else 1) / _flops_a_cycle(narrowest, self._profile)
+        self.at_limit += times * (2 if is_sum else 1) / _flops_a_cycle(narrowest, self._profile)
 
 
 def _read(store: Any) -> list[Any]:

@@ -48,8 +48,8 @@ def add_bind_functions(builder: Any, module: Any, imported: ImportedModule, boun
     values = _Values(module, imported)
     steps = _steps(bound, values)
     for number, step in enumerate(steps):
-        used = {weight for one in step for source in one.sources for weight in values.weights_of(source)}
-        params = {weight: relax.Var(weight.name, weight.ty) for weight in values.weights if weight in used}
+        needs = {weight for one in step for source in one.sources for weight in values.weights_of(source)}
+        params = {weight: relax.Var(weight.name, weight.ty) for weight in values.weights if weight in needs}
         with builder.function(f"{BIND}_{number}", list(params.values())):
             with builder.dataflow():
                 output = builder.emit_output(relax.Tuple(list(_made(builder, step, _Parts(builder, values, params)))))
@@ -73,10 +73,10 @@ def _steps(bound: list[Bound], values: _Values) -> list[list[Bound]]:
     groups: list[tuple[set[Expr], list[Bound]]] = []
     for one in bound:
         weights = {w for source in one.sources for w in values.weights_of(source) if _bytes(w) > _SMALL}
-        joined = [group for group in groups if group[0] & weights]
+        overlap = [group for group in groups if group[0] & weights]
         groups = [group for group in groups if not group[0] & weights]
-        members = [member for group in joined for member in group[1]]
-        groups.append((weights.union(*(group[0] for group in joined)), [*members, one]))
+        members = [member for group in overlap for member in group[1]]
+        groups.append((weights.union(*(group[0] for group in overlap)), [*members, one]))
     enough = sum(_bytes(weight) for weights, _ in groups for weight in weights) / _STEPS
     steps: list[list[Bound]] = []
     room = 0.0

@@ -86,9 +86,9 @@ class NotedCall:
 
     @property
     def sinks(self) -> Tensor | None:
-        found = self.said.get("s_aux")
-        found = self.said.get("sinks") if found is None else found
-        return None if found is None else found.detach().reshape(-1)
+        logits = self.said.get("s_aux")
+        logits = self.said.get("sinks") if logits is None else logits
+        return None if logits is None else logits.detach().reshape(-1)
 
     @property
     def unknown(self) -> list[str]:
@@ -126,37 +126,43 @@ class _Watch:
         self.calls: list[NotedCall] = []
         self._given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def begins(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._given[module] = args, named
+    def begins(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._given[module] = args, keywords
 
-    def ends(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+    def ends(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         """The last module to end that was given the heads' values alone is the output projection: what wraps it ends
         after it, and a dropout in front of it before."""
         self._given.pop(module, None)
         call = self.calls[-1] if self.calls else None
-        if call is None or named or len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(result, Tensor):
+        if (
+            call is None
+            or keywords
+            or len(args) != 1
+            or not isinstance(args[0], Tensor)
+            or not isinstance(result, Tensor)
+        ):
             return
-        joined = call.heads.flatten(2)
-        if args[0].shape == joined.shape and torch.equal(args[0], joined):
+        flat = call.heads.flatten(2)
+        if args[0].shape == flat.shape and torch.equal(args[0], flat):
             call.projection, call.y = module, result.detach()
 
-    def notes(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, said: Any) -> Any:
+    def notes(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, words: Any) -> Any:
         if module not in self._given:
             raise refused(module, "its forward was called in a way that no hook sees")
-        args, named = self._given[module]
-        arguments = bound(module, args, named)
+        args, keywords = self._given[module]
+        arguments = bound(module, args, keywords)
         x = next(iter(arguments.values()), None)
         context = next((arguments[n] for n in CONTEXTS if isinstance(arguments.get(n), Tensor)), None)
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise refused(module, "the first that it is called with is no tensor (B, L, D)")
-        if mask is None and _says_causal(module, said) and q.shape[2] > 1:  # as "sdpa" understands it
+        if mask is None and _says_causal(module, words) and q.shape[2] > 1:  # as "sdpa" understands it
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
         mask = None if mask is None else mask[..., : k.shape[2]]
-        heads, weights = _eager(module)(module, q, k, v, _added(mask, q), **said)
+        heads, weights = _eager(module)(module, q, k, v, _added(mask, q), **words)
         self.calls.append(
             NotedCall(
                 module, x.detach(), None if context is None else context.detach(), arguments, q.detach(), k.detach(),
-                v.detach(), bool_where_it_hides(mask), dict(said), weights.detach(), heads.detach(),
+                v.detach(), bool_where_it_hides(mask), dict(words), weights.detach(), heads.detach(),
             )
         )  # fmt: skip
         return heads, weights
@@ -172,10 +178,10 @@ def refused(module: nn.Module, why: str, argument: str = "layer") -> ModelError:
     return ModelError(argument, "attention that an AttentionSpec can say", f"a {type(module).__name__}: {why}", hint)
 
 
-def bound(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+def bound(module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by the names of the module's forward."""
     parameters = inspect.signature(module.forward).parameters.values()
-    arguments = inspect.signature(module.forward).bind(*args, **named).arguments
+    arguments = inspect.signature(module.forward).bind(*args, **keywords).arguments
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
@@ -192,13 +198,13 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, partial(_whole_mask, sdpa_mask))
 
 
-def _whole_mask(mask: Any, *args: Any, **named: Any) -> Any:
+def _whole_mask(mask: Any, *args: Any, **keywords: Any) -> Any:
     """The mask, bool, also where it hides nothing or is causal alone: a mask of None may mean either."""
-    return mask(*args, **(named | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+    return mask(*args, **(keywords | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **said: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> Any:
     """What modules call: query (B, H, L, E), key (B, G, S, E), value (B, G, S, F)."""
     watch = vars(module).get(_WATCH)
@@ -206,14 +212,14 @@ def _attention(
         raise refused(
             module, f'its config says attn_implementation="{NAME}", which nothing outside of this process has'
         )
-    return watch.notes(module, query, key, value, attention_mask, said)
+    return watch.notes(module, query, key, value, attention_mask, options)
 
 
 def _eager(module: nn.Module) -> Any:
     """Eager attention of the file that defines the module's class, or a class that it derives from."""
     for kind in type(module).__mro__:
-        if found := getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None):
-            return found
+        if function := getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None):
+            return function
     raise refused(module, "the file of its class has no eager_attention_forward, to hold ours against")
 
 
@@ -224,18 +230,18 @@ def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, max(torch.finfo(like.dtype).min, _LOWEST))
 
 
-def _says_causal(module: Any, said: Mapping[str, Any]) -> bool:
-    causal = said.get("is_causal")
+def _says_causal(module: Any, options: Mapping[str, Any]) -> bool:
+    causal = options.get("is_causal")
     return bool(getattr(module, "is_causal", False) if causal is None else causal)
 
 
 def _configs(root: nn.Module) -> list[Any]:
     """Every config in the model, with those in them, once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting = [getattr(module, "config", None) for module in root.modules()]
     while waiting:
         config = waiting.pop()
-        if hasattr(config, "_attn_implementation_internal") and id(config) not in found:
-            found[id(config)] = config
+        if hasattr(config, "_attn_implementation_internal") and id(config) not in configs:
+            configs[id(config)] = config
             waiting += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
-    return list(found.values())
+    return list(configs.values())

@@ -101,13 +101,13 @@ def joined(
     if all(mask.dtype == torch.bool for mask in masks):
         hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
         return hidden.logical_not()
-    added = [
+    bias = [
         torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
         if mask.dtype == torch.bool
         else mask.to(dtype)
         for mask in masks
     ]
-    return added[0] if len(added) == 1 else added[0] + added[1]
+    return bias[0] if len(bias) == 1 else bias[0] + bias[1]
 
 
 def dtype_of(weight: Tensor) -> str:

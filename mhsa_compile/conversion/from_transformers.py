@@ -72,13 +72,15 @@ def from_transformers(
     if not asks_by_name(layer):
         raise refused(layer, "it computes attention itself, and asks for none by name")
     call = _tried(layer)
-    noted = NotedLayer([call], dtypes.pop())
-    made = noted.attention(max_length=max_length, window=None if window is None else tuple(window), states_mask=True)
+    layer_calls = NotedLayer([call], dtypes.pop())
+    attention = layer_calls.attention(
+        max_length=max_length, window=None if window is None else tuple(window), states_mask=True
+    )
     _check_mask(call, mask)
-    causal = "bottom_right" if kv_cache and made.spec.causal else made.spec.causal
-    spec = msgspec.structs.replace(made.spec, causal=causal, mask=mask, kv_cache=kv_cache, outputs=tuple(outputs))
+    causal = "bottom_right" if kv_cache and attention.spec.causal else attention.spec.causal
+    spec = msgspec.structs.replace(attention.spec, causal=causal, mask=mask, kv_cache=kv_cache, outputs=tuple(outputs))
     result = MultiHeadAttention(spec)
-    result.load_state_dict(made.state_dict())
+    result.load_state_dict(attention.state_dict())
     return result.eval()
 
 
@@ -150,20 +152,20 @@ def _tried(layer: nn.Module) -> NotedCall:
 
 def _arguments(layer: Any) -> dict[str, Any]:
     """Random numbers for what its forward asks for. Raises ModelError."""
-    asked = inspect.signature(layer.forward).parameters
+    parameters = inspect.signature(layer.forward).parameters
     width = _width(layer)
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(_BATCH, _LENGTHS[0], width, generator=numbers, dtype=torch.float64)
-    arguments: dict[str, Any] = {next(iter(asked), "hidden_states"): x}
+    arguments: dict[str, Any] = {next(iter(parameters), "hidden_states"): x}
     if any(getattr(module, "is_cross_attention", False) for module in layer.modules()):
-        name = next((one for one in CONTEXTS if one in asked), None)
+        name = next((one for one in CONTEXTS if one in parameters), None)
         if name is None:
             raise refused(layer, f"it is for cross-attention, and takes none of {', '.join(CONTEXTS)}")
         source = _width(layer, "k")
         arguments[name] = torch.randn(_BATCH, _LENGTHS[1], source, generator=numbers, dtype=torch.float64)
-    if "position_embeddings" in asked:
+    if "position_embeddings" in parameters:
         arguments["position_embeddings"] = tables_by_its_file(layer, x)
-    for name, parameter in list(asked.items())[1:]:
+    for name, parameter in list(parameters.items())[1:]:
         if parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_KEYWORD,
             parameter.VAR_POSITIONAL,

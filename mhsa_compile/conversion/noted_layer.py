@@ -38,10 +38,12 @@ def seen_by(call: NotedCall) -> SeenKeys:
     L, S = call.weights.shape[2:]
     mask, bias = call.mask, call.said.get("position_bias")
     if bias is not None:
-        added = bias.detach()[..., :S]
+        sum_of_masks = bias.detach()[..., :S]
         if mask is not None:
-            added = added.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else added + mask
-        mask = added
+            sum_of_masks = (
+                sum_of_masks.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else sum_of_masks + mask
+            )
+        mask = sum_of_masks
     return SeenKeys(mask, L, S, call.window)
 
 
@@ -82,10 +84,10 @@ class NotedLayer:
             raise
         except Exception as error:  # of anybody's forward
             raise refused(self.module, f"it cannot be run on numbers of our choice: {first_line(error)}") from error
-        given = halved(self.module, self.longest.arguments.get("position_embeddings"))
-        rope = self._rope(maps, given, max_length)
-        seen = [seen_by(call) for call in self.calls]
-        band = self._stated_band(window) if states_mask else constant_band(seen)
+        tables = halved(self.module, self.longest.arguments.get("position_embeddings"))
+        rope = self._rope(maps, tables, max_length)
+        masks = [seen_by(call) for call in self.calls]
+        band = self._stated_band(window) if states_mask else constant_band(masks)
         call = self.longest
         heads, width = call.q.shape[1], call.q.shape[3]
         spec = AttentionSpec(
@@ -99,7 +101,7 @@ class NotedLayer:
             dtype=self.dtype,
             causal=band.causal if band else None,
             window=band.window if band else None,
-            mask=None if band else mask_kind(seen),
+            mask=None if band else mask_kind(masks),
             scale=None if call.scale == width**-0.5 else call.scale,
             softcap=call.softcap,
             rope=rope,
@@ -112,7 +114,7 @@ class NotedLayer:
     @torch.no_grad()
     def _in_float64(self, call: NotedCall) -> NotedCall:
         """The same call again, without rounding. Raises ModelError unless the call's own result is that, rounded."""
-        found = []
+        pair = []
         for module, out, dtype in (
             (self._exact, self._out, torch.float64),
             (self.module, call.projection, call.q.dtype),
@@ -123,8 +125,8 @@ class NotedLayer:
                 calls[-1].y = out(calls[-1].heads.flatten(2))
             except Exception as error:  # of anybody's forward
                 raise refused(self.module, f"it cannot be called again: {first_line(error)}") from error
-            found.append(calls[-1])
-        exact, again = found
+            pair.append(calls[-1])
+        exact, again = pair
         assert exact.y is not None and again.y is not None and call.y is not None
         sees = seen_by(call).rows(len(call.x))
         if not agrees(exact.y[sees], again.y[sees], call.y[sees]):
@@ -143,8 +145,8 @@ class NotedLayer:
             return tuple(one[:, :, 0].flatten(1) for one in (calls[-1].q, calls[-1].k, calls[-1].v))
 
         def from_x(x: Tensor) -> tuple[Tensor, ...]:
-            made = handed(x, x.new_zeros(len(x), S))
-            return made if call.context is None else made[:1]
+            results = handed(x, x.new_zeros(len(x), S))
+            return results if call.context is None else results[:1]
 
         def from_context(context: Tensor) -> tuple[Tensor, ...]:
             return handed(context.new_zeros(len(context), D), context)[1:]
@@ -152,22 +154,22 @@ class NotedLayer:
         def from_heads(heads: Tensor) -> tuple[Tensor, ...]:
             return (self._out(heads[:, None])[:, 0],)
 
-        joined = call.heads.shape[2] * call.heads.shape[3]
-        found: dict[str, LinearMap] = {}
+        width_of_heads = call.heads.shape[2] * call.heads.shape[3]
+        by_name: dict[str, LinearMap] = {}
         sources = [("qkv", from_x, D)] if call.context is None else [("q", from_x, D), ("kv", from_context, S)]
-        for names, function, width in (*sources, (("out",), from_heads, joined)):
+        for names, function, width in (*sources, (("out",), from_heads, width_of_heads)):
             maps = read_maps(function, width)
-            tried = torch.randn(_TRIED, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-            for name, one, result in zip(names, maps, function(tried), strict=True):
-                if not is_linear(one, tried, result):
+            sample = torch.randn(_TRIED, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            for name, one, result in zip(names, maps, function(sample), strict=True):
+                if not is_linear(one, sample, result):
                     raise refused(self.module, self._why_not_linear(name))
-                found[name] = one
-        return found
+                by_name[name] = one
+        return by_name
 
     def _neutral(self, x: Tensor, context: Tensor) -> dict[str, Any]:
         """The arguments of a call for rows x (n, D), each a sequence of its own at a place that turns nothing."""
-        given = self.longest.arguments
-        arguments: dict[str, Any] = {n: v for n, v in given.items() if v is None or isinstance(v, bool | int | str)}
+        own = self.longest.arguments
+        arguments: dict[str, Any] = {n: v for n, v in own.items() if v is None or isinstance(v, bool | int | str)}
         first, *_ = self.longest.arguments
         arguments[first] = x[:, None]
         for name, value in self.longest.arguments.items():
@@ -191,8 +193,8 @@ class NotedLayer:
         )
 
     def _has_bias(self, maps: Mapping[str, LinearMap]) -> bool:
-        named = [n for part in (self._exact, self._out) for n, _ in part.named_parameters()]
-        return any(n.endswith("bias") for n in named) or any(bool(one.bias.any()) for one in maps.values())
+        names = [n for part in (self._exact, self._out) for n, _ in part.named_parameters()]
+        return any(n.endswith("bias") for n in names) or any(bool(one.bias.any()) for one in maps.values())
 
     def _loaded(self, spec: AttentionSpec, maps: Mapping[str, LinearMap]) -> MultiHeadAttention:
         dtype = getattr(torch, spec.dtype)
@@ -203,29 +205,29 @@ class NotedLayer:
             state["sinks"] = sinks.to(dtype)
         return loaded(spec, state)
 
-    def _rope(self, maps: Mapping[str, LinearMap], given: Tables | None, max_length: int | None) -> Rope | None:
+    def _rope(self, maps: Mapping[str, LinearMap], tables: Tables | None, max_length: int | None) -> Rope | None:
         """How queries and keys are turned, by what was handed on. Raises ModelError."""
         call = self.longest
-        ways: list[bool | None] = [None] if given is None else [None, False, True]  # not, in halves, in pairs
+        ways: list[bool | None] = [None] if tables is None else [None, False, True]  # not, in halves, in pairs
         for way in ways:
-            if all(self._is_turned(maps[name], way, given, name) for name in "qk"):
+            if all(self._is_turned(maps[name], way, tables, name) for name in "qk"):
                 break
         else:
-            how = "turned neither in halves nor in pairs" if given else "changed between projection and attention"
+            how = "turned neither in halves nor in pairs" if tables else "changed between projection and attention"
             raise refused(self.module, f"its queries and keys are {how}")
         if way is None:
             return None
         config: Any = getattr(self.module, "config", None)
         rope = rope_of(self.module, config, call.q.shape[-1], max_length)
         rope = msgspec.structs.replace(rope, interleaved=way)
-        assert given is not None
+        assert tables is not None
         for one in self.calls:
             theirs = halved(self.module, one.arguments.get("position_embeddings"))
             assert theirs is not None
             check_tables(self.module, rope.resolved(call.q.shape[-1]), theirs)
         return rope
 
-    def _is_turned(self, one: LinearMap, interleaved: bool | None, given: Tables | None, name: str) -> bool:
+    def _is_turned(self, one: LinearMap, interleaved: bool | None, tables: Tables | None, name: str) -> bool:
         """Whether the first call's queries or keys are the map of x, turned so."""
         call = self.longest
         actual = call.q if name == "q" else call.k
@@ -233,11 +235,11 @@ class NotedLayer:
 
         def made(dtype: torch.dtype) -> Tensor:
             rows = one(source.to(dtype)).view(*source.shape[:2], actual.shape[1], actual.shape[3]).transpose(1, 2)
-            if interleaved is None or given is None:
+            if interleaved is None or tables is None:
                 return rows
-            if 2 * given[0].shape[1] > actual.shape[3]:
+            if 2 * tables[0].shape[1] > actual.shape[3]:
                 return torch.full_like(rows, torch.inf)
-            return rotate(rows, given[0].to(dtype), given[1].to(dtype), interleaved)
+            return rotate(rows, tables[0].to(dtype), tables[1].to(dtype), interleaved)
 
         return agrees(made(torch.float64), made(torch.float32), actual)
 
@@ -268,10 +270,10 @@ class NotedLayer:
         spec = msgspec.structs.replace(spec, causal=None, window=None, mask=mask_kind([seen_by(call)]))
         if spec.rope is not None:  # no longer than it has to be
             spec = msgspec.structs.replace(spec, rope=msgspec.structs.replace(spec.rope, max_length=call.x.shape[1]))
-        made = self._loaded(spec, maps)
+        module = self._loaded(spec, maps)
         results = []
         for dtype in (torch.float64, torch.float32):
-            same = copy.deepcopy(made).to(dtype)
+            same = copy.deepcopy(module).to(dtype)
             if spec.rope is not None:
                 theirs = halved(self.module, call.arguments.get("position_embeddings"))
                 assert theirs is not None
@@ -317,11 +319,11 @@ def read_maps(function: Callable[[Tensor], tuple[Tensor, ...]], width: int) -> l
         rows = min(_ROWS, width - begin)
         units = torch.zeros(rows, width, dtype=torch.float64)
         units[torch.arange(rows), begin + torch.arange(rows)] = 1
-        for found, bias, result in zip(parts, biases, function(units), strict=True):
-            found.append(result.double() - bias)
-    return [LinearMap(torch.cat(found).T.contiguous(), bias) for found, bias in zip(parts, biases, strict=True)]
+        for columns, bias, result in zip(parts, biases, function(units), strict=True):
+            columns.append(result.double() - bias)
+    return [LinearMap(torch.cat(columns).T.contiguous(), bias) for columns, bias in zip(parts, biases, strict=True)]
 
 
-def is_linear(found: LinearMap, x: Tensor, result: Tensor) -> bool:
+def is_linear(linear_map: LinearMap, x: Tensor, result: Tensor) -> bool:
     """Whether the map gives `result` for x (n, in), as closely as float32 computes it."""
-    return agrees(found(x), found(x.float()), result)
+    return agrees(linear_map(x), linear_map(x.float()), result)

@@ -29,15 +29,15 @@ def tables_by_its_file(module: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
     embedding that the file of the layer's class defines. None where it defines none. Raises ModelError."""
     for kind in type(module).__mro__:
         names = vars(sys.modules[kind.__module__])
-        made = {name: value for name, value in names.items() if name.endswith("RotaryEmbedding")}
-        if made:
+        classes = {name: value for name, value in names.items() if name.endswith("RotaryEmbedding")}
+        if classes:
             break
     else:
         return None
     own = kind.__name__.removesuffix("Attention") + "RotaryEmbedding"
-    if own not in made and len(made) > 1:
-        raise refused(module, f"its file has several rotary embeddings: {', '.join(sorted(made))}")
-    rotary: Any = made[own if own in made else next(iter(made))](config=module.config)
+    if own not in classes and len(classes) > 1:
+        raise refused(module, f"its file has several rotary embeddings: {', '.join(sorted(classes))}")
+    rotary: Any = classes[own if own in classes else next(iter(classes))](config=module.config)
     more = {}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         more["layer_type"] = _layer_type(module)
@@ -47,21 +47,25 @@ def tables_by_its_file(module: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _layer_type(module: Any) -> str | None:
     """Which of the kinds of layers that its config lists a layer is, by its own word or its number."""
-    if (said := getattr(module, "layer_type", None)) is not None:
-        return str(said)
+    if (kind := getattr(module, "layer_type", None)) is not None:
+        return str(kind)
     number = getattr(module, "layer_idx", getattr(module, "layer_id", None))
     kinds = getattr(module.config, "layer_types", None)
     return None if number is None or kinds is None else str(kinds[number])
 
 
-def halved(module: nn.Module, given: Any) -> Tables | None:
+def halved(module: nn.Module, embeddings: Any) -> Tables | None:
     """What a layer was given as position_embeddings, one number for each pair of dims. Raises ModelError."""
-    if given is None:
+    if embeddings is None:
         return None
-    if not isinstance(given, tuple | list) or len(given) != 2 or not all(isinstance(one, Tensor) for one in given):
+    if (
+        not isinstance(embeddings, tuple | list)
+        or len(embeddings) != 2
+        or not all(isinstance(one, Tensor) for one in embeddings)
+    ):
         raise refused(module, "its position_embeddings are no cosines and sines")
     tables = []
-    for table in given:
+    for table in embeddings:
         rows = table[0] if table.ndim == 3 else table
         if (
             rows.ndim != 2
@@ -84,53 +88,55 @@ def check_tables(module: nn.Module, rope: Rope, theirs: Tables) -> None:
     exact = [torch.from_numpy(table) for table in msgspec.structs.replace(rope, max_length=max(L, 2)).tables()]
     if exact[0].shape[1] == pairs:
         powers = torch.arange(0, rope.rotary_dim, 2) / rope.rotary_dim
-        rounded = (1 / rope.theta**powers).double() * rope.theta ** (powers.double())  # float32's error of the powers
-        angles = (torch.atan2(exact[1][1], exact[0][1]) * rounded).float() * torch.arange(L).float()[:, None]
+        rounding = (1 / rope.theta**powers).double() * rope.theta ** (powers.double())  # float32's error of the powers
+        angles = (torch.atan2(exact[1][1], exact[0][1]) * rounding).float() * torch.arange(L).float()[:, None]
         size = torch.hypot(exact[1][1], exact[0][1]).float()
         if all(
-            agrees(table[:L], made * size, own.float())
-            for table, made, own in zip(exact, (angles.cos(), angles.sin()), theirs, strict=True)
+            agrees(table[:L], factor * size, own.float())
+            for table, factor, own in zip(exact, (angles.cos(), angles.sin()), theirs, strict=True)
         ):
             return
-    said = f"theta {rope.theta:g}, {rope.rotary_dim} dims that turn, scaling {rope.scaling!r}"
-    raise refused(module, f"its cosines and sines are not those of what its config says: {said}")
+    words = f"theta {rope.theta:g}, {rope.rotary_dim} dims that turn, scaling {rope.scaling!r}"
+    raise refused(module, f"its cosines and sines are not those of what its config says: {words}")
 
 
 def rope_of(layer: nn.Module, config: Any, head_dim: int, max_length: int | None = None) -> Rope:
     """The rotary embedding that a config of transformers describes, in the words of version 5 or before. Raises
     ModelError."""
-    said = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    if kinds := [name for name, value in said.items() if isinstance(value, Mapping)]:
+    parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    if kinds := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
         kind = _layer_type(layer)
         if kind not in kinds:
             raise ModelError("layer", f"a layer_type among {', '.join(kinds)}, as its config has", repr(kind))
-        said = dict(said[kind])
-    share = float(said.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0))
+        parameters = dict(parameters[kind])
+    share = float(parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0))
     return Rope(
-        theta=float(said.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
+        theta=float(parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
         rotary_dim=int(head_dim * share),
         max_length=config.max_position_embeddings if max_length is None else max_length,
-        **_scaling_of(config, said),
+        **_scaling_of(config, parameters),
     )
 
 
-def _scaling_of(config: Any, said: dict[str, Any]) -> dict[str, Any]:
+def _scaling_of(config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
     """The fields of a Rope that scale it. Source: transformers' modeling_rope_utils, ROPE_INIT_FUNCTIONS."""
-    kind = said.get("rope_type", said.get("type", "default"))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return {}
     if kind not in SCALINGS:
         expected = f"rotary positions as they are, or scaled by a table that no call changes: {', '.join(SCALINGS)}"
         raise ModelError("layer", expected, f"rope_type={kind!r}")
     if kind == "linear":
-        return {"factor": float(said.get("factor", 1.0))}
+        return {"factor": float(parameters.get("factor", 1.0))}
     longest = config.max_position_embeddings
-    trained = said.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    fields = {"scaling": kind, "original_max_length": int(trained or longest)}
-    fields["factor"] = float(said.get("factor") or longest / fields["original_max_length"])
-    fields |= {name: said[name] for name in SCALINGS[kind] if said.get(name) is not None}
-    mscales = [float(said.get(name) or 0) for name in ("mscale", "mscale_all_dim")]
-    if kind == "yarn" and said.get("attention_factor") is None and all(mscales):
+    own_length = parameters.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    fields = {"scaling": kind, "original_max_length": int(own_length or longest)}
+    fields["factor"] = float(parameters.get("factor") or longest / fields["original_max_length"])
+    fields |= {name: parameters[name] for name in SCALINGS[kind] if parameters.get(name) is not None}
+    mscales = [float(parameters.get(name) or 0) for name in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and parameters.get("attention_factor") is None and all(mscales):
         over, under = (0.1 * mscale * math.log(max(fields["factor"], 1.0)) + 1.0 for mscale in mscales)
         fields["attention_factor"] = over / under
     return fields

@@ -25,13 +25,13 @@ class Band:
     def seen(self, L: int, S: int) -> Tensor:
         """Returns which keys each query sees, (L, S) bool."""
         distance = torch.arange(S) - torch.arange(L)[:, None]
-        seen = torch.ones(L, S, dtype=torch.bool)
+        visible = torch.ones(L, S, dtype=torch.bool)
         if self.causal is not None:
-            seen &= distance <= 0
+            visible &= distance <= 0
         if self.window is not None:
             left, right = self.window
-            seen &= ((-distance <= left) | (left < 0)) & ((distance <= right) | (right < 0))
-        return seen
+            visible &= ((-distance <= left) | (left < 0)) & ((distance <= right) | (right < 0))
+        return visible
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class SeenKeys:
 
     def is_band(self, band: Band) -> bool:
         """Whether the mask is what `band` says."""
-        seen = band.seen(self.L, self.S)
-        return bool(seen.all()) if self.mask is None else bool((self.mask == seen).all())
+        visible = band.seen(self.L, self.S)
+        return bool(visible.all()) if self.mask is None else bool((self.mask == visible).all())
 
     def rows(self, B: int) -> Tensor:
         """(B, L) bool: queries that see a key."""

@@ -39,8 +39,8 @@ def torch_calls(root: nn.Module) -> Iterator[list[TorchCall]]:
     """While it lasts, the calls of every nn.MultiheadAttention in `root`, in their order."""
     calls: list[TorchCall] = []
 
-    def note(layer: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        calls.append(_noted(layer, bound(layer, args, named), result[0]))
+    def note(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+        calls.append(_noted(layer, bound(layer, args, keywords), result[0]))
 
     with ExitStack() as undo:
         for module in root.modules():
@@ -55,26 +55,26 @@ def torch_calls(root: nn.Module) -> Iterator[list[TorchCall]]:
 @torch.no_grad()
 def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
     """The layer of these calls, after it gave the result of each. Raises ModelError."""
-    seen = [call.seen for call in calls]
+    masks = [call.seen for call in calls]
     cross = calls[0].context is not None
-    band = constant_band(seen)
+    band = constant_band(masks)
     band = Band() if band is None or (cross and band != Band()) else band
-    explained = all(one.is_band(band) for one in seen)
-    made = from_torch(
+    is_band = all(one.is_band(band) for one in masks)
+    attention = from_torch(
         calls[0].module,
         cross=cross,
-        mask=None if explained else mask_kind(seen),
-        causal=band.causal if explained else None,
+        mask=None if is_band else mask_kind(masks),
+        causal=band.causal if is_band else None,
     )
     for call in calls:
         results = []
         for dtype in (torch.float64, torch.float32):
             inputs = [one.to(dtype) for one in (call.x, call.context) if one is not None]
-            results.append(copy.deepcopy(made).to(dtype)(*inputs, mask=mask_for(made.spec, call.seen, dtype)))
+            results.append(copy.deepcopy(attention).to(dtype)(*inputs, mask=mask_for(attention.spec, call.seen, dtype)))
         sees = call.seen.rows(len(call.x))
         if not agrees(results[0][sees], results[1][sees], call.exact[sees]):
             raise refused(call.module, "its own result is another than that of its projections and masks")
-    return made
+    return attention
 
 
 @torch.no_grad()
@@ -92,8 +92,10 @@ def _noted(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     L, S = query.shape[1], query.shape[1] if context is None else context.shape[1]
     full = (query.shape[0], layer.num_heads, L, S)
     mask = joined(arguments.get("attn_mask"), arguments.get("key_padding_mask"), full, query.dtype)
-    seen = SeenKeys(bool_where_it_hides(mask), L, S)
-    return TorchCall(layer, query.detach(), None if context is None else context.detach(), seen, y.detach(), exact)
+    mask_of_call = SeenKeys(bool_where_it_hides(mask), L, S)
+    return TorchCall(
+        layer, query.detach(), None if context is None else context.detach(), mask_of_call, y.detach(), exact
+    )
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:

@@ -80,12 +80,12 @@ def _remove_if_left(path: Path) -> None:
     with suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            found = os.fstat(handle)
-            if found.st_uid == os.geteuid():
+            status = os.fstat(handle)
+            if status.st_uid == os.geteuid():
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its maker lives
-                if stat.S_ISDIR(found.st_mode):
+                if stat.S_ISDIR(status.st_mode):
                     shutil.rmtree(path, ignore_errors=True)
-                elif stat.S_ISREG(found.st_mode):
+                elif stat.S_ISREG(status.st_mode):
                     path.unlink()
         finally:
             os.close(handle)

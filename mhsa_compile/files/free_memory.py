@@ -12,12 +12,12 @@ from mhsa_compile.errors import ResourceError
 from mhsa_compile.files.input_files import text_or_nothing
 
 
-def require_memory(argument: str, needed: int) -> None:
-    """Raises ResourceError unless `needed` bytes can be had, for what is about to be allocated and filled: the system
+def require_memory(argument: str, size: int) -> None:
+    """Raises ResourceError unless `size` bytes can be had, for what is about to be allocated and filled: the system
     hands out more than it has, and ends who uses it."""
-    found = available_memory()
-    if found is not None and needed > found:
-        got = f"{needed / 2**30:,.1f} GiB, where {found / 2**30:,.1f} GiB are free"
+    free = available_memory()
+    if free is not None and size > free:
+        got = f"{size / 2**30:,.1f} GiB, where {free / 2**30:,.1f} GiB are free"
         raise ResourceError(argument, "what fits this machine's memory", got, "Ask for smaller sizes.")
 
 
@@ -35,6 +35,6 @@ def _memory_left(root: Path) -> Iterator[int]:
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        limit, taken = (text_or_nothing(root / "sys/fs/cgroup" / name) for name in (most, used))
-        if limit.isdigit() and taken.isdigit():
-            yield max(0, int(limit) - int(taken))
+        limit, used_text = (text_or_nothing(root / "sys/fs/cgroup" / name) for name in (most, used))
+        if limit.isdigit() and used_text.isdigit():
+            yield max(0, int(limit) - int(used_text))

@@ -18,8 +18,8 @@ def number_of(error: BaseException) -> int | None:
     """The errno behind an exception, also behind one of a library that only spells it."""
     if isinstance(error, OSError):
         return error.errno
-    spelled = _OS_ERROR.search(str(error))
-    return int(spelled[1]) if spelled else None
+    match = _OS_ERROR.search(str(error))
+    return int(match[1]) if match else None
 
 
 def without_room(folder: Path, size: int) -> str | None:

@@ -66,6 +66,6 @@ def can_write(folder: Path) -> bool:
 
 
 def _home(variable: str, below: str) -> Path:
-    if said := os.environ.get(variable):
-        return Path(said)
+    if value := os.environ.get(variable):
+        return Path(value)
     return spare() / below if not has_home() else Path(os.path.expanduser("~"), below)

@@ -51,13 +51,13 @@ def check_tvm_pair() -> None:
     apache-tvm 0.27 with apache-tvm-ffi 0.1.15, which plain pip prefers, ends in segmentation faults.
     Raises InstallationError.
     """
-    found = {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
-    if all(number is not None and fits(name, number) for name, number in found.items()):
+    numbers = {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
+    if all(number is not None and fits(name, number) for name, number in numbers.items()):
         return
     raise InstallationError(
         "the TVM pair",
         f"apache-tvm {TESTED_TVM} with apache-tvm-ffi {TESTED_TVM_FFI}",
-        " with ".join(f"{name} {number or 'not installed'}" for name, number in found.items()),
+        " with ".join(f"{name} {number or 'not installed'}" for name, number in numbers.items()),
         f"Run: pip install 'apache-tvm=={TESTED_TVM}' 'apache-tvm-ffi{TESTED_TVM_FFI}'",
     )
 
@@ -115,9 +115,9 @@ def _written_version(module: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of what generates code here, as records keep them: this library, its commit in a checkout, TVM."""
-    found = {"mhsa-compile": __version__, "source": source()}
-    found |= {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
-    return {name: number for name, number in found.items() if number is not None}
+    numbers = {"mhsa-compile": __version__, "source": source()}
+    numbers |= {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def source() -> str | None:

@@ -103,17 +103,20 @@ def allowed_cpus(root: Path = ROOT) -> int:
     return max(1, min([len(_affinity()), *(int(quota) for quota in _cpu_quotas(root))]))
 
 
-def thread_count(given: int | None) -> int:
-    """The threads of a call: `given`, or those that the CPUs of this process can keep busy. Raises InputError."""
-    if given is None:
+def thread_count(threads: int | None) -> int:
+    """The threads of a call: those that are asked for, or those that the CPUs of this process can keep busy. Raises
+    InputError."""
+    if threads is None:
         return allowed_cpus()
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise InputError("threads", "an integer from 1 on", repr(given))
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        raise InputError("threads", "an integer from 1 on", repr(threads))
     most = _MOST_THREADS_PER_CPU * (os.cpu_count() or 1)
-    if given > most:
+    if threads > most:
         expected = f"at most {most}, {_MOST_THREADS_PER_CPU} for each CPU of this machine"
-        raise InputError("threads", expected, str(given), f"Its calls are fastest with {allowed_cpus()}, the default.")
-    return given
+        raise InputError(
+            "threads", expected, str(threads), f"Its calls are fastest with {allowed_cpus()}, the default."
+        )
+    return threads
 
 
 def threads_per_core(root: Path = ROOT) -> int:
@@ -159,10 +162,9 @@ def _told_features(root: Path) -> tuple[frozenset[str], str]:
     if root == ROOT and architecture() == "aarch64" and (has := arm_cpu.features(arm_cpu.auxiliary_vector())):
         return has, "the auxiliary vector"
     fields = next(_cpuinfo(root), {})
-    listed = frozenset((fields.get("flags") or fields.get("Features") or "").split()) | _extensions(
-        fields.get("isa", "")
-    )
-    return listed, f"/{CPUINFO}" if listed else "nobody"
+    features = frozenset((fields.get("flags") or fields.get("Features") or "").split())
+    features |= _extensions(fields.get("isa", ""))
+    return features, f"/{CPUINFO}" if features else "nobody"
 
 
 def _extensions(isa: str) -> frozenset[str]:
@@ -174,14 +176,14 @@ def _extensions(isa: str) -> frozenset[str]:
 def _cores(root: Path) -> list[Core]:
     """ARM's cores that this process may run on, by what each says of itself; one of each kind at least."""
     files = (root / f"sys/devices/system/cpu/cpu{cpu}/regs/identification/midr_el1" for cpu in _affinity())
-    listed = [Core.of(int(text, 16)) for file in files if (text := text_or_nothing(file))]
+    cores = [Core.of(int(text, 16)) for file in files if (text := text_or_nothing(file))]
     running = None
     if root == ROOT and architecture() == "aarch64":
         running = arm_cpu.running_core(arm_cpu.auxiliary_vector())
-    if running is not None and running not in listed:  # an emulator shows the files of what it runs on
+    if running is not None and running not in cores:  # an emulator shows the files of what it runs on
         return [running]
-    if listed:
-        return listed
+    if cores:
+        return cores
     blocks = [block for block in _cpuinfo(root) if "CPU part" in block]
     return [Core(int(block.get("CPU implementer", "0"), 16), int(block["CPU part"], 16)) for block in blocks]
 

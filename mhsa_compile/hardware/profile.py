@@ -199,8 +199,8 @@ class CudaProfile(_Profile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         warps_of_quarter = hardware.registers_per_multiprocessor // 4 // registers_of_warp
         by_registers = 4 * warps_of_quarter // warps if warps_of_quarter >= -(-warps // 4) else 0
         by_threads = hardware.threads_per_multiprocessor // (warps * hardware.warp_lanes)
-        taken = 1024 + -(-shared_bytes // 128) * 128
-        by_shared = 1024 * hardware.shared_kib_per_multiprocessor // taken
+        block_bytes = 1024 + -(-shared_bytes // 128) * 128
+        by_shared = 1024 * hardware.shared_kib_per_multiprocessor // block_bytes
         return min(by_registers, by_threads, by_shared, hardware.blocks_per_multiprocessor)
 
 
@@ -250,8 +250,8 @@ def shipped_name(name: str) -> str | None:
 
 def profile_of_gpu(capability: tuple[int, int]) -> CudaProfile | None:
     """The latest target that a GPU of this compute capability runs, or None: code for 8.0 runs on 8.6, too."""
-    known = [found for name in profile_names() if isinstance(found := load_profile(name), CudaProfile)]
-    fitting = [p for p in known if p.tvm.capability[0] == capability[0] and p.tvm.capability <= capability]
+    profiles = [profile for name in profile_names() if isinstance(profile := load_profile(name), CudaProfile)]
+    fitting = [p for p in profiles if p.tvm.capability[0] == capability[0] and p.tvm.capability <= capability]
     return max(fitting, key=lambda p: p.tvm.capability, default=None)
 
 
@@ -313,5 +313,5 @@ def _parse(path: Path) -> TargetProfile:
         fields = tomllib.loads(text)
         if "name" in fields:
             raise ValueError("a key `name`: the file's name is the target's")
-        found: TargetProfile = msgspec.convert({"name": path.stem, **fields}, CpuProfile | CudaProfile)
-        return found
+        profile: TargetProfile = msgspec.convert({"name": path.stem, **fields}, CpuProfile | CudaProfile)
+        return profile

@@ -38,8 +38,8 @@ def wanted_cache() -> Path:
 
 def cache_folder() -> Path:
     """`wanted_cache`, or where that cannot be written a folder of this user's among the temporary files."""
-    wanted = wanted_cache()
-    return wanted if user_folders.can_write(wanted) else user_folders.spare() / "zig"
+    folder = wanted_cache()
+    return folder if user_folders.can_write(folder) else user_folders.spare() / "zig"
 
 
 def run(
@@ -67,7 +67,7 @@ def run(
         start_new_session=True,  # so that its own children end with it
     )
     try:
-        _, said = child.communicate(timeout=SECONDS[language])
+        _, message = child.communicate(timeout=SECONDS[language])
     except subprocess.TimeoutExpired:
         hint = f"Its cache, {cache}, may be locked by a process that hangs: end that, or set {CACHE} to another."
         expected = f"{what} for {triple} within {SECONDS[language]:.0f} s"
@@ -75,7 +75,7 @@ def run(
     finally:
         _end(child)
     if child.returncode:
-        raise _refusal(child.returncode, said, words, cache, f"{what} for {triple}")
+        raise _refusal(child.returncode, message, words, cache, f"{what} for {triple}")
 
 
 def _end(child: subprocess.Popen[str]) -> None:
@@ -85,16 +85,16 @@ def _end(child: subprocess.Popen[str]) -> None:
         child.communicate()
 
 
-def _refusal(code: int, said: str, words: Sequence[str | Path], cache: Path, what: str) -> BuildError | OutputError:
+def _refusal(code: int, message: str, words: Sequence[str | Path], cache: Path, what: str) -> BuildError | OutputError:
     output = next((Path(word) for flag, word in pairwise(words) if flag == "-o"), Path())
     size = sum(Path(word).stat().st_size for word in words if Path(word).is_file())
     for place in (output.absolute().parent, cache):
         if (reason := without_room(place, size)) is not None:
             return OutputError(f"folder {str(place)!r}", f"room for {what}", reason, _hint(place == cache))
-    if -code in _KILLED_AS_IT_WROTE or any(word in said for word in _ROOM):
+    if -code in _KILLED_AS_IT_WROTE or any(word in message for word in _ROOM):
         places = f"folders {str(output.absolute().parent)!r} and {str(cache)!r}"
         return OutputError(places, f"room for {what}", "no room for what Zig writes", _hint(True))
-    return BuildError("zig", what, said.strip()[-2000:] or f"it ended with code {code}, and no message")
+    return BuildError("zig", what, message.strip()[-2000:] or f"it ended with code {code}, and no message")
 
 
 def _hint(of_cache: bool) -> str:

@@ -161,7 +161,7 @@ _ARTIFACTS = _Artifacts()
 def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
     """Replaces the forward of every nn.MultiheadAttention; encoders around them call them again, and drop padding in
     rows instead of nested tensors."""
-    replaced = set()
+    layers = set()
     plain = {layer.self_attn: layer for layer in model.modules() if is_plain(layer)}
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.MultiheadAttention):
@@ -169,19 +169,19 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
         why = torch_attention.why_not(layer)
         report.rows.append(AccelerationRow(name, type(layer).__name__, why))
         if not why:
-            replaced.add(layer)
+            layers.add(layer)
             first_calls = FirstCalls(name, check, report.count_check)
             forward = LayerForward(layer, partial(_ARTIFACTS.attention, profile), report.count, first_calls)
             _put_forward(layer, forward, report)
             if layer not in plain:  # where a hook is there, subclasses of nn.TransformerEncoderLayer call their parts
                 report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
     for attention, around in plain.items():
-        if attention in replaced:
+        if attention in layers:
             _put_forward(around, EncoderLayerForward(around, report.count), report)
     for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
+        if isinstance(encoder, nn.TransformerEncoder) and layers.intersection(encoder.modules()):
             attentions: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
-            alike = attentions <= replaced and len({attention.num_heads for attention in attentions}) == 1
+            alike = attentions <= layers and len({attention.num_heads for attention in attentions}) == 1
             if encoder.use_nested_tensor and alike and "forward" not in vars(encoder):
                 _put_forward(encoder, EncoderForward(encoder), report)
             report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
@@ -227,20 +227,20 @@ def _set_nested(encoder: nn.TransformerEncoder, use: bool) -> None:
 
 def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
     """Replaces attention in the outermost models of transformers: what asks for it by name gets ours."""
-    for name, found in _outermost(model):
-        configs = {id(config): config for part in found.modules() for config in _configs(part)}
+    for name, submodel in _outermost(model):
+        configs = {id(config): config for part in submodel.modules() for config in _configs(part)}
         undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]
-        why = _why_not_here(found)
+        why = _why_not_here(submodel)
         if not why:
             report.registered.append(transformers_attention.Registration(profile, check))
             report.undo += undo
             try:
-                found.set_attn_implementation(transformers_attention.NAME)
+                submodel.set_attn_implementation(transformers_attention.NAME)
             except ValueError as error:
                 why = first_line(error)
                 for put_back in undo:
                     put_back()
-        report.rows.append(AccelerationRow(name, type(found).__name__, why))
+        report.rows.append(AccelerationRow(name, type(submodel).__name__, why))
 
 
 def _why_not_here(model: Any) -> str:
@@ -278,12 +278,12 @@ def _set_attention(config: Any, implementation: str | None) -> None:
 
 def _others(model: nn.Module, report: AccelerationReport) -> list[AccelerationRow]:
     """Modules that are called an attention and that nothing above looked at."""
-    covered = [row.name for row in report.rows]
+    names = [row.name for row in report.rows]
     rows = []
     for name, module in model.named_modules():
-        within = any(name == one or not one or name.startswith(f"{one}.") for one in covered)
+        within = any(name == one or not one or name.startswith(f"{one}.") for one in names)
         if "Attention" in type(module).__name__ and not within:
             why = "it is none that is known; mhsa.compile takes any nn.Module"
             rows.append(AccelerationRow(name, type(module).__name__, why))
-            covered.append(name)
+            names.append(name)
     return rows

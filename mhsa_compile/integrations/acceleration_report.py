@@ -70,8 +70,8 @@ class AccelerationReport:
         lines = [f"{len(self.replaced)} of {len(self.rows)} attentions replaced"]
         width = max((len(row.name) for row in self.rows), default=0)
         for row in self.rows:
-            said = "replaced" if row.replaced else f"kept: {row.why_kept}"
-            lines.append(f"  {row.name or '(the model)':{max(width, 11)}}  {row.kind}  {said}")
+            outcome = "replaced" if row.replaced else f"kept: {row.why_kept}"
+            lines.append(f"  {row.name or '(the model)':{max(width, 11)}}  {row.kind}  {outcome}")
         if self.linears:
             lines.append(f"{sum(row.replaced for row in self.linears)} of {len(self.linears)} linears replaced")
             reasons = Counter(row.why_kept for row in self.linears if not row.replaced)

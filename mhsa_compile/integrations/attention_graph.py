@@ -92,18 +92,18 @@ def graph_of(call: AttentionCall, *, one_query: bool = False) -> onnx.ModelProto
 
 
 def _attention(call: AttentionCall, operands: list[str]) -> onnx.NodeProto:
-    given = [*operands, "mask" if call.mask is not None else ""]
+    inputs = [*operands, "mask" if call.mask is not None else ""]
     if call.sinks:
-        given += ["", "", "", "sinks"]
-    while not given[-1]:
-        given.pop()
-    said: dict[str, Any] = {"scale": call.scale}
+        inputs += ["", "", "", "sinks"]
+    while not inputs[-1]:
+        inputs.pop()
+    attributes: dict[str, Any] = {"scale": call.scale}
     if call.softcap:
-        said["softcap"] = call.softcap
+        attributes["softcap"] = call.softcap
     if call.causal:
-        said["is_causal"] = 1
+        attributes["is_causal"] = 1
     return helper.make_node(
-        "Attention", given, ["y_heads"], name="attention", domain=DOMAIN if call.sinks else "", **said
+        "Attention", inputs, ["y_heads"], name="attention", domain=DOMAIN if call.sinks else "", **attributes
     )
 
 

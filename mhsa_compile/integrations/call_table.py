@@ -95,18 +95,18 @@ class CallTable:
     def get(self, call: AttentionCall, *, one_query: bool, causal: bool, windowed: bool) -> CompiledAttention:
         """The artifact of a kind of call, which is compiled if it is new, together with all that differs from it by
         lengths alone; `causal` and `windowed` as in `siblings`."""
-        asked = (call, one_query, causal, windowed)
-        if (found := self._asked.get(asked)) is not None:
-            return found
+        key = (call, one_query, causal, windowed)
+        if (compiled := self._asked.get(key)) is not None:
+            return compiled
         with self._lock, torch.random.fork_rng(devices=()):
             for kind in siblings(call, causal=causal, windowed=windowed):
                 for wanted, one in ((kind, False), (kind.of_one_query, True)):
                     if (wanted, one) not in self._loaded:
                         artifact = pipeline.compile(graph_of(wanted, one_query=one), self._target)
                         self._loaded[wanted, one] = load(artifact)
-            found = self._loaded[(call.of_one_query, True) if one_query else (call, False)]
-            self._asked[asked] = found
-            return found
+            compiled = self._loaded[(call.of_one_query, True) if one_query else (call, False)]
+            self._asked[key] = compiled
+            return compiled
 
     def is_first(self, call: AttentionCall, q: Tensor, mask: Tensor | None) -> bool:
         """Whether this is the first call of its kind: one query or several, a mask of these axes; of q (B, H, L, E)."""
@@ -136,8 +136,8 @@ class CallTable:
             return "heads"
         if not (k.transpose(1, 2).is_contiguous() and v.transpose(1, 2).is_contiguous()):
             return "rows"
-        known = {kind.kv_layout for kind, _ in self._loaded if kind._replace(kv_layout=call.kv_layout) == call}
-        return "rows" if known == {"rows"} else "heads"
+        layouts = {kind.kv_layout for kind, _ in self._loaded if kind._replace(kv_layout=call.kv_layout) == call}
+        return "rows" if layouts == {"rows"} else "heads"
 
 
 def siblings(call: AttentionCall, *, causal: bool, windowed: bool) -> list[AttentionCall]:

@@ -58,14 +58,14 @@ class CapturedGraph:
         for node, value in zip(placeholders, inputs, strict=True):
             if isinstance(value, Tensor):
                 continue
-            if (found := _read_off(value, {placeholders[i].name: tensor for i, tensor in free.items()}, node)) is None:
+            if (size := _read_off(value, {placeholders[i].name: tensor for i, tensor in free.items()}, node)) is None:
                 return f"{node.name} is a {type(value).__name__} that is no size of an input"
-            sizes[node.name] = found
-        returned = _returned(graph, placeholders)
-        if isinstance(returned, str):
-            return returned
+            sizes[node.name] = size
+        outputs = _returned(graph, placeholders)
+        if isinstance(outputs, str):
+            return outputs
         names = tuple(placeholders[i].name for i in free)
-        return cls(graph, weights, numbers, names, tuple(free), tuple(free.values()), sizes, returned)
+        return cls(graph, weights, numbers, names, tuple(free), tuple(free.values()), sizes, outputs)
 
     def module(self, inputs: Sequence[Any]) -> nn.Module:
         """The graph as a module that holds the weights among these inputs."""
@@ -93,7 +93,7 @@ class CapturedGraph:
                 size = graph.call_function(torch.ops.aten.sym_size.int, (nodes[tensor], dim))
                 _replace(graph, nodes[name], size)
         for name, node in nodes.items():
-            if name not in self.names and name in {found.name for found in graph.nodes}:
+            if name not in self.names and name in {other.name for other in graph.nodes}:
                 graph.erase_node(node)
         output = graph.output_node()
         output.args = (tuple(item for item in _distinct(output.args[0])),)
@@ -162,8 +162,8 @@ def _into_inputs(node: fx.Node) -> bool:
     """Whether what a node writes into may lie in the memory of the graph's inputs or weights, which are not its own."""
     targets: list[fx.Node] = []
     fx.map_arg(node.kwargs.get("out") or node.args[:1], targets.append)
-    given = [other for other in node.graph.nodes if other.op in ("placeholder", "get_attr")]
-    memory = {_memory(other) for other in given if _is_tensor(other)}
+    sources = [other for other in node.graph.nodes if other.op in ("placeholder", "get_attr")]
+    memory = {_memory(other) for other in sources if _is_tensor(other)}
     return any(not _is_tensor(target) or _memory(target) in memory for target in targets)
 
 
@@ -176,8 +176,8 @@ def _writes(node: fx.Node) -> bool:
     """Whether a node may change a tensor that it is given, as the names of PyTorch's operations say."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.target in vars(operator).values():
-        augmented = hasattr(operator, f"__{name}__") and hasattr(operator, f"__{name[1:]}__")
-        return name == "setitem" or (name.startswith("i") and augmented)
+        is_augmented = hasattr(operator, f"__{name}__") and hasattr(operator, f"__{name[1:]}__")
+        return name == "setitem" or (name.startswith("i") and is_augmented)
     return node.op.startswith("call") and (_ends_in_place(name) or "out" in node.kwargs)
 
 
@@ -190,8 +190,8 @@ def _is_weight(node: fx.Node, value: Tensor) -> bool:
 
 
 def _is_number(node: fx.Node, value: Tensor) -> bool:
-    asked = [user.op == "call_method" and user.target == "item" for user in node.users]
-    return value.ndim == 0 and bool(asked) and all(asked)
+    reads = [user.op == "call_method" and user.target == "item" for user in node.users]
+    return value.ndim == 0 and bool(reads) and all(reads)
 
 
 def _read_off(value: object, tensors: Mapping[str, Tensor], node: fx.Node) -> tuple[str, int] | None:
@@ -213,9 +213,9 @@ def _symbol(size: object) -> str | None:
     return str(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.free_symbols else None
 
 
-def _distinct(returned: Any) -> list[fx.Node]:
+def _distinct(items: Any) -> list[fx.Node]:
     """The nodes of the tensors that a graph computes and returns, each once."""
-    nodes = [item for item in returned if isinstance(item, fx.Node) and item.op != "placeholder" and _is_tensor(item)]
+    nodes = [item for item in items if isinstance(item, fx.Node) and item.op != "placeholder" and _is_tensor(item)]
     return list(dict.fromkeys(nodes))
 
 
@@ -229,17 +229,17 @@ def _returned(
     items = graph.graph.output_node().args[0]
     if not isinstance(items, tuple | list):
         return "it does not give a list"
-    distinct, found = _distinct(items), list[tuple[Literal["output", "input", "constant"], Any]]()
+    distinct, places = _distinct(items), list[tuple[Literal["output", "input", "constant"], Any]]()
     for item in items:
         if not isinstance(item, fx.Node):
-            found.append(("constant", item))
+            places.append(("constant", item))
         elif item.op == "placeholder":
-            found.append(("input", placeholders.index(item)))
+            places.append(("input", placeholders.index(item)))
         elif item in distinct:
-            found.append(("output", distinct.index(item)))
+            places.append(("output", distinct.index(item)))
         else:
             return f"it gives {item.name}, which is no tensor"
-    return tuple(found) if distinct else "it computes nothing"
+    return tuple(places) if distinct else "it computes nothing"
 
 
 def _replace(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:

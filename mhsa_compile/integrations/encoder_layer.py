@@ -133,7 +133,7 @@ def _rows(padding: Tensor) -> list[list[int]] | None:
     room: list[int] = []
     for sequence in sorted(range(B), key=lambda number: -lengths[number]):
         size = lengths[sequence]
-        row = next((i for i, left in enumerate(room) if left >= size), len(rows))
+        row = next((i for i, space in enumerate(room) if space >= size), len(rows))
         if row == len(rows):
             rows.append([])
             room.append(longest)
@@ -144,7 +144,7 @@ def _rows(padding: Tensor) -> list[list[int]] | None:
 
 def _layout(rows: Sequence[Sequence[int]], padding: Tensor) -> tuple[Tensor, Tensor]:
     """(places (P, R) of tokens among B * L, -1 where a row has room; sequences (P, R), -1 there)."""
-    L, kept = padding.shape[1], ~padding
-    tokens = [torch.cat([sequence * L + kept[sequence].nonzero()[:, 0] for sequence in row]) for row in rows]
+    L, valid = padding.shape[1], ~padding
+    tokens = [torch.cat([sequence * L + valid[sequence].nonzero()[:, 0] for sequence in row]) for row in rows]
     places = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-1)
     return places, torch.where(places < 0, -1, torch.div(places, L, rounding_mode="floor"))

@@ -50,8 +50,8 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
         dtype = str(other.dtype).removeprefix("torch.")
         result, expected = to_numpy(one.detach()), to_numpy(other.detach()).astype(np.float64)
         if result.shape == expected.shape:
-            known = np.isfinite(expected)
-            result, expected = result[known], expected[known]
-        if not (off := max_error(expected, result)) <= (allowed := coarse_budget(expected, dtype)):
-            return f"a result is off by {off:.1e} from PyTorch's, where rounding explains {allowed:.1e}"
+            finite = np.isfinite(expected)
+            result, expected = result[finite], expected[finite]
+        if not (off := max_error(expected, result)) <= (most := coarse_budget(expected, dtype)):
+            return f"a result is off by {off:.1e} from PyTorch's, where rounding explains {most:.1e}"
     return ""

@@ -47,7 +47,9 @@ def why_not(layer: nn.MultiheadAttention) -> str:
     if "forward" in vars(layer):
         return "it has a forward of its own"
     if hooks := [
-        name for name, found in vars(layer).items() if name.endswith("_hooks") and "state" not in name and found
+        name
+        for name, registered_hooks in vars(layer).items()
+        if name.endswith("_hooks") and "state" not in name and registered_hooks
     ]:
         return f"it has hooks ({hooks[0].strip('_')})"
     if vars(layer.out_proj)["_forward_pre_hooks"] or vars(layer.out_proj)["_forward_hooks"]:
@@ -67,10 +69,10 @@ def why_not_weights(layer: nn.MultiheadAttention) -> str:
             return "it has no weights yet: they are on the meta device"
         if parameter.device.type != "cpu":
             return f"{name} is on {parameter.device}: artifacts for a CPU read its memory"
-    if lost := [
+    if names := [
         name for name, shape in _shapes(layer).items() if getattr(parameters.get(name), "shape", None) != shape
     ]:
-        return f"{lost[0]} is no whole parameter of its own: it is sharded, or computed elsewhere"
+        return f"{names[0]} is no whole parameter of its own: it is sharded, or computed elsewhere"
     try:
         from_torch(layer)
     except ModelError as error:
@@ -215,12 +217,12 @@ class LayerForward:
             return compiled
         results: Any = compiled(*inputs, *([] if mask is None else [mask]))
         y: Tensor = results.y if need_weights else results
-        found: Tensor | None = results.weights if need_weights else None
-        if found is not None and average_attn_weights:
-            found = found.mean(dim=1)
+        weights: Tensor | None = results.weights if need_weights else None
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
         if not batched:
-            return y.squeeze(0), None if found is None else found.squeeze(0)
-        return y if layer.batch_first else y.transpose(0, 1), found
+            return y.squeeze(0), None if weights is None else weights.squeeze(0)
+        return y if layer.batch_first else y.transpose(0, 1), weights
 
     def _bind(self, kind: CallKind) -> CompiledAttention:
         module = self._module(kind)

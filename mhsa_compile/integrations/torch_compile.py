@@ -55,11 +55,11 @@ class BackendOptions:
     check: bool = True
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> BackendOptions:
-        known = {"target": "target", "threads": "threads", "strict": "is_strict", "check": "check"}
-        if unknown := sorted(given.keys() - known.keys()):
-            raise InputError("options", f"any of {', '.join(known)}", ", ".join(unknown))
-        return cls(**{known[name]: value for name, value in given.items()})
+    def read(cls, options: Mapping[str, Any]) -> BackendOptions:
+        fields = {"target": "target", "threads": "threads", "strict": "is_strict", "check": "check"}
+        if unknown := sorted(options.keys() - fields.keys()):
+            raise InputError("options", f"any of {', '.join(fields)}", ", ".join(unknown))
+        return cls(**{fields[name]: value for name, value in options.items()})
 
 
 def compile_graph(
@@ -199,5 +199,5 @@ def _seconds(run: RunGraph, inputs: Sequence[Any]) -> float:
     while True:
         run(*inputs)
         calls += 1
-        if (taken := time.perf_counter() - begin) > _TURN:
-            return taken / calls
+        if (elapsed := time.perf_counter() - begin) > _TURN:
+            return elapsed / calls

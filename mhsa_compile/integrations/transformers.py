@@ -124,16 +124,18 @@ def attention_forward(
     exported = traced and torch.compiler.is_exporting()
     if not exported and attention_operator.wants_gradient(query, key, value, s_aux, position_bias):
         raise attention_operator.no_gradient("query")
-    said = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    is_causal_here = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if attention_mask is None:
-        _check_unmasked(said, sliding_window, query, key)
-    causal = bool(said) and attention_mask is None
+        _check_unmasked(is_causal_here, sliding_window, query, key)
+    causal = bool(is_causal_here) and attention_mask is None
     mask = _joined(attention_mask, position_bias, query)
     sinks = None if s_aux is None else s_aux.detach().reshape(-1).to(query.dtype)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     windowed = sliding_window is not None
     call = torch.ops.mhsa.attention if traced else attention_operator.attend
-    return call(query, key, value, mask, sinks, scale, float(softcap or 0.0), causal, bool(said), windowed), None
+    return call(
+        query, key, value, mask, sinks, scale, float(softcap or 0.0), causal, bool(is_causal_here), windowed
+    ), None
 
 
 def _why_pytorch(query: Tensor) -> str:

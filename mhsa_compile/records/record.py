@@ -125,13 +125,13 @@ def why_not_on(record: Record, profile: TargetProfile) -> str | None:
     if record.error_share > 1:
         return "over the error budget"
     if isa.gpu != own.gpu:
-        made, target = (f"{one.gpu}, a GPU" if one.gpu else "a CPU" for one in (isa, own))
-        return f"made for {made}, not {target}"
+        origin, target = (f"{one.gpu}, a GPU" if one.gpu else "a CPU" for one in (isa, own))
+        return f"made for {origin}, not {target}"
     if isa.architecture != own.architecture:
         return f"made for {isa.architecture}, not {own.architecture}"
     if (isa.vector_bits, isa.vector_registers) != (own.vector_bits, own.vector_registers):
-        made, target = (f"{one.vector_registers} vectors of {one.vector_bits} bits" for one in (isa, own))
-        return f"made for {made}, not {target}"
+        origin, target = (f"{one.vector_registers} vectors of {one.vector_bits} bits" for one in (isa, own))
+        return f"made for {origin}, not {target}"
     if missing := sorted(set(isa.features) - set(own.features)):
         return f"made for {', '.join(missing)}, which the target lacks"
     here = microarchitecture_of(profile)
@@ -208,24 +208,24 @@ class RecordSet:
 
     def candidates(self, op: str, key: dict[str, Any]) -> tuple[list[Record], str]:
         """(the records of this operation that fit the target, the most alike device first; why the others do not)."""
-        found = self._by_key.get(key_bytes(op, key), [])
-        if not found:
+        records = self._by_key.get(key_bytes(op, key), [])
+        if not records:
             return [], "no record of this operation at these lengths"
-        reasons = [why_not_on(record, self.profile) for record in found]
-        fitting = [record for record, reason in zip(found, reasons, strict=True) if reason is None]
-        refused = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
-        return sorted(fitting, key=self._distance), refused
+        reasons = [why_not_on(record, self.profile) for record in records]
+        fitting = [record for record, reason in zip(records, reasons, strict=True) if reason is None]
+        reason_text = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
+        return sorted(fitting, key=self._distance), reason_text
 
     def best_match(self, op: str, key: dict[str, Any], use: Callable[[Record], T | str]) -> tuple[Record, T] | str:
         """The first of `candidates` that `use` makes something of, and that; or why there is none. `use` returns why
         not as text."""
-        records, refused = self.candidates(op, key)
-        reasons = [refused] if refused else []
+        records, reason = self.candidates(op, key)
+        reasons = [reason] if reason else []
         for record in records:
-            made = use(record)
-            if not isinstance(made, str):
-                return record, made
-            reasons.append(f"a record of {record.date} does not apply: {made}")
+            result = use(record)
+            if not isinstance(result, str):
+                return record, result
+            reasons.append(f"a record of {record.date} does not apply: {result}")
         return "; ".join(dict.fromkeys(reasons))
 
     def knows(self, op: str, key: dict[str, Any] | None = None) -> bool:

@@ -47,21 +47,21 @@ class Flaw:
 
 def read(path: Path) -> Contents:
     """What a file holds. Raises RecordsError for a line that is no record: it is someone else's, or was edited."""
-    found, flaws = examine(path)
+    records, flaws = examine(path)
     for flaw in flaws:
         if flaw.error is not None:
             raise flaw.error
-    return Contents(tuple(found), bool(flaws))
+    return Contents(tuple(records), bool(flaws))
 
 
 def gather(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
     """(the records of several files, a sentence for each file whose last line is torn, or whose records do not tell the
     microarchitecture that they were measured on). Raises RecordsError."""
-    found: list[Record] = []
+    records: list[Record] = []
     warnings = []
     for path in paths:
         contents = read(path)
-        found += contents.records
+        records += contents.records
         if contents.torn:
             warnings.append(f"records {str(path)!r}: the last line is torn, and left out; the next record replaces it")
         if count := sum(does_not_tell(record) for record in contents.records):
@@ -69,7 +69,7 @@ def gather(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
                 f"records {str(path)!r}: {count} do not tell the microarchitecture that they were measured on, and "
                 f"serve targets for many alone: `mhsa records measured-on {path} NAME` adds it"
             )
-    return found, warnings
+    return records, warnings
 
 
 def examine(path: Path) -> tuple[list[Record], list[Flaw]]:
@@ -78,8 +78,8 @@ def examine(path: Path) -> tuple[list[Record], list[Flaw]]:
         lines, tail = append_log.read(path)
     except OSError as error:
         raise RecordsError(f"records {str(path)!r}", "a file that can be read", error.strerror or str(error)) from error
-    found, flaws = _sorted_out(path, lines, tail)
-    return [record for _, record in found], flaws
+    rows, flaws = _sorted_out(path, lines, tail)
+    return [record for _, record in rows], flaws
 
 
 def append(path: Path, record: Record) -> None:
@@ -103,11 +103,11 @@ def merge_into(path: Path, more: Iterable[Record]) -> list[Record]:
     best: list[Record] = []
 
     def change(lines: list[bytes], tail: bytes) -> list[bytes]:
-        found, flaws = _sorted_out(path, lines, tail)
+        rows, flaws = _sorted_out(path, lines, tail)
         for flaw in flaws:
             if flaw.error is not None:
                 raise flaw.error
-        best.extend(merged([*(record for _, record in found), *more]))
+        best.extend(merged([*(record for _, record in rows), *more]))
         return [encoded(record) for record in best]
 
     with _room_for(path):
@@ -123,23 +123,22 @@ def state_microarchitecture(path: Path, name: str, cpu: str | None) -> int:
 
     def change(lines: list[bytes], tail: bytes) -> list[bytes]:
         nonlocal count
-        found, flaws = _sorted_out(path, lines, tail)
+        rows, flaws = _sorted_out(path, lines, tail)
         for flaw in flaws:
             if flaw.error is not None:
                 raise flaw.error
-        untold = [does_not_tell(record) and cpu in (None, record.device.cpu) for _, record in found]
-        kept = [record.device for (_, record), is_untold in zip(found, untold, strict=True) if is_untold]
-        devices = {(device.cpu, device.l1d_kib, device.l2_kib) for device in kept}
+        untold = [does_not_tell(record) and cpu in (None, record.device.cpu) for _, record in rows]
+        own_devices = [record.device for (_, record), is_untold in zip(rows, untold, strict=True) if is_untold]
+        devices = {(device.cpu, device.l1d_kib, device.l2_kib) for device in own_devices}
         if len({device[0] for device in devices}) > 1:
             names = ", ".join(sorted({repr(device[0]) for device in devices}))
             raise RecordsError("--cpu", "one of the names that the records have", names, "Name one at a time.")
         if len(devices) > 1:
             expected = "records of one microarchitecture"
             raise RecordsError(f"records {str(path)!r}", expected, f"caches of several: {sorted(devices)}", _SPLIT)
-        count = len(kept)
+        count = len(own_devices)
         return [
-            _stated(record, name) if is_untold else line
-            for (line, record), is_untold in zip(found, untold, strict=True)
+            _stated(record, name) if is_untold else line for (line, record), is_untold in zip(rows, untold, strict=True)
         ]
 
     with _room_for(path):
@@ -157,11 +156,11 @@ def repair(path: Path, rejected: Path) -> list[Flaw]:
     flaws: list[Flaw] = []
 
     def change(lines: list[bytes], tail: bytes) -> list[bytes]:
-        found, wrong = _sorted_out(path, lines, tail)
+        rows, wrong = _sorted_out(path, lines, tail)
         flaws.extend(wrong)
         for flaw in wrong:
             append_log.append(rejected, flaw.line, lambda _: True)
-        return [line for line, _ in found]
+        return [line for line, _ in rows]
 
     with _room_for(path):
         append_log.rewrite(path, change)
@@ -170,16 +169,16 @@ def repair(path: Path, rejected: Path) -> list[Flaw]:
 
 def _sorted_out(path: Path, lines: list[bytes], tail: bytes) -> tuple[list[tuple[bytes, Record]], list[Flaw]]:
     """(the lines that are records, and those; the lines that are none). Empty lines are nothing."""
-    found, flaws = [], []
+    rows, flaws = [], []
     for number, line in enumerate([*lines, tail], 1):
         if not line.strip():
             continue
         try:
-            found.append((line, _parsed(_line_name(path, number), line)))
+            rows.append((line, _parsed(_line_name(path, number), line)))
         except RecordsError as error:
-            torn = number > len(lines) and _is_torn(line)
-            flaws.append(Flaw(number, line, None if torn else error))
-    return found, flaws
+            is_torn = number > len(lines) and _is_torn(line)
+            flaws.append(Flaw(number, line, None if is_torn else error))
+    return rows, flaws
 
 
 def _settled(path: Path, tail: bytes) -> bool:
@@ -196,8 +195,8 @@ def _settled(path: Path, tail: bytes) -> bool:
 
 def _is_torn(tail: bytes) -> bool:
     """Whether a line that is no record may be the beginning of one. After a power cut it may end in zeros."""
-    begun = tail.rstrip(b"\0")
-    return begun[: len(_BEGIN)] == _BEGIN[: len(begun)]
+    beginning = tail.rstrip(b"\0")
+    return beginning[: len(_BEGIN)] == _BEGIN[: len(beginning)]
 
 
 def _parsed(what: str, line: bytes) -> Record:

@@ -190,19 +190,19 @@ class Argument:
         if not fits:
             raise InputError(self.label, expected, got, "Allocate it by itself, once, and pass it to each call.")
 
-    def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
-        """`given` at its full rank. Axes of 1 stay, but the last, which opset 24 would pad where it is short."""
+    def _broadcast(self, array: Any, full: Dims, sizes: Sizes) -> Any:
+        """An array at its full rank. Axes of 1 stay, but the last, which opset 24 would pad where it is short."""
         dims = self.info.dims
-        mask = given[(None,) * (len(dims) - given.ndim)] if given.ndim < len(dims) else given
+        mask = array[(None,) * (len(dims) - array.ndim)] if array.ndim < len(dims) else array
         last = size_of(full[-1], sizes)
         if mask.shape[-1] == 1 and dims[-1] != 1 and last not in (1, None) and not self.info.pads:
             shape = (*mask.shape[:-1], last)
             mask = np.broadcast_to(mask, shape) if isinstance(mask, np.ndarray) else mask.expand(shape)
-        wanted = [size_of(dim, sizes) for dim in full]
-        if self.info.pads and wanted[-1] is not None:
-            wanted[-1] = min(wanted[-1], mask.shape[-1])
-        if mask.ndim != len(dims) or not (_broadcasts(mask.shape, wanted) and fits(dims, mask.shape, sizes)):
-            raise self._wrong_shape(given, sizes)
+        full_shape = [size_of(dim, sizes) for dim in full]
+        if self.info.pads and full_shape[-1] is not None:
+            full_shape[-1] = min(full_shape[-1], mask.shape[-1])
+        if mask.ndim != len(dims) or not (_broadcasts(mask.shape, full_shape) and fits(dims, mask.shape, sizes)):
+            raise self._wrong_shape(array, sizes)
         return mask
 
     def check_values(self, array: Any, sizes: Sizes) -> None:
@@ -224,9 +224,9 @@ class Argument:
     def check_expressions(self, array: Any, sizes: Sizes) -> None:
         """Axes that symbols make, "P + S", once all symbols are known. Raises InputError."""
         for dim in self.info.dims:
-            made = made_of(dim, sizes) if isinstance(dim, str) else None
-            if made is not None and made != sizes[str(dim)]:
-                raise self._wrong_shape(array, {**sizes, str(dim): made})
+            size = made_of(dim, sizes) if isinstance(dim, str) else None
+            if size is not None and size != sizes[str(dim)]:
+                raise self._wrong_shape(array, {**sizes, str(dim): size})
 
     def _described(self) -> str:
         dims = self.info.dims
@@ -239,13 +239,13 @@ class Argument:
 
     def _wrong_shape(self, array: Any, sizes: Sizes) -> InputError:
         symbols = {dim: self._first_seen.get(str(dim)) for dim in (*self.info.dims, *(self.info.broadcast or ()))}
-        known = [
+        facts = [
             f"{symbol} = {sizes[str(symbol)]} as in {first!r}"
             for symbol, first in symbols.items()
             if symbol in sizes and first not in (None, self.info.name)
         ]
-        known += [f"{dim} = {size_of(dim, sizes)}" for dim in symbols if is_expression(dim)]
-        expected = ", ".join((self._described(), *known))
+        facts += [f"{dim} = {size_of(dim, sizes)}" for dim in symbols if is_expression(dim)]
+        expected = ", ".join((self._described(), *facts))
         return InputError(self.label, expected, _description(array), "`.inputs` lists what each input must be.")
 
 
@@ -297,10 +297,10 @@ class Signature:
         """Arrays in the order of the inputs, and the sizes of the symbolic dims. Raises InputError."""
         values = args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
         key = self._key(values) if self._told_by_shapes else None
-        if key is not None and (known := self._known.get(key)) is not None:
+        if key is not None and (sizes_before := self._known.get(key)) is not None:
             if self._bounded:
-                self.check_values(values, known)
-            return list(values), known
+                self.check_values(values, sizes_before)
+            return list(values), sizes_before
         arrays, sizes = list(values), Sizes()
         for i in self._order:
             arrays[i] = self._arguments[i].ready(values[i], sizes)
@@ -339,7 +339,7 @@ class Signature:
 
         Raises InputError where what it reads is no array of the same kind, as of bfloat16 in NumPy.
         """
-        found = []
+        pairs = []
         for argument, value, array in zip(self._arguments, values, arrays, strict=True):
             kinds = [
                 isinstance(one, np.ndarray) if isinstance(value, np.ndarray) else is_torch(one)
@@ -351,8 +351,8 @@ class Signature:
                 if not kinds[1]:
                     hint = f"Bind a contiguous array that begins at a multiple of {ALIGNMENT} bytes, or call as usual."
                     raise InputError(argument.label, "memory that is read where it lies", "an array that is not", hint)
-                found.append((value, array))
-        return found
+                pairs.append((value, array))
+        return pairs
 
     @property
     def has_bounds(self) -> bool:
@@ -371,33 +371,33 @@ class Signature:
                 expected = f"memory of its own: the call writes into {self._names[i]!r}"
                 raise InputError(self._arguments[j].label, expected, f"some of that of {self._names[i]!r}")
 
-    def results(self, returned: Any, values: Sequence[Any]) -> Any:
+    def results(self, outputs: Any, values: Sequence[Any]) -> Any:
         """What TVM returned as torch tensors if any value was one, else as NumPy arrays; over the same memory.
 
         What was written in place is the caller's own value: `values` must then be what the call was given.
         """
         importers = [to_torch] * len(self._outputs) if any_torch(values) else self._to_numpy
         if len(importers) == 1:
-            return importers[0](returned) if not self.in_place else values[self.in_place[0]]
+            return importers[0](outputs) if not self.in_place else values[self.in_place[0]]
         if not self.in_place:
-            return self._together(import_(one) for import_, one in zip(importers, returned, strict=True))
+            return self._together(import_(one) for import_, one in zip(importers, outputs, strict=True))
         own = {i: values[j] for i, j in self.in_place.items()}
-        return self._together(own[i] if i in own else importers[i](one) for i, one in enumerate(returned))
+        return self._together(own[i] if i in own else importers[i](one) for i, one in enumerate(outputs))
 
     def refused(self, words: str, arrays: Sequence[Any], sizes: Sizes) -> InputError:
         """The error for what compiled code found wrong with a value; see `errors.CALL_REFUSED`."""
-        argument, *said = words.split("\n")
-        expected, got = (re.sub(r"\{(.*?)\}", lambda name: str(sizes.get(name[1], name[1])), line) for line in said)
-        named = next((i for i, taken in enumerate(self._arguments) if taken.label == argument), None)
-        if named is None:
-            brought = shapes_of([taken.info for taken in self._arguments], arrays)
-            return InputError(argument, expected, got or "some beyond", f"The call brings {brought}.")
-        return InputError(argument, expected, got or _range(arrays[named]))
+        argument, *lines = words.split("\n")
+        expected, got = (re.sub(r"\{(.*?)\}", lambda name: str(sizes.get(name[1], name[1])), line) for line in lines)
+        index = next((i for i, one in enumerate(self._arguments) if one.label == argument), None)
+        if index is None:
+            shapes = shapes_of([one.info for one in self._arguments], arrays)
+            return InputError(argument, expected, got or "some beyond", f"The call brings {shapes}.")
+        return InputError(argument, expected, got or _range(arrays[index]))
 
     def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:
         """The outputs of a call in which some size is 0, or None where one of them holds something to compute."""
         sizes_of = [[size_of(dim, sizes) for dim in info.dims] for info in self._outputs]
-        shapes = [[size for size in found if size is not None] for found in sizes_of]
+        shapes = [[size for size in dims if size is not None] for dims in sizes_of]
         if shapes != sizes_of or not all(0 in shape for shape in shapes):
             return None
         of_torch = any_torch(arrays)

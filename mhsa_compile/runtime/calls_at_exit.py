@@ -33,12 +33,12 @@ class CallsAtExit:
     @property
     def lock(self) -> Lock:
         """The calling thread's lock, to be held around whatever calls TVM."""
-        found = getattr(self._own, "lock", None)
-        if found is None:
+        lock = getattr(self._own, "lock", None)
+        if lock is None:
             with self._registry:
-                found = self._own.lock = threading.RLock()
-                self._locks.add(found)
-        return found
+                lock = self._own.lock = threading.RLock()
+                self._locks.add(lock)
+        return lock
 
     def _finish(self) -> None:
         if os.getpid() != self._process:

@@ -84,23 +84,23 @@ def load(
     if threads is not None:
         host.thread_count(threads)
     check_pool(pool)
-    with opened(path.path if isinstance(path, Artifact) else path) as held:
-        manifest = held.manifest
+    with opened(path.path if isinstance(path, Artifact) else path) as artifact:
+        manifest = artifact.manifest
         readers: dict[str, Callable[[HashedFile], Any]] = {MODULE: HashedFile.read}
-        if (wanted := own_weights(manifest, weights)) is not None:
-            readers[WEIGHTS] = partial(stored_weights, wanted=wanted)
-        stored = held.read(readers)
+        if (needs := own_weights(manifest, weights)) is not None:
+            readers[WEIGHTS] = partial(stored_weights, needs=needs)
+        contents = artifact.read(readers)
     if manifest.target.family == cuda_devices.FAMILY:
-        return _on_gpu(manifest, stored, weights, device, threads)
+        return _on_gpu(manifest, contents, weights, device, threads)
     if device not in (None, "cpu"):
         next_step = "Compile it for a GPU: --target cuda-..., see `mhsa targets`."
         raise InputError("device", '"cpu", as it was compiled for one', repr(device), next_step)
     check_cpu(manifest)
-    check_loops(manifest, held.path)
+    check_loops(manifest, artifact.path)
     runtime = tvm_runtime.start()
     with runtime.calls.lock:
-        arrays = weight_arrays(manifest, stored.pop(WEIGHTS, {}), weights, Argument)
-        library = _library(runtime, manifest, stored)
+        arrays = weight_arrays(manifest, contents.pop(WEIGHTS, {}), weights, Argument)
+        library = _library(runtime, manifest, contents)
         check_features(library.cpu_features)
         signature = Signature(
             manifest.inputs,
@@ -117,25 +117,25 @@ def load(
 
 
 def _on_gpu(
-    manifest: Manifest, stored: dict[str, Any], weights: Weights | None, device: str | None, threads: int | None
+    manifest: Manifest, contents: dict[str, Any], weights: Weights | None, device: str | None, threads: int | None
 ) -> CompiledAttention:
     """Loads an artifact onto a GPU: what is wrong with the machine is said before anything is loaded, and nothing is
     launched before all is well."""
     if threads is not None:
         raise InputError("threads", "None: a GPU computes", repr(threads))
     gpu = cuda_devices.chosen(manifest, device)
-    arrays = weight_arrays(manifest, stored.pop(WEIGHTS, {}), weights, partial(DeviceWeight, gpu))
+    arrays = weight_arrays(manifest, contents.pop(WEIGHTS, {}), weights, partial(DeviceWeight, gpu))
     runtime = tvm_runtime.start_cuda()
     with runtime.calls.lock:
-        library = _library(runtime, manifest, stored)
+        library = _library(runtime, manifest, contents)
         signature = DeviceSignature(manifest, gpu)
         return CompiledAttention(manifest, signature, Launches(library, manifest, signature, gpu), arrays)
 
 
-def _library(runtime: tvm_runtime.Runtime, manifest: Manifest, stored: Mapping[str, Any]) -> tvm_runtime.Library:
+def _library(runtime: tvm_runtime.Runtime, manifest: Manifest, contents: Mapping[str, Any]) -> tvm_runtime.Library:
     hint = "Compile it for this machine. Where memory must not be mapped as code, TMPDIR must not be noexec."
     with reading(ArtifactError, f"artifact file {MODULE!r}", "a library that this machine loads", hint):
-        return runtime.library(stored[MODULE], manifest.files[MODULE])
+        return runtime.library(contents[MODULE], manifest.files[MODULE])
 
 
 class CompiledAttention:
@@ -178,9 +178,9 @@ class CompiledAttention:
         Of a model with inputs called `cache` or `stream` these are those.
         """
         if self._words:
-            given = {"cache": cache, "stream": stream}
-            by_name |= {name: given[name] for name in self._words if given[name] is not None}
-            cache, stream = (None if name in self._words else value for name, value in given.items())
+            keywords = {"cache": cache, "stream": stream}
+            by_name |= {name: keywords[name] for name in self._words if keywords[name] is not None}
+            cache, stream = (None if name in self._words else value for name, value in keywords.items())
         if stream is not None:
             with self._thread.on(stream):
                 return self(*inputs, cache=cache, **by_name)
@@ -267,11 +267,11 @@ class CompiledAttention:
             return self._signature.refused(words, arrays, sizes)
         if (shortage := refusal_of(error)) is not None:
             return shortage
-        brought = shapes_of(self.inputs, arrays)
+        shapes = shapes_of(self.inputs, arrays)
         about_sizes = str(error) if isinstance(error, ValueError) or _MISFIT in str(error) else None
-        if (refusal := misfit(self.manifest.agreements, sizes, brought, about_sizes)) is not None:
+        if (refusal := misfit(self.manifest.agreements, sizes, shapes, about_sizes)) is not None:
             return refusal
-        return ArtifactError("artifact", "code that fits its manifest", f"code that ends at {brought}", _REPORT)
+        return ArtifactError("artifact", "code that fits its manifest", f"code that ends at {shapes}", _REPORT)
 
     @bounded
     def from_host(self, /, *inputs: Any, **by_name: Any) -> Any:
@@ -296,14 +296,14 @@ class CompiledAttention:
                 raise self._refusal(error, arrays, sizes) from error
             return host.results(outputs[0] if len(outputs) == 1 else outputs, arrays)
 
-    def _cached(self, given: object, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+    def _cached(self, argument: object, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         x: Any = inputs[0] if inputs else by_name.get("x")
-        cache = kv_cache.check_call(self.manifest, given, x, self.device)
+        cache = kv_cache.check_call(self.manifest, argument, x, self.device)
         outputs = self(*inputs, **cache.inputs(), **by_name)
         cache.advance(x.shape[1])
-        named = zip(self.outputs, outputs, strict=True)
-        kept = {info.name: value for info, value in named if info.name not in self.manifest.in_place}
-        return next(iter(kept.values())) if len(kept) == 1 else together(kept)(kept.values())
+        pairs = zip(self.outputs, outputs, strict=True)
+        results = {info.name: value for info, value in pairs if info.name not in self.manifest.in_place}
+        return next(iter(results.values())) if len(results) == 1 else together(results)(results.values())
 
     def new_cache(self, batch: int | None = None, capacity: int | None = None) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` positions; what was fixed at compile time is known.

@@ -50,8 +50,8 @@ class DeviceArgument(Argument):
             array = self._truths(array) if self.info.dtype == "bool" else array
             self._check_dtype(array)
         if self.info.broadcast is not None:
-            given, array = array, self._broadcast(array, self.info.broadcast, sizes)
-            if array is not given and given.is_contiguous():  # an axis that had to be repeated is not, any more
+            original, array = array, self._broadcast(array, self.info.broadcast, sizes)
+            if array is not original and original.is_contiguous():  # an axis that had to be repeated is not, any more
                 array = array.contiguous()
         elif array.ndim != len(self.info.dims) or not fits(self.info.dims, array.shape, sizes):
             raise self._wrong_shape(array, sizes)
@@ -107,13 +107,13 @@ class DeviceArgument(Argument):
             return empty(array.shape, "bool", self._gpu, of_torch=False)
         runtime = tvm_runtime.start_cuda()  # TVM's tensors have no arithmetic
         runtime.wait(self._gpu.index, runtime.ffi.get_raw_stream(runtime.ffi.device(str(self._gpu))))
-        seen = super()._truths(np.from_dlpack(runtime.to_host(array)))
-        return runtime.on_gpu([seen], self._gpu.index)[0]
+        truths = super()._truths(np.from_dlpack(runtime.to_host(array)))
+        return runtime.on_gpu([truths], self._gpu.index)[0]
 
-    def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
-        if not is_torch(given) and (given.ndim != len(self.info.dims) or given.shape[-1] == 1):
-            raise self._wrong_shape(given, sizes)  # TVM's tensors have no views
-        return super()._broadcast(given, full, sizes)
+    def _broadcast(self, array: Any, full: Dims, sizes: Sizes) -> Any:
+        if not is_torch(array) and (array.ndim != len(self.info.dims) or array.shape[-1] == 1):
+            raise self._wrong_shape(array, sizes)  # TVM's tensors have no views
+        return super()._broadcast(array, full, sizes)
 
     def _check_memory(self, array: Any) -> None:
         if not array.is_contiguous():
@@ -152,10 +152,10 @@ class DeviceSignature(Signature):
             manifest.inputs, manifest.outputs, limits=manifest.limits, weights=[info.name for info in manifest.weights]
         )
 
-    def results(self, returned: Any, values: Sequence[Any]) -> Any:
-        filled = iter(returned)
+    def results(self, arrays: Any, values: Sequence[Any]) -> Any:
+        outputs = iter(arrays)
         own = {i: values[j] for i, j in self.in_place.items()}
-        results = [own[i] if i in own else next(filled) for i in range(len(self._outputs))]
+        results = [own[i] if i in own else next(outputs) for i in range(len(self._outputs))]
         return results[0] if len(results) == 1 else self._together(results)
 
     def made(self) -> Iterator[TensorInfo]:

@@ -74,16 +74,16 @@ def chosen(manifest: Manifest, device: str | None) -> Gpu:
     that number) and ArtifactError (compiled for another).
     """
     index = _index(device)
-    found = driver()
-    _check_cuda(manifest, found)
-    if not found.count:
+    nvidia = driver()
+    _check_cuda(manifest, nvidia)
+    if not nvidia.count:
         raise DeviceError("device", "an NVIDIA GPU", "none that this process may use", "Look at CUDA_VISIBLE_DEVICES.")
-    if index >= found.count:
-        last = f" to cuda:{found.count - 1}" if found.count > 1 else ""
+    if index >= nvidia.count:
+        last = f" to cuda:{nvidia.count - 1}" if nvidia.count > 1 else ""
         raise InputError("device", f"cuda:0{last}", f"cuda:{index}")
-    gpu = found.gpu(index)
+    gpu = nvidia.gpu(index)
     _check_target(manifest, gpu)
-    needed, free = _weight_bytes(manifest), found.free_bytes(index)
+    needed, free = _weight_bytes(manifest), nvidia.free_bytes(index)
     if free < needed:
         raise DeviceError(
             f"device {gpu}", f"{needed / 2**20:,.0f} MiB free for the weights", f"{free / 2**20:,.0f} MiB",
@@ -95,8 +95,8 @@ def chosen(manifest: Manifest, device: str | None) -> Gpu:
 def first() -> Gpu | None:
     """The first GPU that this process may use, or None where there is none, or no driver that works."""
     try:
-        found = driver()
-        return found.gpu(0) if found.count else None
+        nvidia = driver()
+        return nvidia.gpu(0) if nvidia.count else None
     except (InstallationError, DeviceError):
         return None
 
@@ -137,21 +137,21 @@ def handle_of(stream: Any, gpu: Gpu) -> int:
 
 
 def _index(device: str | None) -> int:
-    found = re.fullmatch(r"cuda(?::(\d+))?", device or FAMILY)
-    if found is None:
+    match = re.fullmatch(r"cuda(?::(\d+))?", device or FAMILY)
+    if match is None:
         expected = '"cuda", or "cuda:1" and the like: the artifact was compiled for a GPU'
         raise InputError("device", expected, repr(device))
-    return int(found[1] or 0)
+    return int(match[1] or 0)
 
 
-def _check_cuda(manifest: Manifest, found: Driver) -> None:
+def _check_cuda(manifest: Manifest, nvidia: Driver) -> None:
     compiled = [
         int(manifest.versions[name].partition(".")[0]) for name in ("nvcc", "nvrtc") if name in manifest.versions
     ]
-    needed = max([OLDEST_CUDA, *compiled])
-    if found.cuda[0] < needed:
-        got = f"one for CUDA {found.cuda[0]}.{found.cuda[1]}"
-        raise InstallationError("NVIDIA driver", f"one for CUDA {needed}.0 or later", got, "Update the driver.")
+    version = max([OLDEST_CUDA, *compiled])
+    if nvidia.cuda[0] < version:
+        got = f"one for CUDA {nvidia.cuda[0]}.{nvidia.cuda[1]}"
+        raise InstallationError("NVIDIA driver", f"one for CUDA {version}.0 or later", got, "Update the driver.")
 
 
 def _check_target(manifest: Manifest, gpu: Gpu) -> None:
@@ -161,9 +161,9 @@ def _check_target(manifest: Manifest, gpu: Gpu) -> None:
     if not runs(arch, gpu.capability):
         expected = f"a GPU of compute capability {capabilities(arch)}, as it was compiled for one"
         raise ArtifactError("artifact", expected, f"{gpu}, {gpu.name}, of {_dotted(gpu.capability)}", _NEXT)
-    needed = target.hardware.shared_kib_per_block
-    if gpu.shared_kib_per_block < needed:
-        expected = f"a GPU with {needed} KiB of shared memory a block, as it was compiled for one"
+    least = target.hardware.shared_kib_per_block
+    if gpu.shared_kib_per_block < least:
+        expected = f"a GPU with {least} KiB of shared memory a block, as it was compiled for one"
         raise ArtifactError("artifact", expected, f"{gpu}, {gpu.name}, with {gpu.shared_kib_per_block}", _NEXT)
 
 
@@ -185,14 +185,14 @@ class _Library:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        started = library.cuInit(0)
-        if started not in (0, _NO_DEVICE):
-            raise InstallationError("NVIDIA driver", "one that starts", self._said(started), "Does nvidia-smi work?")
+        code = library.cuInit(0)
+        if code not in (0, _NO_DEVICE):
+            raise InstallationError("NVIDIA driver", "one that starts", self._said(code), "Does nvidia-smi work?")
         version = ctypes.c_int()
         self._check(library.cuDriverGetVersion(ctypes.byref(version)))
         self.cuda = (version.value // 1000, version.value % 1000 // 10)
         count = ctypes.c_int()
-        if not started:
+        if not code:
             self._check(library.cuDeviceGetCount(ctypes.byref(count)))
         self.count = count.value
 
@@ -211,9 +211,9 @@ class _Library:
         try:
             self._check(library.cuCtxPushCurrent_v2(context))
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
-            asked = library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+            code = library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
             self._check(library.cuCtxPopCurrent_v2(ctypes.byref(context)))
-            self._check(asked)
+            self._check(code)
             return free.value
         finally:
             library.cuDevicePrimaryCtxRelease_v2(device)

@@ -68,31 +68,31 @@ class Launches(threading.local):
         if not self._has_run:
             _refuse_capture()
         key = tuple(sizes.values())
-        known = self._plans.get(key)
-        with _current_device_kept(self._gpu), self._stream(of_torch), _FIRST_CALLS if known is None else nullcontext():
-            size, shapes = known or self._plan(arrays)
+        plan = self._plans.get(key)
+        with _current_device_kept(self._gpu), self._stream(of_torch), _FIRST_CALLS if plan is None else nullcontext():
+            size, shapes = plan or self._plan(arrays)
             try:
-                made = [empty(s, dtype, self._gpu, of_torch) for s, dtype in zip(shapes, self._made, strict=True)]
+                outputs = [empty(s, dtype, self._gpu, of_torch) for s, dtype in zip(shapes, self._made, strict=True)]
                 workspace = empty((size,), "uint8", self._gpu, of_torch)
             except RuntimeError as error:  # PyTorch's OutOfMemoryError is one
                 raise self._no_memory(size, error) from error
             try:
-                self._vm.main(*arrays, *packed, workspace, *made)
+                self._vm.main(*arrays, *packed, workspace, *outputs)
             except RuntimeError as error:
                 if tvm_runtime.refusal(error) is not None:
                     raise
-                raise self._failed(error, self._vm.main, [*arrays, *packed, workspace, *made]) from error
+                raise self._failed(error, self._vm.main, [*arrays, *packed, workspace, *outputs]) from error
         self._has_run = True
-        if known is None:
+        if plan is None:
             self._keep(key, (size, shapes))
-        return made
+        return outputs
 
     def run_from_host(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> list[Any]:
         """A call on arrays of the host, which are copied to the GPU; all outputs, copied back. Errors as `run`."""
         with _current_device_kept(self._gpu):
             there = self._runtime.on_gpu(arrays, self._gpu.index)
-            made = iter(self.run(there, sizes, packed))
-            outputs = [next(made) if source is None else there[source] for source in self._in_place]
+            results = iter(self.run(there, sizes, packed))
+            outputs = [next(results) if source is None else there[source] for source in self._in_place]
             return [self._runtime.to_host(output) for output in outputs]
 
     @contextmanager
@@ -112,12 +112,12 @@ class Launches(threading.local):
 
     def _stream(self, of_torch: bool) -> AbstractContextManager[Any]:
         """Inside, TVM launches on PyTorch's current stream, if `of_torch`; it is told one for each thread and GPU."""
-        torch, kept = torch_of_cuda(), nullcontext()
+        torch, unchanged = torch_of_cuda(), nullcontext()
         if not of_torch or torch is None:
-            return kept
+            return unchanged
         stream = torch.cuda.current_stream(self._gpu.index).cuda_stream
-        found: AbstractContextManager[Any] = self._runtime.ffi.use_raw_stream(self._device, stream)
-        return found
+        context: AbstractContextManager[Any] = self._runtime.ffi.use_raw_stream(self._device, stream)
+        return context
 
     def _plan(self, arrays: Sequence[Any]) -> tuple[int, list[tuple[int, ...]]]:
         """Bytes of the workspace, and the shapes of what the call makes, which follow from its sizes."""
@@ -132,40 +132,40 @@ class Launches(threading.local):
         self._plans[key] = plan
 
     def _no_memory(self, size: int, error: RuntimeError) -> DeviceError:
-        said = str(error).split("\n", 1)[0]
-        if _LATE.search(said):
-            return self._late(said)
+        message = str(error).split("\n", 1)[0]
+        if _LATE.search(message):
+            return self._late(message)
         expected = f"{size / 2**20:,.1f} MiB for the workspace, and room for the outputs"
-        return DeviceError(f"device {self._gpu}", expected, said, "Free some, or call with less.")
+        return DeviceError(f"device {self._gpu}", expected, message, "Free some, or call with less.")
 
-    def _late(self, said: str) -> DeviceError:
+    def _late(self, message: str) -> DeviceError:
         expected = f"one that {self._gpu} runs to its end"
-        return DeviceError("a kernel launched earlier, of this process", expected, said, _LATE_ADVICE)
+        return DeviceError("a kernel launched earlier, of this process", expected, message, _LATE_ADVICE)
 
     def _failed(self, error: RuntimeError, function: Callable[..., Any], arguments: list[Any]) -> DeviceError:
         """The error for what the GPU refused, with the kernel that it refused."""
-        found = re.search(r"CUDA\w* ?Error: .*(\n *grid=.*)?", str(error))
-        said = " ".join((str(error) if found is None else found[0]).split())[:300]
-        if _LATE.search(said):
-            return self._late(said)
+        match = re.search(r"CUDA\w* ?Error: .*(\n *grid=.*)?", str(error))
+        message = " ".join((str(error) if match is None else match[0]).split())[:300]
+        if _LATE.search(message):
+            return self._late(message)
         name = self._last_called(function, arguments) if arguments else None
         op = next((op for op in self._ops if name == f"{op.op}_{op.name}"), None)
-        return DeviceError(_kernel(name, op), f"a launch that {self._gpu} takes", said, _ADVICE)
+        return DeviceError(_kernel(name, op), f"a launch that {self._gpu} takes", message, _ADVICE)
 
     def _last_called(self, function: Callable[..., Any], arguments: list[Any]) -> str | None:
         """The function at which a call ends, if it ends again: TVM's error does not say it."""
-        called: list[str] = []
+        names: list[str] = []
 
         def note(_: Any, name: str, before: bool, *__: Any) -> int:
             if before:
-                called.append(name)
+                names.append(name)
             return 0
 
         self._vm.instrument(note)
         try:
             function(*arguments)
         except RuntimeError:
-            return next((name for name in reversed(called) if not name.startswith("vm.")), None)
+            return next((name for name in reversed(names) if not name.startswith("vm.")), None)
         finally:
             self._vm.instrument(None)
         return None
@@ -209,5 +209,5 @@ def _wait_for_torch(gpu: Gpu) -> None:
 def _current_device_kept(gpu: Gpu) -> AbstractContextManager[Any]:
     """Inside, TVM may make its GPU the current one of the thread; afterwards PyTorch goes on with the one it had."""
     torch = torch_of_cuda()
-    kept: AbstractContextManager[Any] = nullcontext() if torch is None else torch.cuda.device(gpu.index)
-    return kept
+    context: AbstractContextManager[Any] = nullcontext() if torch is None else torch.cuda.device(gpu.index)
+    return context

@@ -69,23 +69,23 @@ class KVCache:
     def truncate(self, length: int | Sequence[int] | NDArray[np.integer]) -> None:
         """Forgets what lies behind `length`, one for all or one for each sequence: of padded prompts what is padding,
         of guessed tokens those that were wrong. Raises InputError."""
-        wanted = np.asarray(length)
+        lengths = np.asarray(length)
         if isinstance(length, np.ma.MaskedArray):
             raise InputError("length", "integers without a mask", "a masked array of NumPy's", "Fill it: x.filled(0).")
-        if not np.issubdtype(wanted.dtype, np.integer) or wanted.shape not in ((), self._length.shape):
-            got = f"{wanted.dtype} of shape {wanted.shape}"
+        if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), self._length.shape):
+            got = f"{lengths.dtype} of shape {lengths.shape}"
             raise InputError("length", f"an integer, or one for each of the {self.batch} sequences", got)
-        if (wanted < 0).any() or (wanted > self._length).any():
-            raise InputError("length", f"from 0 to what is valid, {self._length.tolist()}", str(wanted.tolist()))
-        self._length[:] = wanted
+        if (lengths < 0).any() or (lengths > self._length).any():
+            raise InputError("length", f"from 0 to what is valid, {self._length.tolist()}", str(lengths.tolist()))
+        self._length[:] = lengths
 
     def advance(self, count: int) -> None:
         """Adds to the length after a call that wrote `count` positions behind each sequence."""
         self._length += count
 
     def __repr__(self) -> str:
-        said = f"batch={self.batch}, capacity={self.capacity}, length={self._length.tolist()}, {self.spec['dtype']}"
-        return f"<KVCache {said}{'' if self.device == 'cpu' else f', {self.device}'}>"
+        fields = f"batch={self.batch}, capacity={self.capacity}, length={self._length.tolist()}, {self.spec['dtype']}"
+        return f"<KVCache {fields}{'' if self.device == 'cpu' else f', {self.device}'}>"
 
 
 class DeviceKVCache(KVCache):
@@ -136,8 +136,8 @@ def new_cache(manifest: Manifest, batch: int | None, capacity: int | None, devic
     spec = cached_spec(manifest)
     fixed = next(info.dims for info in manifest.inputs if info.name == "past_key")
     sizes = {}
-    for name, given, dim in (("batch", batch, fixed[0]), ("capacity", capacity, fixed[2])):
-        size = dim if given is None and isinstance(dim, int) else given
+    for name, value, dim in (("batch", batch, fixed[0]), ("capacity", capacity, fixed[2])):
+        size = dim if value is None and isinstance(dim, int) else value
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InputError(name, "a positive integer", repr(size))
         if isinstance(dim, int) and size != dim:
@@ -172,8 +172,8 @@ def check_call(manifest: Manifest, cache: object, x: Any, device: str = "cpu") -
         raise InputError("cache", f"one on {device}, where the artifact is loaded", got, hint)
     if cache.spec != spec:
         differing = [name for name in {**cache.spec, **spec} if cache.spec.get(name) != spec.get(name)]
-        wanted, found = (", ".join(f"{name}={s.get(name)!r}" for name in differing) for s in (spec, cache.spec))
-        raise InputError("cache", f"one for {wanted}, as the artifact's spec", f"one for {found}")
+        ours, theirs = (", ".join(f"{name}={s.get(name)!r}" for name in differing) for s in (spec, cache.spec))
+        raise InputError("cache", f"one for {ours}, as the artifact's spec", f"one for {theirs}")
     shape: Sequence[int] = getattr(x, "shape", ())
     if len(shape) != 3:
         return cache

@@ -21,23 +21,27 @@ _LISTED = 3  # so many nodes a message has room for
 
 
 def misfit(
-    agreements: Iterable[Agreement], sizes: Mapping[str, int], brought: str = "", words: str | None = None
+    agreements: Iterable[Agreement], sizes: Mapping[str, int], shapes: str = "", words: str | None = None
 ) -> InputError | None:
     """The error for the first node whose operands cannot have the sizes of this call. Where none can be told, one about
-    all inputs if there are `words` of TVM's about sizes, else None. `brought`: see `shapes_of`."""
+    all inputs if there are `words` of TVM's about sizes, else None. `shapes`: see `shapes_of`."""
     for one in agreements:
         if not _fits(one, sizes):
             expected = f"operands whose sizes fit each other, {_together(one.operands)}"
             got = _together([[_size(dim, sizes) for dim in shape] for shape in one.operands])
-            return InputError(one.node, expected, got, f"The call brings {brought}." if brought else "")
+            return InputError(one.node, expected, got, f"The call brings {shapes}." if shapes else "")
     if words is None:
         return None
-    compared = _COMPARED.search(words)
-    which = f", from which a node gets sizes of {compared[1]} and {compared[2]} that must be equal" if compared else ""
+    comparison = _COMPARED.search(words)
+    which = (
+        f", from which a node gets sizes of {comparison[1]} and {comparison[2]} that must be equal"
+        if comparison
+        else ""
+    )
     if undecided := [f"{one.node}, {_together(one.operands)}" for one in agreements if not _decided(one, sizes)]:
         which += f"; values decide some of the sizes of {'; '.join(undecided[:_LISTED])}"
     hint = "Pass shapes, and values of what holds shapes, for which the model's own arithmetic comes out even."
-    return InputError("inputs", "sizes that fit each other inside the model", f"{brought}{which}", hint)
+    return InputError("inputs", "sizes that fit each other inside the model", f"{shapes}{which}", hint)
 
 
 def shapes_of(infos: Sequence[TensorInfo], arrays: Iterable[Any]) -> str:

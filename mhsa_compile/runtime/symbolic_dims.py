@@ -19,8 +19,8 @@ def size_of(dim: int | str, sizes: Mapping[str, int]) -> int | None:
     """The size of a dim where the symbols have `sizes`; None where one of them has none."""
     if isinstance(dim, int):
         return dim
-    found = sizes.get(dim)
-    return made_of(dim, sizes) if found is None else found
+    size = sizes.get(dim)
+    return made_of(dim, sizes) if size is None else size
 
 
 def made_of(dim: str, sizes: Mapping[str, int]) -> int | None:

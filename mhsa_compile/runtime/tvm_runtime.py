@@ -121,15 +121,15 @@ class Runtime:
 
     def on_gpu(self, arrays: Sequence[Any], gpu: int) -> list[Any]:
         """Tensors of TVM's with the same contents in a GPU's memory; those that lie there stay where they are."""
-        found = []
+        tensors = []
         for tensor in map(self.ffi.from_dlpack, arrays):
             if tensor.device.type == "cpu":
                 copy = self.empty(tensor.shape, str(tensor.dtype), gpu)
                 self._copy(tensor, copy)
                 tensor = copy
-            found.append(tensor)
+            tensors.append(tensor)
         self.wait(gpu)
-        return found
+        return tensors
 
     def to_host(self, tensor: Any) -> Any:
         """A tensor of TVM's in the host's memory with the contents of one in a GPU's."""
@@ -159,18 +159,18 @@ class Runtime:
         its backtrace. Whatever file had the number by then would be read as a library, and an empty one is a SIGBUS.
         """
         with self.calls.lock:
-            found = self._libraries.get(digest)
-            if found is None:
-                found = self._libraries.setdefault(digest, Library(self._mapped(code, digest)))
-        return found
+            library = self._libraries.get(digest)
+            if library is None:
+                library = self._libraries.setdefault(digest, Library(self._mapped(code, digest)))
+        return library
 
     def _mapped(self, code: bytes, digest: str) -> Any:
         if not proc.is_mounted():
             return self._mapped_from_disk(code, digest)
-        spelled = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
+        suffix = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
         handle = mappable(code, "module.so")
         try:
-            return self._load(f"/proc/self/fd{spelled}/{handle}", "so")
+            return self._load(f"/proc/self/fd{suffix}/{handle}", "so")
         except BaseException:
             os.close(handle)
             raise
@@ -204,14 +204,14 @@ class Runtime:
         # second lets all of them run on the caller's CPUs, which it names at least `threads` times.
         for size in (max(threads, self.cpus), max(threads, len(cpus))):
             self._configure(_SHARE_ALL_CPUS, threads, [str(cpu) for cpu in islice(cycle(cpus), size)])
-        if (found := self._pool_threads()) != threads:
+        if (size := self._pool_threads()) != threads:
             raise InputError(
                 "threads",
-                f"at most {found} in this thread of Python's: its first load or call made a pool of so many, which TVM "
+                f"at most {size} in this thread of Python's: its first load or call made a pool of so many, which TVM "
                 "cannot enlarge",
                 str(threads),
                 f"Load what uses {threads} before anything else, or load and call it in a threading.Thread of its own, "
-                f"or load with threads={found}.",
+                f"or load with threads={size}.",
             )
 
     def ensure_threads(self, threads: int) -> None:
@@ -282,8 +282,8 @@ def _load_cudart() -> None:
 
 def refusal(error: Exception) -> str | None:
     """What compiled code said as it refused a value, if that is what `error` is; see `errors.CALL_REFUSED`."""
-    found = getattr(error, "__tvm_ffi_error__", None)
-    return str(found.message) if found is not None and found.kind == CALL_REFUSED else None
+    ffi_error = getattr(error, "__tvm_ffi_error__", None)
+    return str(ffi_error.message) if ffi_error is not None and ffi_error.kind == CALL_REFUSED else None
 
 
 def libraries(on_gpu: bool) -> list[Path]:

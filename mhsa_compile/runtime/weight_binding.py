@@ -81,18 +81,18 @@ def weight_arrays(
 ) -> list[Any]:
     """The weights in the manifest's order, checked. `stored` are those of the artifact that are needed. Raises
     InputError."""
-    found = stored
+    arrays = stored
     if weights is not None:
-        found = {**stored, **(weights if isinstance(weights, Mapping) else _read(weights))}
+        arrays = {**stored, **(weights if isinstance(weights, Mapping) else _read(weights))}
     names = {info.name for info in manifest.weights}
-    if missing := sorted(names - found.keys()):
+    if missing := sorted(names - arrays.keys()):
         raise InputError(
             "weights", f"an array for each of {', '.join(sorted(names))}", f"none for {', '.join(missing)}"
         )
-    if extra := sorted(map(str, found.keys() - names)):
+    if extra := sorted(map(str, arrays.keys() - names)):
         raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
     # On a cache line, also where the manifest lists no code of TVM's: what prepares weights to be packed is that, too.
-    return [make(info, "weight", {}, True).ready(found[info.name], {}) for info in manifest.weights]
+    return [make(info, "weight", {}, True).ready(arrays[info.name], {}) for info in manifest.weights]
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -36,9 +36,12 @@ class FallbackTask:
 
 def fallback_tasks(module: Any, profile: CpuProfile) -> list[FallbackTask]:
     """What an imported module leaves for TVM, equal functions once."""
-    found, exact = cpu_schedule.primitives(module, profile), cpu_schedule.primitives(module, profile, arithmetic=False)
+    functions, exact = (
+        cpu_schedule.primitives(module, profile),
+        cpu_schedule.primitives(module, profile, arithmetic=False),
+    )
     by_key: dict[str, FallbackTask] = {}
-    for name, function in found.items():
+    for name, function in functions.items():
         key = traces.key_of(function)
         by_key.setdefault(
             key["function"], FallbackTask(name, function, exact.get(name), key, _unfit(function, exact.get(name)))
@@ -72,10 +75,10 @@ def job_of(task: FallbackTask, seed: int = 0) -> MeasureJob:
     schedule, and one rounding step of the largest output.
     """
     rng = np.random.default_rng(seed)
-    *given, output = [(tuple(int(dim) for dim in b.shape), str(b.dtype)) for b in traces.buffers(task.exact)]
+    *shapes, output = [(tuple(int(dim) for dim in b.shape), str(b.dtype)) for b in traces.buffers(task.exact)]
     inputs = [
         rng.random(shape) < 0.8 if dtype == "bool" else rng.standard_normal(shape).astype(np.float32)
-        for shape, dtype in given
+        for shape, dtype in shapes
     ]
     expected = _evaluated(_widened(task.exact), inputs, output[0], np.float64)
     yardstick = _evaluated(task.exact, inputs, output[0], np.float32)

@@ -70,7 +70,7 @@ class ScheduleResult:
 
 
 def tune_functions(
-    found: list[FallbackTask],
+    tasks: list[FallbackTask],
     profile: CpuProfile,
     session: Session,
     seconds: float,
@@ -85,7 +85,7 @@ def tune_functions(
 
     Raises DeviceError, RecordsError, and RuntimeError where a function's default cannot be measured.
     """
-    tunable = [task for task in found if not task.reason]
+    tunable = [task for task in tasks if not task.reason]
     results = []
     for task in tunable:
         tell(task.name)
@@ -114,15 +114,15 @@ def tune_function(
     best: tuple[float, str, Candidate] | None = None
     empty = 0
     while empty < REFUSED and monotonic() < end and (trials is None or result.trials < trials):
-        drawn = space.draw(BATCH if trials is None else min(BATCH, trials - result.trials))
-        built = _built(drawn, task, profile, result)
-        empty = 0 if built else empty + 1
-        if not built:
+        texts = space.draw(BATCH if trials is None else min(BATCH, trials - result.trials))
+        candidates = _built(texts, task, profile, result)
+        empty = 0 if candidates else empty + 1
+        if not candidates:
             continue
-        first, *others = session.measure(job, [default, *(candidate for _, candidate in built)], SECONDS)
+        first, *others = session.measure(job, [default, *(candidate for _, candidate in candidates)], SECONDS)
         if not isinstance(first, Timing):
             raise RuntimeError(f"the default schedule of {task.name} {first.reason} {first.detail}".strip())
-        for (trace, candidate), outcome in zip(built, others, strict=True):
+        for (trace, candidate), outcome in zip(candidates, others, strict=True):
             if not isinstance(outcome, Timing):
                 result.failures[outcome.reason] += 1
             elif best is None or Found.of(outcome, first).score < best[0]:
@@ -131,21 +131,21 @@ def tune_function(
 
 
 def _built(
-    drawn: list[str], task: FallbackTask, profile: CpuProfile, result: ScheduleResult
+    texts: list[str], task: FallbackTask, profile: CpuProfile, result: ScheduleResult
 ) -> list[tuple[str, Candidate]]:
     """(trace, candidate) of those drawn that can be built as `cpu_schedule` would: from their trace."""
-    built = []
-    for trace in drawn:
+    candidates = []
+    for trace in texts:
         result.trials += 1
         function = traces.applied(task.function, trace)
         if isinstance(function, str):  # why the trace does not apply
             result.failures[BUILD] += 1
             continue
         try:
-            built.append((trace, candidate_of(function, profile)))
+            candidates.append((trace, candidate_of(function, profile)))
         except Exception:  # whatever TVM's passes and LLVM trip over
             result.failures[BUILD] += 1
-    return built
+    return candidates
 
 
 def _confirmed(
@@ -166,12 +166,12 @@ def _confirmed(
     result.best_us = result.default_us
     if best is None or not isinstance(outcomes[1], Timing):
         return result
-    found = Found.of(outcomes[1], first)
-    if found.score < 1 - result.noise:
-        result.best_us = found.default_us * found.score
+    gain = Found.of(outcomes[1], first)
+    if gain.score < 1 - result.noise:
+        result.best_us = gain.default_us * gain.score
         on, key = MeasuredOn(profile, session.threads, session.device), result.task.key
         result.record = make_record(
-            found, on, op=traces.KIND, key=key, sizes={}, kernel=traces.KIND, config={}, trace=best[1]
+            gain, on, op=traces.KIND, key=key, sizes={}, kernel=traces.KIND, config={}, trace=best[1]
         )
     return result
 

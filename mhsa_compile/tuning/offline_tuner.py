@@ -106,17 +106,17 @@ def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path
 
     Raises BundleError for results of another source, target or study, and what `tune` raises.
     """
-    began, found = monotonic(), work_results.read(path)
+    began, results = monotonic(), work_results.read(path)
     tasks = tasks_of(ops, request.sizes)
     source = source_digest(tasks)
-    _check(found, path, _word(source, request), profile)
+    _check(results, path, _word(source, request), profile)
     storage = open_storage(request.storage)
     report = []
     for task in tasks:
         space = Space.of(task.op, profile)
-        with _study(storage, task, space, profile, found.order.threads, request, source) as study:
-            own = [_of_task(found, place) for place, _ in _places(task, request)]
-            report.append(_unpacked(task, study, own, profile, found, request))
+        with _study(storage, task, space, profile, results.order.threads, request, source) as study:
+            own = [_of_task(results, place) for place, _ in _places(task, request)]
+            report.append(_unpacked(task, study, own, profile, results, request))
     return TuningReport(tuple(report), monotonic() - began)
 
 
@@ -136,9 +136,9 @@ def _places(task: TuningTask, request: Request) -> list[tuple[str, Mapping[str, 
     return [(word(sizes), sizes) for sizes in (request.sizes, *elsewhere(task.op, request.sizes))]
 
 
-def _of_task(found: Results, place: str) -> dict[Point, Measured]:
+def _of_task(results: Results, place: str) -> dict[Point, Measured]:
     with reading(BundleError, "results", "the labels of its bundle", work_bundle.COPY_AGAIN):
-        return {point_of(msgspec.json.decode(one.label)): one for one in found.measured if one.task == place}
+        return {point_of(msgspec.json.decode(one.label)): one for one in results.measured if one.task == place}
 
 
 def _label(point: Point) -> str:
@@ -155,8 +155,8 @@ def _study(
 def _points(study: Study, request: Request) -> list[Point]:
     """The points to measure: the default, the best that the study knows, first guesses, and the sampler's proposals."""
     space, best = study.space, [point for _, point in found_in(study.trials())][:FINALISTS]
-    known = {trial.point for trial in study.trials()}
-    guesses = [point for point in first_guesses(space, request.known) if point not in known]
+    points = {trial.point for trial in study.trials()}
+    guesses = [point for point in first_guesses(space, request.known) if point not in points]
     first = list(dict.fromkeys([space.default, *best, *guesses]))
     more = max(0, (request.trials or CANDIDATES) - len(first))
     return list(dict.fromkeys([*first, *study.proposals(more)]))
@@ -174,16 +174,16 @@ def _candidates(space: Space, points: list[Point]) -> dict[Point, Candidate]:
     return candidates
 
 
-def _check(found: Results, path: Path, word: str, profile: TargetProfile) -> None:
+def _check(results: Results, path: Path, word: str, profile: TargetProfile) -> None:
     """Raises BundleError for results of another source, study or target, and for none."""
     what = f"results {str(path)!r}"
-    if found.order.study != word:
+    if results.order.study != word:
         hint = "Give the same source, sizes and --study as for the bundle."
-        raise BundleError(what, f"those of this source, {word}", f"those of {found.order.study}", hint)
-    if found.order.isa != isa_of(profile):
+        raise BundleError(what, f"those of this source, {word}", f"those of {results.order.study}", hint)
+    if results.order.isa != isa_of(profile):
         hint = "Give the same --target as for the bundle."
-        raise BundleError(what, "those of this target", f"those of {found.order.target}, of another kind", hint)
-    if not found.measured:
+        raise BundleError(what, "those of this target", f"those of {results.order.target}, of another kind", hint)
+    if not results.measured:
         raise BundleError(what, "some that were measured", "none", "Let `mhsa measure` run for longer.")
 
 
@@ -192,29 +192,29 @@ def _unpacked(
     study: Study,
     own: list[dict[Point, Measured]],
     profile: TargetProfile,
-    found: Results,
+    results: Results,
     request: Request,
 ) -> TaskResult:
     """Tells the results of one operation to its study, and writes its record. `own`: what was measured at the
     operation's sizes, and elsewhere."""
     space, (pairs, *others) = study.space, own
-    for point, measured in pairs.items():
-        if isinstance(measured.incumbent, Timing):
-            study.add(point, measured.outcome, measured.incumbent)
+    for point, pair in pairs.items():
+        if isinstance(pair.incumbent, Timing):
+            study.add(point, pair.outcome, pair.incumbent)
     default = pairs.get(space.default)
     if default is None or (both := _both(default)) is None:
         why = "it was not measured" if default is None else _why(default.outcome)
         return not_measured(task, study, f"the default config: {why}")
-    lasting = {point: measured for point, measured in pairs.items() if all(_lasts(point, one) for one in others)}
+    lasting = {point: pair for point, pair in pairs.items() if all(_lasts(point, one) for one in others)}
     result = _best(space, *both, lasting, study)
-    on = MeasuredOn(profile, found.order.threads, found.device)
+    on = MeasuredOn(profile, results.order.threads, results.device)
     record_files.append(request.records, record_of(task, result, on))
     return task_result(task, study, result)
 
 
-def _both(measured: Measured) -> tuple[Timing, Timing] | None:
+def _both(pair: Measured) -> tuple[Timing, Timing] | None:
     """(the incumbent, the candidate), if both ran."""
-    incumbent, outcome = measured.incumbent, measured.outcome
+    incumbent, outcome = pair.incumbent, pair.outcome
     return (incumbent, outcome) if isinstance(incumbent, Timing) and isinstance(outcome, Timing) else None
 
 
@@ -239,8 +239,8 @@ def _best(
     noise = noise_of(incumbent, again)
     point, best = chosen(space.default, incumbent, {}, noise)
     found = best[point]
-    for candidate, measured in pairs.items():
-        both = _both(measured)
+    for candidate, pair in pairs.items():
+        both = _both(pair)
         if both is not None:
             faster, its = chosen(space.default, both[0], {candidate: both[1]}, noise)
             if its[faster].score < found.score:

@@ -47,21 +47,21 @@ def job_of(op: Op, sizes: Mapping[str, int], seed: int = 0) -> MeasureJob:
     Raises ModelError for a symbol without a size. Axes of a mask are full where no size says otherwise, but for batch
     and heads, which are 1.
     """
-    known = {
+    dims = {
         "mask_B": 1,
         "mask_H": 1,
         "mask_L": sizes.get("L", 0),
         "mask_S": sizes.get("S", sizes.get("L", 0)),
         **sizes,
     }
-    if missing := sorted(symbol for symbol in symbols(op) if not known.get(symbol)):
+    if missing := sorted(symbol for symbol in symbols(op) if not dims.get(symbol)):
         hint = "Fix it, such as with --batch, --length and --kv-length."
         raise ModelError("sizes", f"one for each of {', '.join(sorted(symbols(op)))}", f"none for {missing[0]}", hint)
     rng = np.random.default_rng(seed)
     if isinstance(op, LinearOp):
-        return _linear(op, known, rng)
+        return _linear(op, dims, rng)
     assert isinstance(op, AttentionOp), "only operations with a key are measured"
-    return _AttentionJob(op, known).job(rng)
+    return _AttentionJob(op, dims).job(rng)
 
 
 def candidate_of(op: Op, kernel: Kernel[Any], config: Config, profile: TargetProfile) -> Candidate:
@@ -97,16 +97,16 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
     checked = _some(count, ROWS)
 
     def product(dtype: torch.dtype, rounded: bool) -> np.ndarray:
-        given = to_torch(x.reshape(count, K)[checked]).to(dtype)
+        factor = to_torch(x.reshape(count, K)[checked]).to(dtype)
         results = []
         for weight, bias, transposed in zip(weights, biases, op.transposed, strict=True):
             w = to_torch(weight if transposed else weight.T).to(dtype)
-            y = product_in_int8(given, w) if rounded else given @ w
+            y = product_in_int8(factor, w) if rounded else factor @ w
             results.append(y if bias is None else y + to_torch(bias).to(dtype))
         return to_numpy(torch.cat(results, dim=-1))
 
     expected = product(torch.float64, False)
-    allowed = budget(expected, product(to_torch(x).dtype, op.int8_weights), op.dtype)
+    most = budget(expected, product(to_torch(x).dtype, op.int8_weights), op.dtype)
     places = checked[:, None] * op.pitch + np.arange(N)
     given_biases = [bias for bias in biases if bias is not None]
     return MeasureJob(
@@ -115,7 +115,7 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
         output=((*rows, op.pitch), op.dtype),
         checked=places.reshape(-1),
         expected=expected.reshape(-1),
-        budget=allowed,
+        budget=most,
         flops=2 * count * K * N,
     )
 
@@ -145,11 +145,11 @@ class _AttentionJob:
         no_key = next((to_torch(meaning.no_key) for meaning in meanings if meaning.no_key is not None), None)
 
         def at(dtype: torch.dtype) -> np.ndarray:
-            given = [to_torch(np.ascontiguousarray(x[entries])).to(dtype) for x in (q[:, :, rows], k, v)]
+            operands = [to_torch(np.ascontiguousarray(x[entries])).to(dtype) for x in (q[:, :, rows], k, v)]
             bias = None if scores is None else scores.to(dtype)
             extra = None if no_key is None else no_key.to(dtype)
             scoring = Scoring(visible, bias, limits, no_key=extra)
-            return to_numpy(attend(given[0], given[1], given[2], scoring, op.scale))
+            return to_numpy(attend(operands[0], operands[1], operands[2], scoring, op.scale))
 
         expected = at(torch.float64)
         shape, places = self._places(entries, rows)
@@ -185,14 +185,14 @@ class _AttentionJob:
     def _heads(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Q, K and V as (B, heads, length, width), views."""
         order = {buffer: i for i, buffer in enumerate(sorted({place.buffer for place, *_ in self._roles()}))}
-        found = []
+        by_heads = []
         for place, length, heads, width in self._roles():
             array = inputs[order[place.buffer]]
             if place.layout == "rows":
                 columns = array[..., place.offset : place.offset + heads * width]
                 array = columns.reshape(self.B, length, heads, width).transpose(0, 2, 1, 3)
-            found.append(array)
-        return found
+            by_heads.append(array)
+        return by_heads
 
     def _distance(self, rows: np.ndarray) -> np.ndarray:
         """(rows, S): key - place of the query."""

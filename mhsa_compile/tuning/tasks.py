@@ -127,18 +127,18 @@ class TuningReport:
 
 def tasks_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningTask]:
     """The operations that have something to tune, equal ones as one. Raises InputError for a symbol without a size."""
-    found: dict[str, TuningTask] = {}
+    tasks: dict[str, TuningTask] = {}
     for name, op in ops.items():
         key = key_of(op)
         if key is not None:
             try:
-                measured = measured_at(op, sizes)
+                point_sizes = measured_at(op, sizes)
             except KeyError as missing:
                 raise InputError("dims", f"a size for {missing}", "none", "State it: --dim NAME=N.") from None
-            place = digest([op.kind, key, measured])
-            names = (*(found[place].names if place in found else ()), name)
-            found[place] = TuningTask(names, op, key, measured)
-    return list(found.values())
+            place = digest([op.kind, key, point_sizes])
+            names = (*(tasks[place].names if place in tasks else ()), name)
+            tasks[place] = TuningTask(names, op, key, point_sizes)
+    return list(tasks.values())
 
 
 def source_digest(tasks: list[TuningTask]) -> str:
@@ -189,7 +189,7 @@ def record_of(task: TuningTask, result: SearchResult, on: MeasuredOn) -> Record:
 
 
 def make_record(
-    found: Found,
+    result: Found,
     on: MeasuredOn,
     *,
     op: str,
@@ -207,10 +207,10 @@ def make_record(
         kernel=kernel,
         config=config,
         trace=trace,
-        median_us=found.us,
-        spread=found.spread,
-        default_us=found.default_us,
-        error_share=found.error_share,
+        median_us=result.us,
+        spread=result.spread,
+        default_us=result.default_us,
+        error_share=result.error_share,
         threads=on.threads,
         isa=isa_of(on.profile),
         device=as_kept(on.device, on.profile),

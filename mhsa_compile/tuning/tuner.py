@@ -162,14 +162,14 @@ class _Tuning:
         request = self.request
         state.phase = "searching"
         search.study.guess(first_guesses(search.space, request.known))
-        stopped = search.run(end, request.trials)
+        reason = search.run(end, request.trials)
         before = None
         if request.exhaustive:
             state.phase, before = "sweeping", search.study.trials()
-            stopped = search.sweep()
+            reason = search.sweep()
         state.phase = "confirming"
         self._say()
-        result = search.confirm(stopped, before)
+        result = search.confirm(reason, before)
         on = MeasuredOn(self.profile, self.session.threads, self.session.device, self.versions)
         record_files.append(request.records, record_of(state.task, result, on))
         self._done(state, task_result(state.task, search.study, result))

@@ -52,5 +52,5 @@ def agrees(expected: Tensor, own: Tensor, actual: Tensor) -> bool:
     """Whether `actual` is as close to `expected`, in float64, as twice the error of `own` and a rounding step of its
     dtype allow: `own` is what PyTorch's eager operators compute at that dtype."""
     exact = expected.detach().double().numpy()
-    allowed = budget(exact, own.detach().double().numpy(), str(own.dtype).removeprefix("torch."))
-    return max_error(exact, actual.detach().double().numpy()) <= allowed
+    most = budget(exact, own.detach().double().numpy(), str(own.dtype).removeprefix("torch."))
+    return max_error(exact, actual.detach().double().numpy()) <= most

@@ -45,8 +45,8 @@ class Evaluators:
 
     def check_evaluable(self) -> None:
         """Raises NotEvaluated for a file whose values are nobody's to foresee, or that is too large."""
-        if drawn := sorted({node.op_type for node in _nodes(self.original) if node.op_type in _RANDOM}):
-            raise NotEvaluated(f"{drawn[0]} draws numbers at random")
+        if operators := sorted({node.op_type for node in _nodes(self.original) if node.op_type in _RANDOM}):
+            raise NotEvaluated(f"{operators[0]} draws numbers at random")
         elements = sum(int(np.prod(t.dims)) for t in self.original.graph.initializer if t.data_type in FLOATS)
         if 8 * elements > _MOST_BYTES:
             raise NotEvaluated(f"its weights in float64 are more than {_MOST_BYTES >> 30} GiB")
@@ -107,8 +107,8 @@ class Evaluators:
         return outputs
 
     def _in_order(self, outputs: list[np.ndarray]) -> list[np.ndarray]:
-        named = dict(zip((value.name for value in self.canonical.graph.output), outputs, strict=False))
-        return [named[name] for name in self.names] if outputs else []
+        by_name = dict(zip((value.name for value in self.canonical.graph.output), outputs, strict=False))
+        return [by_name[name] for name in self.names] if outputs else []
 
     @cached_property
     def _reference(self) -> Reference:

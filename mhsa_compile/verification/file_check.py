@@ -81,9 +81,9 @@ def check_file(evaluators: Evaluators, run: Run, outputs: Sequence[str]) -> Chec
         cases.append(sizes)
     if not cases:
         return Check(note=reason)
-    largest, allowed = checks.worst
+    largest, error_budget = checks.worst
     notes = [note for note in (checks.note(), "" if evaluators.used else reason) if note]
-    return Check(tuple(evaluators.used), tuple(cases), largest, allowed, "; ".join(notes))
+    return Check(tuple(evaluators.used), tuple(cases), largest, error_budget, "; ".join(notes))
 
 
 def sensible_inputs(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
@@ -104,14 +104,14 @@ def _candidates(model: onnx.ModelProto) -> Iterator[dict[str, int]]:
     if not symbols:
         yield {}
         return
-    seen: list[dict[str, int]] = []
+    cases: list[dict[str, int]] = []
     apart = ([row[i % len(row)] for i in range(len(symbols))] for row in (_FIRST, _SECOND))
     alike = ([batch, *[size] * (len(symbols) - 1)] for size, batch in zip(_ALIKE, (2, 3, 1, 1, 1, 1), strict=True))
     whole = ([size] * len(symbols) for size in _ALIKE)
     for row in (*apart, *alike, *whole):
         sizes = {symbol: min(size, most.get(symbol, size)) for symbol, size in zip(symbols, row, strict=True)}
-        if sizes not in seen:
-            seen.append(sizes)
+        if sizes not in cases:
+            cases.append(sizes)
             yield sizes
 
 
@@ -223,23 +223,23 @@ class _FileCheck:
     def _jumps(self, inputs: Arrays, draws: list[Draw]) -> list[np.ndarray]:
         """Where the file's outputs move by more than the budget when its inputs move by their rounding."""
         places = [np.zeros(truth.shape, bool) for truth, _, _ in draws]
-        allowed = [budget(truth, yardstick, str(yardstick.dtype)) for truth, yardstick, _ in draws]
+        budgets = [budget(truth, yardstick, str(yardstick.dtype)) for truth, yardstick, _ in draws]
         with np.errstate(invalid="ignore"):
             differ = [
                 np.abs(_wide(actual) - _wide(truth)) > limit
-                for (truth, _, actual), limit in zip(draws, allowed, strict=True)
+                for (truth, _, actual), limit in zip(draws, budgets, strict=True)
             ]
         for seed in range(_MOST_NUDGES):
             unexplained = any((other & ~place).any() for other, place in zip(differ, places, strict=True))
             if seed >= _NUDGES and not unexplained:
                 break
             rng = np.random.default_rng(seed)
-            nudged = {name: _nudged(array, rng) for name, array in inputs.items()}
-            moved = self.evaluators.exact(nudged)
-            moved = self.evaluators.exact_of_canonical(nudged) if moved is None else moved
+            neighbours = {name: _nudged(array, rng) for name, array in inputs.items()}
+            moved = self.evaluators.exact(neighbours)
+            moved = self.evaluators.exact_of_canonical(neighbours) if moved is None else moved
             if moved is None or any(m.shape != p.shape for m, p in zip(moved, places, strict=True)):
                 continue
-            for place, other, (truth, _, _), limit in zip(places, moved, draws, allowed, strict=True):
+            for place, other, (truth, _, _), limit in zip(places, moved, draws, budgets, strict=True):
                 with np.errstate(invalid="ignore"):
                     place |= np.abs(_wide(other) - _wide(truth)) > limit
         return places
@@ -249,12 +249,12 @@ class _FileCheck:
     ) -> Difference | None:
         """Against ONNX Runtime, which nobody has confirmed: rounding is told from another meaning, and no more."""
         for name, ours, theirs in zip(self.evaluators.names, actual, rounded, strict=True):
-            error, allowed = max_error(_wide(theirs), ours), coarse_budget(_wide(theirs), str(theirs.dtype))
-            if error <= allowed:
-                self._note_worst(error, allowed)
+            error, most = max_error(_wide(theirs), ours), coarse_budget(_wide(theirs), str(theirs.dtype))
+            if error <= most:
+                self._note_worst(error, most)
             elif np.isfinite(_wide(theirs)).all():
                 against = tuple(self.evaluators.used)
-                return Difference(name, sizes, inputs, ours, theirs, error, allowed, against)
+                return Difference(name, sizes, inputs, ours, theirs, error, most, against)
             else:
                 self._left_out["ONNX Runtime's result is not finite, and nobody else evaluates it"] = 1.0
         return None
@@ -272,23 +272,23 @@ class _FileCheck:
             if max(shares) > 1:
                 i = shares.index(max(shares))
                 truth, yardstick, output = draws[i]
-                allowed = budget(truth, yardstick, str(yardstick.dtype))
+                most = budget(truth, yardstick, str(yardstick.dtype))
                 against = tuple(self.evaluators.used)
                 error = max_error(truth, output)
-                return Difference(self.evaluators.names[i], sizes, inputs, actual[i], exact[i], error, allowed, against)
+                return Difference(self.evaluators.names[i], sizes, inputs, actual[i], exact[i], error, most, against)
         return None
 
-    def _note_worst(self, error: float, allowed: float) -> None:
-        share = error / allowed if allowed else float(error > 0)
+    def _note_worst(self, error: float, most: float) -> None:
+        share = error / most if most else float(error > 0)
         before = self.worst[0] / self.worst[1] if self.worst[1] else 0.0
         if share >= before:
-            self.worst = (error, allowed)
+            self.worst = (error, most)
 
 
 def _share(draw: Draw) -> float:
     truth, yardstick, actual = draw
-    error, allowed = max_error(truth, actual), budget(truth, yardstick, str(yardstick.dtype))
-    return error / allowed if allowed else (np.inf if error else 0.0)
+    error, most = max_error(truth, actual), budget(truth, yardstick, str(yardstick.dtype))
+    return error / most if most else (np.inf if error else 0.0)
 
 
 def _of_their_shape(exact: np.ndarray, rounded: np.ndarray, actual: np.ndarray) -> np.ndarray:

@@ -33,15 +33,15 @@ def first_difference(original: onnx.ModelProto, output: str, compile: Compile) -
         return None
     right, wrong = -1, len(nodes) - 1
     begin = time.monotonic()
-    skipped: set[int] = set()
+    unclear: set[int] = set()
     while right + 1 < wrong and time.monotonic() - begin < _SECONDS:
-        between = [i for i in range(right + 1, wrong) if i not in skipped]
+        between = [i for i in range(right + 1, wrong) if i not in unclear]
         if not between:
             break
         middle = between[len(between) // 2]
         verdict = _differs(original, nodes[: middle + 1], compile)
         if verdict is None:
-            skipped.add(middle)
+            unclear.add(middle)
         elif verdict is _WRONG:
             wrong = middle
         else:
@@ -54,11 +54,11 @@ def first_difference(original: onnx.ModelProto, output: str, compile: Compile) -
 
 def _ancestors(model: onnx.ModelProto, output: str) -> list[onnx.NodeProto]:
     """The nodes that an output depends on, in the graph's order."""
-    wanted, nodes = {output}, []
+    names, nodes = {output}, []
     for node in reversed(model.graph.node):
-        if wanted & set(node.output):
+        if names & set(node.output):
             nodes.append(node)
-            wanted.update(_read(node))
+            names.update(_read(node))
     return nodes[::-1]
 
 
@@ -79,11 +79,11 @@ def _differs(original: onnx.ModelProto, nodes: list[onnx.NodeProto], compile: Co
     del part.graph.node[:], part.graph.output[:], part.graph.value_info[:]
     last = nodes[-1]
     part.graph.node.extend(_needed(nodes))
-    used = set().union(*map(_read, part.graph.node))
+    names = set().union(*map(_read, part.graph.node))
     for field in (part.graph.input, part.graph.initializer):
-        kept = [entry for entry in field if entry.name in used]
+        entries = [entry for entry in field if entry.name in names]
         del field[:]
-        field.extend(kept)
+        field.extend(entries)
     part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in last.output if name)
     try:
         inferred = onnx.shape_inference.infer_shapes(part)
@@ -102,12 +102,12 @@ def _differs(original: onnx.ModelProto, nodes: list[onnx.NodeProto], compile: Co
 
 
 def _needed(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    wanted, kept = set(nodes[-1].output), []
+    names, ancestors = set(nodes[-1].output), []
     for node in reversed(nodes):
-        if wanted & set(node.output):
-            kept.append(node)
-            wanted |= _read(node)
-    return kept[::-1]
+        if names & set(node.output):
+            ancestors.append(node)
+            names |= _read(node)
+    return ancestors[::-1]
 
 
 def _named(node: onnx.NodeProto) -> str:

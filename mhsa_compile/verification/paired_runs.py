@@ -84,8 +84,8 @@ class Pairs:
         self.reference, self.manifest, self._run = reference, manifest, run
         self.model = model = reference.model
         self.own = manifest.spec is not None
-        judged = top_k_parity.in_weights(model)
-        self._judged = reference if judged is model else Reference(judged, int8_weights=manifest.int8_weights)
+        probe = top_k_parity.in_weights(model)
+        self._judged = reference if probe is model else Reference(probe, int8_weights=manifest.int8_weights)
         names = [value.name for value in model.graph.output]
         self._keys = {names.index(name): name for name in top_k_parity.key_outputs(model)}
 
@@ -109,16 +109,16 @@ class Pairs:
         """The worst output's difference. Each of the two runs may be off by the budget: they may differ by two."""
         expected = self.truth(base)
         yardstick = self._judged.eager(base)
-        found_at_base = self.run(base)
-        if [a.shape for a in found_at_base] != [e.shape for e in expected]:
+        base_results = self.run(base)
+        if [a.shape for a in base_results] != [e.shape for e in expected]:
             return SelfCheck(name, np.inf, 0.0, "another shape than the oracle's")
-        at_base = (self._in_weights(base, found_at_base), expected, yardstick)
+        at_base = (self._in_weights(base, base_results), expected, yardstick)
         infos = {i: info for i, info in enumerate(self.manifest.outputs) if self._is_comparable(i, info)}
         found: dict[int, list[tuple[np.ndarray, ...]]] = {i: [] for i in infos}
         for variant in variants:
             exact = None if self.own else self.truth(variant.inputs)
             results = self.run(variant.inputs)
-            of_keys = self._weights_of_keys(variant, results, found_at_base, at_base[0])
+            of_keys = self._weights_of_keys(variant, results, base_results, at_base[0])
             for i, info in infos.items():
                 parts = [variant.base_part(arrays[i], info) for arrays in at_base]
                 if exact is not None and not _same(variant.part(exact[i], info), parts[1]):
@@ -136,40 +136,40 @@ class Pairs:
         None where a shape is wrong: the parts themselves show that.
         """
         outputs = self.manifest.outputs
-        given = {i: (variant.part(results[i], outputs[i]), variant.base_part(base[i], outputs[i])) for i in self._keys}
-        if any(ours.shape != theirs.shape for ours, theirs in given.values()):
+        cuts = {i: (variant.part(results[i], outputs[i]), variant.base_part(base[i], outputs[i])) for i in self._keys}
+        if any(ours.shape != theirs.shape for ours, theirs in cuts.values()):
             return {}
-        if all(np.array_equal(np.where(k < 0, k, k + variant.first_key), theirs) for k, theirs in given.values()):
-            return {i: variant.base_part(weights[i], outputs[i]) for i in given}
-        weighed = self._in_weights(variant.inputs, results)
-        return {i: variant.part(weighed[i], outputs[i]) for i in given}
+        if all(np.array_equal(np.where(k < 0, k, k + variant.first_key), theirs) for k, theirs in cuts.values()):
+            return {i: variant.base_part(weights[i], outputs[i]) for i in cuts}
+        weights_of_variant = self._in_weights(variant.inputs, results)
+        return {i: variant.part(weights_of_variant[i], outputs[i]) for i in cuts}
 
     def _in_weights(self, inputs: Arrays, results: list[np.ndarray]) -> list[np.ndarray]:
         """What a run gave, with the weights of keys, by the oracle, in the places of keys."""
         if not self._keys:
             return results
         keys = {name: results[i] for i, name in self._keys.items()}
-        weighed = top_k_parity.weighed(self.model, inputs, keys, int8_weights=self.manifest.int8_weights)
-        replaced = {i: weighed[name][2] for i, name in self._keys.items()}
-        return [replaced.get(i, array) for i, array in enumerate(results)]
+        triples = top_k_parity.weighed(self.model, inputs, keys, int8_weights=self.manifest.int8_weights)
+        weights = {i: triples[name][2] for i, name in self._keys.items()}
+        return [weights.get(i, array) for i, array in enumerate(results)]
 
     def _is_comparable(self, i: int, info: TensorInfo) -> bool:
         """Whether an output of two runs is the same: not chosen rows of weights, which are other ones where lengths are
         others, nor whole numbers that are no keys of a softmax."""
-        chosen_rows = info.name == "weights" and len(info.dims) == 4 and isinstance(info.dims[2], int)
-        return not chosen_rows and (i in self._keys or not info.dtype.startswith("int"))
+        has_fixed_rows = info.name == "weights" and len(info.dims) == 4 and isinstance(info.dims[2], int)
+        return not has_fixed_rows and (i in self._keys or not info.dtype.startswith("int"))
 
 
 def _judged(name: str, pieces: Sequence[tuple[np.ndarray, ...]]) -> SelfCheck:
     """One output: (the variant's, the base's, the base's in float64, PyTorch's) of every part, as one."""
-    if any(got.shape != wanted.shape for got, wanted, *_ in pieces):
+    if any(ours.shape != theirs.shape for ours, theirs, *_ in pieces):
         return SelfCheck(name, np.inf, 0.0, "another shape than the other run's")
     columns = zip(*pieces, strict=True)
-    got, wanted, expected, yardstick = (np.concatenate([part.ravel() for part in parts]) for parts in columns)
-    same = np.array_equal(got.view(np.uint8), wanted.view(np.uint8))
-    difference = 0.0 if same else max_error(wanted.astype(np.float64), got)
-    allowed = 2 * budget(expected, yardstick, str(yardstick.dtype))
-    return SelfCheck(name, difference, allowed, SAME if same else "within the budget" if difference <= allowed else "")
+    ours, theirs, expected, yardstick = (np.concatenate([part.ravel() for part in parts]) for parts in columns)
+    same = np.array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+    difference = 0.0 if same else max_error(theirs.astype(np.float64), ours)
+    most = 2 * budget(expected, yardstick, str(yardstick.dtype))
+    return SelfCheck(name, difference, most, SAME if same else "within the budget" if difference <= most else "")
 
 
 def _same(ours: np.ndarray, theirs: np.ndarray) -> bool:

@@ -62,22 +62,22 @@ def check(
     `int8_weights`: the yardstick's products with weights are of eight bits, as `run`'s are. The oracle's never.
     `reference`: the evaluations of this model, where they are at hand.
     """
-    known = Reference(model, int8_weights=int8_weights) if reference is None else reference
+    evaluations = Reference(model, int8_weights=int8_weights) if reference is None else reference
 
-    left_out: list[float] = []
+    shares: list[float] = []
 
     def draw(turn: int) -> list[Draw]:
         inputs = random_inputs(model, dims, seed + NEXT_DRAW * turn)
-        results = list(zip(known.oracle(inputs), known.eager(inputs), run(inputs), strict=True))
+        results = list(zip(evaluations.oracle(inputs), evaluations.eager(inputs), run(inputs), strict=True))
         results = top_k_parity.by_weight(model, inputs, results, int8_weights=int8_weights)
-        blurred = known.blurred(inputs)
+        blurred = evaluations.blurred(inputs)
         if blurred is None or all(map(np.all, blurred)):
             return results
-        left_out.append(sum(map(np.sum, blurred)) / sum(array.size for array in blurred))
+        shares.append(sum(map(np.sum, blurred)) / sum(array.size for array in blurred))
         return [_judgeable(one, places) for one, places in zip(results, blurred, strict=True)]
 
     result = judge(draw, dims)
-    return replace(result, note=f"{max(left_out):.0%} {FILLED}") if left_out else result
+    return replace(result, note=f"{max(shares):.0%} {FILLED}") if shares else result
 
 
 def _judgeable(draw: Draw, blurred: np.ndarray) -> Draw:

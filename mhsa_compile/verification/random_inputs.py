@@ -30,11 +30,11 @@ LENGTHS = ((1, 7), (7, 197), (197, 64), (64, 1))
 
 def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
     """Sizes for every symbolic dim; the axes of a broadcast mask are 1 in every other case."""
-    named = (dim for _, _, dims in _signature(model) for dim in dims if isinstance(dim, str))
-    symbols = dict.fromkeys(symbol for symbol in named if not is_expression(symbol))
+    dims_of_inputs = (dim for _, _, dims in _signature(model) for dim in dims if isinstance(dim, str))
+    symbols = dict.fromkeys(symbol for symbol in dims_of_inputs if not is_expression(symbol))
     lengths = [symbol for symbol in symbols if symbol not in ("B", "C") and not symbol.startswith("mask_")]
-    said = {prop.key: prop.value for prop in model.metadata_props}.get(SPEC_KEY)
-    spec = AttentionSpec.from_json(said) if said else None
+    text = {prop.key: prop.value for prop in model.metadata_props}.get(SPEC_KEY)
+    spec = AttentionSpec.from_json(text) if text else None
     heads = spec.num_heads if spec else 1
     longest, most = _longest(model, spec), largest_sizes(model)
     new = positions_of_a_call(model)
@@ -93,11 +93,11 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
     """
     rng = np.random.default_rng(seed)
     length = dims.get("L", 1)
-    known = {"mask_B": dims.get("B", 1), "mask_H": 1, "mask_L": length, "mask_S": dims.get("S", length), **dims}
+    all_sizes = {"mask_B": dims.get("B", 1), "mask_H": 1, "mask_L": length, "mask_S": dims.get("S", length), **dims}
     inputs: dict[str, np.ndarray] = {}
     below, signature, keys = table_rows(source), list(_signature(source)), _numbers_of_keys(source)
-    shapes = {name: [size_of(dim, known) for dim in shape] for name, _, shape in signature}
-    most = {name: size_of(dim, known) or 0 for name, dim in keys.items()}
+    shapes = {name: [size_of(dim, all_sizes) for dim in shape] for name, _, shape in signature}
+    most = {name: size_of(dim, all_sizes) or 0 for name, dim in keys.items()}
     for name, dtype, shape in signature:
         sizes = [size for size in shapes[name] if size is not None]
         if len(sizes) < len(shape):

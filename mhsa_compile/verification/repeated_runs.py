@@ -67,15 +67,17 @@ def _repeated(
 ) -> Repeats:
     def calling(run: Run) -> list[float]:
         end = time.monotonic() + seconds
-        found: list[float] = []
-        while len(found) < calls // callers and (len(found) < _FEWEST or time.monotonic() < end):
-            found.append(_difference(expected, _called(run, inputs)))
-        return found
+        differences: list[float] = []
+        while len(differences) < calls // callers and (len(differences) < _FEWEST or time.monotonic() < end):
+            differences.append(_difference(expected, _called(run, inputs)))
+        return differences
 
     with ThreadPoolExecutor(callers) as executor:
         run = executor.submit(start, threads).result()
-        found = [one for some in executor.map(calling, [run] * callers) for one in some]
-    return Repeats(threads, callers, len(found), sum(one > 0 for one in found), max(found))
+        all_differences = [one for some in executor.map(calling, [run] * callers) for one in some]
+    return Repeats(
+        threads, callers, len(all_differences), sum(one > 0 for one in all_differences), max(all_differences)
+    )
 
 
 _FEWEST = 3
@@ -86,11 +88,11 @@ def _called(run: Run, inputs: Arrays) -> list[np.ndarray]:
     return run({name: array.copy() for name, array in inputs.items()})
 
 
-def _difference(expected: list[np.ndarray], got: list[np.ndarray]) -> float:
+def _difference(expected: list[np.ndarray], actual: list[np.ndarray]) -> float:
     """The largest difference; 0 where all bits are the same, which NaN may be, too."""
-    if [array.shape for array in got] != [array.shape for array in expected]:
+    if [array.shape for array in actual] != [array.shape for array in expected]:
         return float("inf")
-    pairs = [(e, g) for e, g in zip(expected, got, strict=True) if e.tobytes() != g.tobytes()]
+    pairs = [(e, g) for e, g in zip(expected, actual, strict=True) if e.tobytes() != g.tobytes()]
     return max((max_error(e.astype(np.float64), g) or _LEAST for e, g in pairs), default=0.0)
 
 

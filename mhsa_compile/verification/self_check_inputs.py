@@ -54,8 +54,8 @@ class SelfCheckInputs:
         self.fixed: dict[str, int] = {}
         for info in manifest.inputs:
             if info.broadcast is None:  # a mask's axes may be 1 where the size is another
-                named = zip(self.axes[info.name], info.dims, strict=True)
-                self.fixed |= {name: dim for name, dim in named if name and isinstance(dim, int)}
+                pairs = zip(self.axes[info.name], info.dims, strict=True)
+                self.fixed |= {name: dim for name, dim in pairs if name and isinstance(dim, int)}
         self.sizes = self._sizes(ENTRIES, LENGTHS)
         masks = (info for info in manifest.inputs if "mask" in info.name and any(self.axes[info.name][-1:]))
         self.mask = next(masks, None)
@@ -188,8 +188,8 @@ class SelfCheckInputs:
         keys."""
         keys = sizes.get(self.keys, 1)
         batch = 1 if narrow else sizes.get(self.batch, 1)
-        named = {"mask_B": batch, "mask_H": 1, "mask_L": sizes.get("L", 1), "mask_S": keys}
-        return {**named, **whole_masks(self.manifest, sizes)}
+        mask_dims = {"mask_B": batch, "mask_H": 1, "mask_L": sizes.get("L", 1), "mask_S": keys}
+        return {**mask_dims, **whole_masks(self.manifest, sizes)}
 
     def take(self, inputs: Arrays, entries: Sequence[int]) -> dict[str, np.ndarray]:
         """These entries of the batch, in this order; what has no batch axis, or broadcasts along it, stays."""
@@ -209,11 +209,11 @@ class SelfCheckInputs:
     def cut_one(self, array: np.ndarray, name: str, parts: Mapping[str, slice]) -> np.ndarray:
         """Cuts one input or output."""
         whole = slice(None)
-        named = zip(self.axes[name], array.shape, strict=True)
-        cuts = [parts.get(axis, whole) if size > 1 else whole for axis, size in named]
+        pairs = zip(self.axes[name], array.shape, strict=True)
+        cuts = [parts.get(axis, whole) if size > 1 else whole for axis, size in pairs]
         return np.ascontiguousarray(array[tuple(cuts)])
 
-    def padded(self, hidden: str) -> tuple[dict[str, np.ndarray], list[slice]]:
+    def padded(self, side: str) -> tuple[dict[str, np.ndarray], list[slice]]:
         """Random inputs whose mask hides all keys of an entry but those of its slice: what is "before", "after" or
         "around" it. Without a mask the slices are of what is to stay clean, and hide nothing. A cache hides what lies
         behind its length and the call."""
@@ -226,7 +226,7 @@ class SelfCheckInputs:
         mask = None if self.mask is None else inputs[self.mask.name]
         if mask is None or len(mask) < entries:
             valid[:] = valid[0]  # one for all entries
-        first = {"before": total - valid, "after": 0 * valid, "around": (total - valid + 1) // 2}[hidden]
+        first = {"before": total - valid, "after": 0 * valid, "around": (total - valid + 1) // 2}[side]
         spans = [slice(int(i), int(i + n)) for i, n in zip(first, valid, strict=True)]
         if mask is not None:
             self._hide(mask, spans)
@@ -238,9 +238,9 @@ class SelfCheckInputs:
         if mask.dtype.kind in "iu":
             mask[...] = 1
         for b, span in enumerate(spans):
-            hidden = np.ones(mask.shape[-1], np.bool_)
-            hidden[span] = False
-            mask[b % len(mask), ..., hidden] = 0 if mask.dtype.kind in "biu" else -np.inf
+            padding = np.ones(mask.shape[-1], np.bool_)
+            padding[span] = False
+            mask[b % len(mask), ..., padding] = 0 if mask.dtype.kind in "biu" else -np.inf
 
     @property
     def padding(self) -> str:
@@ -256,18 +256,18 @@ class SelfCheckInputs:
 
     def poisoned(self, inputs: Arrays, spans: Sequence[slice], poison: float) -> dict[str, np.ndarray]:
         """A copy whose keys outside of each entry's slice are `poison`, in every floating input but the mask."""
-        spoiled = {name: array.copy() for name, array in inputs.items()}
-        for name, array in spoiled.items():
+        copies = {name: array.copy() for name, array in inputs.items()}
+        for name, array in copies.items():
             is_mask = self.mask is not None and name == self.mask.name
             if array.dtype.kind in "biu" or self.keys not in self.axes[name] or is_mask:
                 continue
             rows = np.moveaxis(array, self.axes[name].index(self.keys), 0)  # a view
-            hidden = np.ones(len(rows), np.bool_)
+            padding = np.ones(len(rows), np.bool_)
             for b, span in enumerate(spans):
-                hidden[:] = True
-                hidden[span] = False
+                padding[:] = True
+                padding[span] = False
                 if self.axes[name][0] == self.batch:
-                    rows[hidden, b] = poison
+                    rows[padding, b] = poison
                 else:
-                    rows[hidden] = poison
-        return spoiled
+                    rows[padding] = poison
+        return copies

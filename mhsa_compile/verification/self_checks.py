@@ -55,12 +55,12 @@ def with_any_threads(manifest: Manifest, start: Callable[[int], repeated_runs.Ru
     inputs = SelfCheckInputs(manifest, seed).draw_large()
     numbers = [n for n in repeated_runs.THREADS if n <= max(2, host.allowed_cpus())]  # TVM warns of more
     try:
-        found = repeated_runs.repeated(start, inputs, calls=MOST_CALLS, seconds=SECONDS, threads=numbers)
+        repeats = repeated_runs.repeated(start, inputs, calls=MOST_CALLS, seconds=SECONDS, threads=numbers)
     except InputError as error:
         return SelfCheck(THREADS, note=f"its largest sizes are refused: {error}")
-    calls, different = (sum(counts) for counts in zip(*((one.calls, one.different) for one in found), strict=True))
-    said = f"{different} of {calls} calls differ" if different else SAME
-    return SelfCheck(THREADS, max(one.difference for one in found), 0.0, said)
+    calls, different = (sum(counts) for counts in zip(*((one.calls, one.different) for one in repeats), strict=True))
+    note = f"{different} of {calls} calls differ" if different else SAME
+    return SelfCheck(THREADS, max(one.difference for one in repeats), 0.0, note)
 
 
 def _result(name: str, check: CheckFunction, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
@@ -124,8 +124,8 @@ def _poisoned_padding(name: str, subject: SelfCheckInputs, pairs: Pairs) -> Self
         return SelfCheck(name, note=why)
     base, spans = subject.padded("around" if subject.mask else "after")
     with np.errstate(invalid="ignore", over="ignore"):  # NumPy says so of every NaN that is on its way
-        spoiled = [subject.poisoned(base, spans, poison) for poison in (np.nan, np.inf)]
-        finite = [np.isfinite(one) & np.isfinite(other) for one, other in zip(*map(pairs.truth, spoiled), strict=True)]
+        variants = [subject.poisoned(base, spans, poison) for poison in (np.nan, np.inf)]
+        finite = [np.isfinite(one) & np.isfinite(other) for one, other in zip(*map(pairs.truth, variants), strict=True)]
         if not any(map(np.any, finite)):
             raise Meaningless("every output sees every key")
         clean = {info.name: array for info, array in zip(pairs.manifest.outputs, finite, strict=True)}
@@ -134,7 +134,7 @@ def _poisoned_padding(name: str, subject: SelfCheckInputs, pairs: Pairs) -> Self
             part: np.ndarray = array[clean[info.name]]
             return part
 
-        return pairs.compare(name, base, [Variant(inputs, untouched, untouched) for inputs in spoiled])
+        return pairs.compare(name, base, [Variant(inputs, untouched, untouched) for inputs in variants])
 
 
 def _unseen_sizes(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
@@ -150,8 +150,8 @@ def _unseen_sizes(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfChec
         result = check(pairs.model, pairs.run, case, subject.seed + i, int8_weights=int8, reference=pairs.reference)
         results.append(result)
     worst = max(results, key=lambda result: result.ratio)
-    tried = ", ".join(f"{symbol} {cases[0][symbol]} and {cases[1][symbol]}" for symbol in subject.free)
-    return SelfCheck(name, worst.error, worst.budget, "; ".join(filter(None, (tried, worst.note))))
+    note = ", ".join(f"{symbol} {cases[0][symbol]} and {cases[1][symbol]}" for symbol in subject.free)
+    return SelfCheck(name, worst.error, worst.budget, "; ".join(filter(None, (note, worst.note))))
 
 
 def _decode_is_prefill(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
@@ -180,15 +180,15 @@ def _steps(subject: SelfCheckInputs, pairs: Pairs, base: Arrays) -> Iterator[Var
     while first < subject.longest_prefix:
         last = first + 1 if first else min(PROMPT, subject.longest_prefix)
         inputs = {"x": base["x"][:, first:last], "length": np.full_like(base["length"], first), **cache}
-        rows, filled = slice(first, last), {"C": slice(0, last)}
+        rows, written_part = slice(first, last), {"C": slice(0, last)}
 
-        def part(array: np.ndarray, info: TensorInfo, filled: dict[str, slice] = filled) -> np.ndarray:
-            return subject.cut_one(array, info.name, filled)
+        def part(array: np.ndarray, info: TensorInfo, written_part: dict[str, slice] = written_part) -> np.ndarray:
+            return subject.cut_one(array, info.name, written_part)
 
         def of_base(
-            array: np.ndarray, info: TensorInfo, filled: dict[str, slice] = filled, rows: slice = rows
+            array: np.ndarray, info: TensorInfo, written_part: dict[str, slice] = written_part, rows: slice = rows
         ) -> np.ndarray:
-            return subject.cut_one(array, info.name, {"L": rows, **filled})
+            return subject.cut_one(array, info.name, {"L": rows, **written_part})
 
         yield Variant(inputs, part, of_base)
         results = dict(zip((info.name for info in pairs.manifest.outputs), pairs.run(inputs), strict=True))

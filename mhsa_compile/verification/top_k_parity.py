@@ -41,8 +41,8 @@ def by_weight(
     """(The oracle's, the yardstick's, the actual) of each output, with weights in place of keys."""
     names = [value.name for value in model.graph.output]
     keys = {name: results[names.index(name)][2] for name in key_outputs(model)}
-    replaced = weighed(model, inputs, keys, int8_weights=int8_weights) if keys else {}
-    return [replaced.get(name, triple) for name, triple in zip(names, results, strict=True)]
+    triples = weighed(model, inputs, keys, int8_weights=int8_weights) if keys else {}
+    return [triples.get(name, triple) for name, triple in zip(names, results, strict=True)]
 
 
 def in_weights(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -50,15 +50,15 @@ def in_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     nodes = key_outputs(model)
     if not nodes:
         return model
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    for output in changed.graph.output:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for output in copy.graph.output:
         if output.name in nodes:
-            node = next(node for node in changed.graph.node if output.name in node.output)
+            node = next(node for node in copy.graph.node if output.name in node.output)
             node.output[_WEIGHTS] = node.output[_WEIGHTS] or f"{output.name}.largest"
             output.name = node.output[_WEIGHTS]
             output.type.tensor_type.elem_type = TensorProto.FLOAT
-    return changed
+    return copy
 
 
 def weighed(
@@ -83,8 +83,8 @@ def weighed(
         for output in (node.output[_WEIGHTS] or f"{name}.largest", weights):
             probing.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, [None] * 4))
         node.output[_WEIGHTS] = node.output[_WEIGHTS] or f"{name}.largest"
-    given = {**inputs, **{f"{name}.probe": keys[name] for name in nodes}}
-    exact, yardstick = oracle(probing, given), eager(probing, given, int8_weights=int8_weights)
+    arrays = {**inputs, **{f"{name}.probe": keys[name] for name in nodes}}
+    exact, yardstick = oracle(probing, arrays), eager(probing, arrays, int8_weights=int8_weights)
     return {
         name: (exact[2 * i], yardstick[2 * i], np.where(repeated(keys[name]), np.nan, exact[2 * i + 1]))
         for i, name in enumerate(nodes)

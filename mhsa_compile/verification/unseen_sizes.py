@@ -47,9 +47,9 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
         try:
             actual = _outputs(module, inputs, forward)
         except Exception as error:  # it is the user's code
-            said = next(iter(str(error).splitlines()), type(error).__name__)
+            message = next(iter(str(error).splitlines()), type(error).__name__)
             hint = "Fix in dims what has one size only, or leave it out of dynamic_shapes."
-            raise ModelError("module", f"a forward that takes {at or 'its examples'}", said, hint) from error
+            raise ModelError("module", f"a forward that takes {at or 'its examples'}", message, hint) from error
         try:
             expected = graph.oracle(inputs)
         except Exception as error:  # sizes that do not fit each other, which the module did not mind
@@ -65,9 +65,9 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
         else:  # a forward that says float32 itself: its result is held against the graph's at that dtype
             pairs = zip(expected, actual, graph.eager(inputs), strict=True)
         for truth, claim, yardstick in pairs:
-            allowed = budget(truth, yardstick, str(yardstick.dtype))
-            if not (off := max_error(truth, claim)) <= allowed:
-                raise ModelError("module", f"the exported graph to agree within {allowed:.1e} at {at}", f"{off:.1e}")
+            limit = budget(truth, yardstick, str(yardstick.dtype))
+            if not (off := max_error(truth, claim)) <= limit:
+                raise ModelError("module", f"the exported graph to agree within {limit:.1e} at {at}", f"{off:.1e}")
 
 
 def _weights_of(module: nn.Module) -> dict[str, np.ndarray]:

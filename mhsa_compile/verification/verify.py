@@ -107,10 +107,10 @@ def judged(
     """`verify` of an artifact that runs elsewhere: `run` takes inputs by name, and returns all outputs in order."""
     model = stored_model(artifact)
     manifest = artifact.manifest
-    chosen = [{**case, **whole_masks(manifest, case)} for case in default_cases(model)] if cases is None else cases
+    sizes = [{**case, **whole_masks(manifest, case)} for case in default_cases(model)] if cases is None else cases
     int8 = manifest.int8_weights
     reference = Reference(model, int8_weights=int8)
     results = tuple(
-        check(model, run, dims, seed + i, int8_weights=int8, reference=reference) for i, dims in enumerate(chosen)
+        check(model, run, dims, seed + i, int8_weights=int8, reference=reference) for i, dims in enumerate(sizes)
     )
     return Verdict(results, selfcheck.self_checks(reference, manifest, run, seed) if self_checks else ())

@@ -74,7 +74,7 @@ def bench(
         typer.Argument(metavar="DIR_OR_SOURCE", help="An artifact, an .onnx file or a spec .toml."),
     ] = None,
     *,
-    given: BenchOptions,
+    request: BenchOptions,
 ) -> None:
     """Time a compiled attention against other runtimes: medians, ratios, and the share of this machine's limit.
 
@@ -84,56 +84,56 @@ def bench(
     compiled yet is compiled for these sizes.
     Exit code 1 where our own output is over its error budget. With --predict nothing runs, so any target will do.
     """
-    stated = given.dims.stated()
-    if given.predict:
-        return _predict(source, given, stated)
-    peers = _checked(source, given, stated)
-    attentions = _of_workloads(given, stated) if source is None else _of_source(source, given.dims, stated)
+    stated = request.dims.stated()
+    if request.predict:
+        return _predict(source, request, stated)
+    peers = _checked(source, request, stated)
+    attentions = _of_workloads(request, stated) if source is None else _of_source(source, request.dims, stated)
     sources.require_compiler()
-    reports = _timed(attentions, peers, given)
-    if given.json:
+    reports = _timed(attentions, peers, request)
+    if request.json:
         output.print_json(reports)
-    if given.plot is not None:
-        bench_plots.shares(reports, given.plot)
+    if request.plot is not None:
+        bench_plots.shares(reports, request.plot)
     if not all(report.ok for report in reports.values()):
         raise typer.Exit(1)
 
 
-def _predict(source: Path | None, given: BenchOptions, stated: dict[str, int]) -> None:
-    words = given.workload or ([_DEFAULT_WORKLOAD] if source is None else [])
+def _predict(source: Path | None, request: BenchOptions, stated: dict[str, int]) -> None:
+    words = request.workload or ([_DEFAULT_WORKLOAD] if source is None else [])
     cases = CaseOptions(
         source=source,
         workloads=words,
-        dtype=given.dtype,
+        dtype=request.dtype,
         stated=stated,
         symbolic=False,
         around=False,
-        weights=given.weights,
+        weights=request.weights,
         seed=0,
     )
-    _show_predictions(cases, given.target or data_paths.NATIVE, given.json)
+    _show_predictions(cases, request.target or data_paths.NATIVE, request.json)
 
 
-def _checked(source: Path | None, given: BenchOptions, stated: dict[str, int]) -> tuple[str, ...]:
+def _checked(source: Path | None, request: BenchOptions, stated: dict[str, int]) -> tuple[str, ...]:
     """The peers. Raises InputError and OutputError for what is wrong or does not go together, before the work."""
-    if given.target is not None or given.weights is not None:
-        option = "--target" if given.target is not None else "--weights"
+    if request.target is not None or request.weights is not None:
+        option = "--target" if request.target is not None else "--weights"
         hint = "What runs here is compiled for this machine; an artifact says the rest."
         raise InputError(option, "it with --predict", "it alone", hint)
-    host.thread_count(given.threads)
-    peers = options.peers(given.against)
-    if given.workload and (source is not None or stated):
+    host.thread_count(request.threads)
+    peers = options.peers(request.against)
+    if request.workload and (source is not None or stated):
         hint = "A workload brings its own spec and dims."
         raise InputError("--workload", "it alone", "a source or dims beside it", hint)
-    if given.dtype is not None and source is not None:
+    if request.dtype is not None and source is not None:
         hint = "A source states its own dtype."
-        raise InputError("--dtype", "it without a source", f"{given.dtype!r} beside one", hint)
-    if given.plot is not None:
-        figure.check_path(given.plot)
+        raise InputError("--dtype", "it without a source", f"{request.dtype!r} beside one", hint)
+    if request.plot is not None:
+        figure.check_path(request.plot)
     return peers
 
 
-def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], given: BenchOptions) -> dict[str, BenchReport]:
+def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], request: BenchOptions) -> dict[str, BenchReport]:
     """A report of each, shown as soon as it is there."""
     from mhsa_bench.bench import bench as measure
 
@@ -141,8 +141,10 @@ def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], given: Bench
     for name, artifact, dims in attentions:
         with output.stages() as stage:
             stage(f"time {name}")
-            reports[name] = measure(artifact, against=peers, dims=dims, threads=given.threads, seconds=given.seconds)
-        if not given.json:
+            reports[name] = measure(
+                artifact, against=peers, dims=dims, threads=request.threads, seconds=request.seconds
+            )
+        if not request.json:
             _show(name, reports[name])
     return reports
 
@@ -154,9 +156,9 @@ def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> t
 
     from mhsa_compile.bench.workloads import choose
 
-    chosen = tuple(workload.at(dtype or workload.spec.dtype) for workload in choose(words))
+    workloads = tuple(workload.at(dtype or workload.spec.dtype) for workload in choose(words))
     B, L, S = (_with_defaults(stated)[symbol] for symbol in "BLS")
-    return tuple(replace(workload, B=B, L=L, S=S) for workload in chosen) if stated else chosen
+    return tuple(replace(workload, B=B, L=L, S=S) for workload in workloads) if stated else workloads
 
 
 def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -> Iterator[_Compiled]:
@@ -171,10 +173,10 @@ def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -
     else:
         from mhsa_compile.frontend.export.source import symbols_of
 
-        resolved = sources.resolve(source, {})
+        spec_or_file = sources.resolve(source, {})
         sizes = _with_defaults(stated)
-        if isinstance(resolved, Path):
-            sizes = _sizes_of(symbols_of(resolved), stated) | stated
+        if isinstance(spec_or_file, Path):
+            sizes = _sizes_of(symbols_of(spec_or_file), stated) | stated
         yield str(source), sources.compile_with_progress(source, {}, "native", dims=sizes, seed=0, cache=False), sizes
 
 
@@ -188,8 +190,8 @@ def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _of_workloads(given: BenchOptions, stated: dict[str, int]) -> Iterator[_Compiled]:
-    return _compiled(_workloads(given.workload or [_DEFAULT_WORKLOAD], given.dtype, stated))
+def _of_workloads(request: BenchOptions, stated: dict[str, int]) -> Iterator[_Compiled]:
+    return _compiled(_workloads(request.workload or [_DEFAULT_WORKLOAD], request.dtype, stated))
 
 
 def _compiled(workloads: Iterable[Workload]) -> Iterator[_Compiled]:
@@ -222,8 +224,8 @@ def _show(name: str, report: BenchReport) -> None:
         if row.missing:
             output.line(f"{row.name} is missing: {row.missing}")
     if names := report.beyond_limit:
-        said = "The limit was measured too low, in rounds that something else disturbed: measure again."
-        output.line(f"{', '.join(names)}: more than 100 % of the limit. {said}")
+        advice = "The limit was measured too low, in rounds that something else disturbed: measure again."
+        output.line(f"{', '.join(names)}: more than 100 % of the limit. {advice}")
     if not report.ok:
         output.line(f"{report.ours.name} is over its error budget of {report.budget:.1e}")
 
@@ -244,20 +246,20 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
     )
 
 
-def _show_predictions(given: CaseOptions, target: str, json: bool) -> None:
+def _show_predictions(options: CaseOptions, target: str, json: bool) -> None:
     """Prints the prediction for each source or workload. Raises InputError, TargetError, InstallationError."""
     from mhsa_bench.static import llvm_mca
     from mhsa_compile.hardware.profile import load_cpu_profile
 
     profile = load_cpu_profile(target, "predicting")
-    given.check()
+    options.check()
     llvm_mca.find(profile)  # what is missing is said before PyTorch is loaded
     sources.require_compiler()
     from mhsa_bench.static.predict import predict as predict_ops
     from mhsa_compile.compiler import pipeline
 
     predictions: dict[str, Prediction] = {}
-    for case in given.cases():
+    for case in options.cases():
         with output.stages() as stage:
             stage(f"predict {case.name}")
             ops = pipeline.operations(case.source, dims=case.dims, weights=case.weights)

@@ -36,13 +36,13 @@ def bundle(
     standalone.check_folder(places.resolved(out, OutputError, "-o"), force)
     opened = Artifact.open(artifact)
     with output.stages() as stage:
-        made = standalone.bundle(opened, out, runtime=runtime, build=build, force=force, progress=stage)
+        result = standalone.bundle(opened, out, runtime=runtime, build=build, force=force, progress=stage)
     if json:
-        output.print_json({"bundle": out, "bytes": made.bytes, "sizes": made.sizes, "runtime": made.runtime})
+        output.print_json({"bundle": out, "bytes": result.bytes, "sizes": result.sizes, "runtime": result.runtime})
         return
-    rows = ((name, f"{size / 1e6:.2f}") for name, size in made.sizes.items())
-    title = f"{out} for {opened.manifest.target.name}: {made.bytes / 1e6:.1f} MB, the runtime from {made.runtime}"
+    rows = ((name, f"{size / 1e6:.2f}") for name, size in result.sizes.items())
+    title = f"{out} for {opened.manifest.target.name}: {result.bytes / 1e6:.1f} MB, the runtime from {result.runtime}"
     output.print_table(title, ("part", "MB>"), rows)
     output.line(
-        f"On the device: ./{templates.PROGRAM}" if build else f"Compile its program: cd {out} && {made.command}"
+        f"On the device: ./{templates.PROGRAM}" if build else f"Compile its program: cd {out} && {result.command}"
     )

@@ -19,15 +19,15 @@ def show(context: typer.Context, *, json: options.Json = False) -> None:
     from mhsa_compile.compiler.cache import kept_artifacts
     from mhsa_compile.hardware.data_paths import artifact_cache
 
-    place, on, found = artifact_cache(), kept_artifacts.is_on(), kept_artifacts.entries()
-    total = sum(entry.size for entry in found)
+    place, on, entries = artifact_cache(), kept_artifacts.is_on(), kept_artifacts.entries()
+    total = sum(entry.size for entry in entries)
     if json:
-        said = {"folder": place, "on": on, "bytes": total, "limit_bytes": kept_artifacts.LIMIT, "entries": found}
-        output.print_json(said)
+        summary = {"folder": place, "on": on, "bytes": total, "limit_bytes": kept_artifacts.LIMIT, "entries": entries}
+        output.print_json(summary)
         return
-    title = f"{place}: {len(found)} artifacts, {_mib(total)} of at most {_mib(kept_artifacts.LIMIT)}"
+    title = f"{place}: {len(entries)} artifacts, {_mib(total)} of at most {_mib(kept_artifacts.LIMIT)}"
     now = time.time()
-    rows = [(entry.path.name[:12], _what(entry.path), _mib(entry.size), _ago(now - entry.used)) for entry in found]
+    rows = [(entry.path.name[:12], _what(entry.path), _mib(entry.size), _ago(now - entry.used)) for entry in entries]
     output.print_table(title, ("key", "what", "size>", "last used>"), rows[:_SHOWN])
     if len(rows) > _SHOWN:
         output.line(f"and {len(rows) - _SHOWN} more")
@@ -39,12 +39,12 @@ def clear(*, json: options.Json = False) -> None:
     """Delete all artifacts that the cache keeps."""
     from mhsa_compile.compiler.cache import kept_artifacts
 
-    gone = kept_artifacts.clear()
-    total = sum(entry.size for entry in gone)
+    entries = kept_artifacts.clear()
+    total = sum(entry.size for entry in entries)
     if json:
-        output.print_json({"deleted": len(gone), "bytes": total})
+        output.print_json({"deleted": len(entries), "bytes": total})
     else:
-        output.line(f"{len(gone)} artifacts deleted, {_mib(total)}")
+        output.line(f"{len(entries)} artifacts deleted, {_mib(total)}")
 
 
 def _what(place: Path) -> str:

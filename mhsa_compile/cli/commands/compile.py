@@ -66,7 +66,7 @@ def compile_source(
 
     fields, sizes = spec.stated(), dims.stated()
     check_place(places.resolved(out, OutputError, "-o"), force, MANIFEST)  # before the work, not after it
-    started, stages = time.perf_counter(), dict[str, float]()
+    begin, stages = time.perf_counter(), dict[str, float]()
     artifact = sources.compile_with_progress(
         source,
         fields,
@@ -82,21 +82,21 @@ def compile_source(
         seconds=stages,
     )
     artifact.save(out, force=force)
-    _report(out, artifact, time.perf_counter() - started, stages, verbose, json)
+    _report(out, artifact, time.perf_counter() - begin, stages, verbose, json)
 
 
 def _report(out: Path, artifact: Artifact, seconds: float, stages: dict[str, float], verbose: bool, json: bool) -> None:
 
     manifest = artifact.manifest
     if json:
-        said = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
-        said |= {"check": manifest.check, "slow": manifest.slow, "stages": stages}
-        output.print_json(said | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
+        report = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
+        report |= {"check": manifest.check, "slow": manifest.slow, "stages": stages}
+        output.print_json(report | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
         return
     title = f"{out} for {manifest.target.name}, {seconds:.1f} s"
     output.print_table(title, COLUMNS, rows(manifest, verbose=verbose))
     if verbose:
-        output.line("seconds: " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in stages.items()))
+        output.line("seconds: " + ", ".join(f"{stage} {time_of_stage:.1f}" for stage, time_of_stage in stages.items()))
     fused = sum(block.fused for block in manifest.attention)
     output.line(f"{fused} of {len(manifest.attention)} attention blocks fused")
     if manifest.check is not None and manifest.spec is None:
@@ -104,10 +104,10 @@ def _report(out: Path, artifact: Artifact, seconds: float, stages: dict[str, flo
     for operation in manifest.slow:
         output.line(f"slow: {operation.sentence()}")
     layers = list(enumerate(manifest.attention))
-    told = layers if verbose else [(number, block) for number, block in layers if block.note]
-    for i, (number, block) in enumerate(told):
-        if i == _NOTES and len(told) > _NOTES + 1 and not verbose:
-            output.line(f"  and {len(told) - i} more: --verbose shows them")
+    notes = layers if verbose else [(number, block) for number, block in layers if block.note]
+    for i, (number, block) in enumerate(notes):
+        if i == _NOTES and len(notes) > _NOTES + 1 and not verbose:
+            output.line(f"  and {len(notes) - i} more: --verbose shows them")
             break
         what = f"layer {number}, {block.name} ({block.form}), {'fused' if block.fused else 'not fused'}"
         output.line(f"  {what}: {block.note}" if block.note else f"  {what}")
@@ -124,14 +124,14 @@ class _Group:
 def rows(manifest: Manifest, *, verbose: bool) -> list[tuple[str, ...]]:
     """The rows of a table with COLUMNS; `verbose` gives each operation a row, in the order of the code."""
     flops = {op.name: _flops(manifest, op) for op in manifest.ops}
-    total = sum(known for known in flops.values() if known is not None)
+    total = sum(number for number in flops.values() if number is not None)
     if verbose:
         return [_row(_Group((op,), flops[op.name]), total) for op in manifest.ops]
     groups = _groups(manifest, flops)
-    shown = groups if len(groups) <= _SHOWN + 1 else groups[:_SHOWN]
-    rest = sum(len(group.ops) for group in groups[len(shown) :])
+    head = groups if len(groups) <= _SHOWN + 1 else groups[:_SHOWN]
+    rest = sum(len(group.ops) for group in groups[len(head) :])
     more = [(f"{rest} others", "", "", "", "", "--verbose shows all")] if rest else []
-    return [*(_row(group, total) for group in shown), *more]
+    return [*(_row(group, total) for group in head), *more]
 
 
 def _groups(manifest: Manifest, flops: Mapping[str, int | None]) -> list[_Group]:
@@ -142,8 +142,8 @@ def _groups(manifest: Manifest, flops: Mapping[str, int | None]) -> list[_Group]
         alike.setdefault((op.op, op.kernel, op.source, "" if by_tvm else op.note), []).append(op)
     groups = []
     for ops in alike.values():
-        known = [number for op in ops if (number := flops[op.name]) is not None]
-        groups.append(_Group(tuple(ops), sum(known) if known else None))
+        numbers = [number for op in ops if (number := flops[op.name]) is not None]
+        groups.append(_Group(tuple(ops), sum(numbers) if numbers else None))
     return sorted(groups, key=lambda group: (group.flops is None, -(group.flops or 0), -len(group.ops)))
 
 

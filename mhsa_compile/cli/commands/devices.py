@@ -76,12 +76,12 @@ def measure(
     with environment.variable(environment.RUNTIME_ALONE, "1"), output.counted("measure") as count:
         from mhsa_compile.tuning.measure import work_results
 
-        found = work_results.measure(work, out, lambda now: count(len(now.measured), now.total, _last(now)))
-    tasks = work_results.summary(found)
+        results = work_results.measure(work, out, lambda now: count(len(now.measured), now.total, _last(now)))
+    tasks = work_results.summary(results)
     if json:
         trials, failures = sum(task.trials for task in tasks), sum(task.failures for task in tasks)
-        described = {"trials": trials, "failures": failures, "tasks": tasks, "device": found.device, "saved": out}
-        output.print_json(described)
+        report = {"trials": trials, "failures": failures, "tasks": tasks, "device": results.device, "saved": out}
+        output.print_json(report)
         return
     rows = (
         (
@@ -94,11 +94,11 @@ def measure(
         for task in tasks
     )
     columns = ("operation", "candidates>", "failed>", "default us>", "best us>", "speedup>")
-    output.print_table(f"{found.device.name}, {found.order.threads} threads: {out}", columns, rows)
+    output.print_table(f"{results.device.name}, {results.order.threads} threads: {out}", columns, rows)
 
 
-def _last(found: Results) -> str:
-    return found.measured[-1].task if found.measured else ""
+def _last(results: Results) -> str:
+    return results.measured[-1].task if results.measured else ""
 
 
 def _microseconds(value: float | None) -> str:

@@ -88,9 +88,9 @@ def _packages() -> Iterator[Finding]:
     extras = {**dict.fromkeys(_COMPILE_PACKAGES, "compile"), "onnxruntime": "bench"}
     needs = {"compile": "mhsa compile, verify and bench need it", "bench": "mhsa bench compares with it"}
     for package, extra in extras.items():
-        found = environment.installed_version(package)
-        advice = "" if found else f"pip install 'mhsa-compile[{extra}]' ({needs[extra]})"
-        yield Finding(package, "ok" if found else "warn", found or "not installed", advice)
+        version = environment.installed_version(package)
+        advice = "" if version else f"pip install 'mhsa-compile[{extra}]' ({needs[extra]})"
+        yield Finding(package, "ok" if version else "warn", version or "not installed", advice)
 
 
 def _cpu() -> Iterator[Finding]:
@@ -104,8 +104,8 @@ def _cpu() -> Iterator[Finding]:
     yield Finding("CPU", "warn" if untold else "ok", f"{host.cpu_model()} ({host.architecture()}), {name}", advice)
     yield _features(native)
     yield Finding("caches", "ok", f"L1d {hardware.l1d_kib} KiB, L2 {hardware.l2_kib} KiB")
-    allowed, present = host.allowed_cpus(), os.cpu_count() or 1
-    yield Finding("CPUs", "ok", f"{allowed} allowed of {present}: the threads a call gets by default")
+    cpus, present = host.allowed_cpus(), os.cpu_count() or 1
+    yield Finding("CPUs", "ok", f"{cpus} allowed of {present}: the threads a call gets by default")
     beside = "on PyTorch's OpenMP where its workers are awake" if environment.installed_version("torch") else ""
     runs = "their own pool, one for the process" + (f"; {beside} in a program that imports it" if beside else "")
     yield Finding("threads of calls", "ok", runs)
@@ -114,7 +114,7 @@ def _cpu() -> Iterator[Finding]:
 def _features(native: CpuProfile) -> Finding:
     hardware, source = native.hardware, host.features_from()
     vectors = f"{hardware.vector_bits}-bit vectors, {hardware.vector_registers} registers"
-    found = f"{native.tvm.mcpu or native.tvm.mtriple}: {vectors}; {source} says so"
+    summary = f"{native.tvm.mcpu or native.tvm.mtriple}: {vectors}; {source} says so"
     asks = host.architecture() in ("x86_64", "aarch64")
     if source == "nobody" and asks:
         advice = "Mount /proc, or let processes map code: artifacts that need a feature are refused until then."
@@ -122,11 +122,11 @@ def _features(native: CpuProfile) -> Finding:
             "CPU features", "fail", "nobody tells: the CPU could not be asked, and there is no /proc", advice
         )
     if source == f"/{host.CPUINFO}" and asks:
-        return Finding("CPU features", "warn", found, "The CPU could not be asked itself: processes may map no code.")
+        return Finding("CPU features", "warn", summary, "The CPU could not be asked itself: processes may map no code.")
     if host.architecture() == "x86_64" and hardware.vector_bits < 256:
         advice = "No AVX2: it works, slowly. In a virtual machine, ask for the host's CPU model."
-        return Finding("CPU features", "warn", found, advice)
-    return Finding("CPU features", "ok", found)
+        return Finding("CPU features", "warn", summary, advice)
+    return Finding("CPU features", "ok", summary)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -137,7 +137,7 @@ def _gpus() -> Iterator[Finding]:
 
     try:
         driver = cuda_devices.driver()
-        found = [driver.gpu(index) for index in range(driver.count)]
+        gpus = [driver.gpu(index) for index in range(driver.count)]
     except (InstallationError, DeviceError) as error:
         yield Finding("GPU", "ok", f"none: {error.got}")
         return
@@ -145,7 +145,7 @@ def _gpus() -> Iterator[Finding]:
     advice = f"Artifacts for GPUs need a driver for CUDA {cuda_devices.OLDEST_CUDA}.0 or later." if old else ""
     runs = f"CUDA {driver.cuda[0]}.{driver.cuda[1]}"
     yield Finding("NVIDIA driver", "warn" if old else "ok", runs, advice)
-    for gpu in found:
+    for gpu in gpus:
         target = profile_of_gpu(gpu.capability)
         runs = "no target is for it" if target is None else f"compile with --target {target.name}"
         capability = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}"
@@ -197,19 +197,19 @@ def _own_records() -> Iterator[Finding]:
         yield Finding("records", "warn", str(error), advice)
         return
     untold = sum(map(does_not_tell, records))
-    told, advice = "", ""
+    note, advice = "", ""
     if untold:
-        told = f", {untold} of which do not tell the microarchitecture, and do not count"
+        note = f", {untold} of which do not tell the microarchitecture, and do not count"
         advice = f"Say where they were tuned: mhsa records measured-on {path} NAME."
-    yield Finding("records", "warn" if untold else "ok", f"{len(records)} of your own{told}", advice)
+    yield Finding("records", "warn" if untold else "ok", f"{len(records)} of your own{note}", advice)
 
 
 def _linker_cache() -> Finding:
     """Into which Zig links: nothing can be compiled without it."""
-    wanted, folder = zig.wanted_cache(), zig.cache_folder()
-    if folder != wanted:
+    first_choice, folder = zig.wanted_cache(), zig.cache_folder()
+    if folder != first_choice:
         advice = "Set ZIG_GLOBAL_CACHE_DIR to a folder that can be written, and lasts."
-        return Finding("cache folder", "warn", f"{wanted} cannot be written, {folder} takes its place", advice)
+        return Finding("cache folder", "warn", f"{first_choice} cannot be written, {folder} takes its place", advice)
     free = shutil.disk_usage(_existing(folder)).free
     advice = "Free some space, or set ZIG_GLOBAL_CACHE_DIR to another disk."
     if free < _CACHE_BYTES:

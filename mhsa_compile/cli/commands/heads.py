@@ -65,28 +65,28 @@ def heads(
     if places.is_there(source / "manifest.json"):
         if text is not None:
             raise InputError("--text", "a model with a tokenizer", "an artifact", "Give its inputs: --input x=x.npy.")
-        found = _of_artifact(source, inputs or (), dims, seed)
+        model = _of_artifact(source, inputs or (), dims, seed)
     else:
         if inputs:
             raise InputError("--input", "an artifact", f"the folder {source}", "Give --text FILE, with a text a line.")
-        found = _of_model(source, text)
-    plans = [layer.report.prune(prune) for layer in found.layers] if prune else []
+        model = _of_model(source, text)
+    plans = [layer.report.prune(prune) for layer in model.layers] if prune else []
     if html is not None:
-        page = heads_page(found.title, found.layers, found.texts)
+        page = heads_page(model.title, model.layers, model.texts)
         with written(html, "--html") as file:
             file.write(page.encode())
     if json:
-        output.print_json({"layers": [_described(layer) for layer in found.layers], "html": html, "prune": [
+        output.print_json({"layers": [_described(layer) for layer in model.layers], "html": html, "prune": [
             {"heads": plan.heads, "relative_error": plan.relative_error, "refit_error": plan.refit_error}
             for plan in plans
         ]})  # fmt: skip
         return
-    for layer in found.layers:
-        _print(found.title, layer)
-    for layer, plan in zip(found.layers, plans, strict=True) if plans else ():
-        chosen = ", ".join(map(str, plan.heads))
+    for layer in model.layers:
+        _print(model.title, layer)
+    for layer, plan in zip(model.layers, plans, strict=True) if plans else ():
+        numbers = ", ".join(map(str, plan.heads))
         off = f"off by {plan.relative_error:.1%}, with W_O fitted anew {plan.refit_error:.1%}"
-        output.line(f"{layer.name} without heads {chosen}: {off}")
+        output.line(f"{layer.name} without heads {numbers}: {off}")
     if html is not None:
         output.line(f"{html} shows all of it")
 
@@ -98,18 +98,18 @@ def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, 
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.compiled_attention import load
 
-    given = arrays.read(inputs)
+    arrays_by_name = arrays.read(inputs)
     artifact = Artifact.open(source)
     stats = HeadStatistics(artifact)
     attention = load(artifact)
     dims.check_symbols(attention.inputs)
-    arguments = arrays.complete(given, attention.inputs, dims.stated(), seed)
+    arguments = arrays.complete(arrays_by_name, attention.inputs, dims.stated(), seed)
     outputs = attention.from_host(**arguments)
     valid = arguments["mask"] if stats.spec.mask == "key_padding" and not stats.spec.is_cross else None
     stats.add(arguments["x"], outputs, valid)
     names = [str(place) for place in range(arguments["x"].shape[1])]
     maps = [] if stats.spec.is_cross else list(outputs.weights[:_SHOWN_TEXTS])
-    title = f"Heads of {source.name}" + ("" if "x" in given else ", on random numbers")
+    title = f"Heads of {source.name}" + ("" if "x" in arrays_by_name else ", on random numbers")
     return _Found(title, [ShownLayer("layer", stats.report(), maps)], [names] * len(maps))
 
 
@@ -151,15 +151,15 @@ def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
     model, tokenizer = _loaded(source)
     encoded = [tokenizer.encode(line) for line in lines]
     _check_texts(model, lines, encoded)
-    apart = {found for name in _SEPARATORS if (found := tokenizer.token_to_id(name)) is not None}
+    apart = {token for name in _SEPARATORS if (token := tokenizer.token_to_id(name)) is not None}
     stage("run it on the texts")
     layers = trained_layers(model, [{"input_ids": torch.tensor([one.ids])} for one in encoded])
     stats_of = {layer.name: HeadStatistics(layer.attention) for layer in layers}
-    tokens, needed = sum(len(one.ids) for one in encoded), max(one.tokens_needed for one in stats_of.values())
-    if tokens < needed:
-        expected = f"texts of at least {needed} tokens together, 4 times the value head dim"
+    tokens, least = sum(len(one.ids) for one in encoded), max(one.tokens_needed for one in stats_of.values())
+    if tokens < least:
+        expected = f"texts of at least {least} tokens together, 4 times the value head dim"
         raise InputError("--text", expected, f"{tokens} in {len(lines)} lines", "Give more texts, or longer ones.")
-    shown: list[ShownLayer] = []
+    pages: list[ShownLayer] = []
     compiled: dict[str, Any] = {}  # one artifact for all layers of a spec
     for layer in layers:
         stage(f"look into {layer.name}")
@@ -176,8 +176,8 @@ def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
             stats.add(x, outputs, separators=separators)
             if len(maps) < _SHOWN_TEXTS:
                 maps.append(outputs.weights[0])
-        shown.append(ShownLayer(layer.name, stats.report(), maps))
-    return _Found(f"Heads of {source.resolve().name}", shown, [one.tokens for one in encoded[:_SHOWN_TEXTS]])
+        pages.append(ShownLayer(layer.name, stats.report(), maps))
+    return _Found(f"Heads of {source.resolve().name}", pages, [one.tokens for one in encoded[:_SHOWN_TEXTS]])
 
 
 def _check_texts(model: Any, lines: Sequence[str], encoded: Sequence[Any]) -> None:
@@ -207,8 +207,8 @@ def _loaded(source: Path) -> tuple[Any, Any]:
         tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
         model = AutoModel.from_pretrained(source, local_files_only=True).float().eval()
     except Exception as error:  # of transformers and tokenizers, whose errors have no common root
-        said = str(error).splitlines() or [type(error).__name__]
-        raise ModelError("SOURCE", "a model that transformers loads from its folder", said[0]) from error
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ModelError("SOURCE", "a model that transformers loads from its folder", lines[0]) from error
     tokenizer.no_padding()
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()  # a decoder would need a text of its own
@@ -217,13 +217,13 @@ def _loaded(source: Path) -> tuple[Any, Any]:
 
 def _rows(layer: ShownLayer) -> list[dict[str, Any]]:
     """Rows for the layer's table, one for each head."""
-    report, found = layer.report, []
+    report, rows = layer.report, []
     for head, role in enumerate(report.roles):
         others = [
             (float(report.dissimilarity[head, other]), other) for other in range(len(report.roles)) if other != head
         ]
         apart, nearest = min(others, default=(None, None))
-        found.append({
+        rows.append({
             "head": head,
             "role": role,
             "entropy": report.entropy[head],
@@ -232,7 +232,7 @@ def _rows(layer: ShownLayer) -> list[dict[str, Any]]:
             "nearest": nearest,
             "dissimilarity": apart,
         })  # fmt: skip
-    return found
+    return rows
 
 
 def _described(layer: ShownLayer) -> dict[str, Any]:

@@ -92,15 +92,15 @@ def targets(
         raise TargetError("NAME", "a target or --detect", f"{name} and --detect", "Leave one of them out.")
     name = profile.NATIVE if detect else name
     if name is not None:
-        found = profile.load_profile(name)
-        text = (_findings(profile.detect()) if name == profile.NATIVE else "") + found.to_toml()
+        target = profile.load_profile(name)
+        text = (_findings(profile.detect()) if name == profile.NATIVE else "") + target.to_toml()
         if out is not None:
             _save(text, out)
-        output.print_json(found) if json else output.line(text, nl=False)
+        output.print_json(target) if json else output.line(text, nl=False)
         return
     if out is not None:
         raise TargetError("NAME", "a target to write to -o, or --detect", "neither", "`mhsa targets` lists them.")
-    profiles = [profile.load_profile(known) for known in profile.profile_names()]
+    profiles = [profile.load_profile(each) for each in profile.profile_names()]
     if json:
         output.print_json(profiles)
         return
@@ -146,6 +146,6 @@ def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
         if isinstance(value, dict):
             pairs += _flat(value, f"{prefix}{key}.")
         else:
-            shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            pairs.append((prefix + key, shown))
+            text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            pairs.append((prefix + key, text))
     return pairs

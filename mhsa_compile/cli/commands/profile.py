@@ -43,60 +43,63 @@ def profile(
 
     if trace is not None:
         check_file(trace, "--trace")  # before the work, not after it
-    given, stated = arrays.read(inputs or ()), dims.stated()
+    arrays_by_name, stated = arrays.read(inputs or ()), dims.stated()
     attention = load(artifact, threads=threads)
     dims.check_symbols(attention.inputs)
-    arguments = arrays.complete(given, attention.inputs, stated, seed)
-    found = attention.profile(**arguments, seconds=seconds)
+    arguments = arrays.complete(arrays_by_name, attention.inputs, stated, seed)
+    report = attention.profile(**arguments, seconds=seconds)
     if trace is not None:
-        found.save_trace(trace)
-    found, missing = _against_limits(found if json or verbose else found.alike_together(), attention.manifest)
+        report.save_trace(trace)
+    report, missing = _against_limits(report if json or verbose else report.alike_together(), attention.manifest)
     if json:
-        sums = {"ops_us": found.ops_us, "between_us": found.between_us, "around_us": found.around_us}
-        rows = [asdict(op) | {"gflops": op.gflops, "gbs": op.gbs} for op in found.by_time()]
-        said = asdict(found) | sums | {"ops": rows, "trace": trace, "no_limit": missing}
-        said.pop("events")
-        output.print_json(said)
+        sums = {"ops_us": report.ops_us, "between_us": report.between_us, "around_us": report.around_us}
+        rows = [asdict(op) | {"gflops": op.gflops, "gbs": op.gbs} for op in report.by_time()]
+        summary = asdict(report) | sums | {"ops": rows, "trace": trace, "no_limit": missing}
+        summary.pop("events")
+        output.print_json(summary)
         return
     sizes = " ".join(f"{name} {output.dims_text(array.shape)}" for name, array in arguments.items())
-    _show(f"{artifact}: {sizes}, {found.threads} threads", found, verbose)
+    _show(f"{artifact}: {sizes}, {report.threads} threads", report, verbose)
     if missing:
         output.line(f"Shares of the limit are measured by what compiles: {missing}")
 
 
-def _against_limits(found: CallProfile, manifest: Manifest) -> tuple[CallProfile, str | None]:
+def _against_limits(report: CallProfile, manifest: Manifest) -> tuple[CallProfile, str | None]:
     """(with shares of the limit, or why there are none)."""
     from mhsa_compile.cli.common.sources import require_compiler
 
     try:
         require_compiler()
     except InstallationError as error:
-        return found, str(error)
+        return report, str(error)
     from mhsa_bench.roofline import measured_limits
 
-    limits = measured_limits(manifest, found.threads)
-    return found.against(limits.gflops, limits.bandwidth_gbs, limits.cache_bytes), None
+    limits = measured_limits(manifest, report.threads)
+    return report.against(limits.gflops, limits.bandwidth_gbs, limits.cache_bytes), None
 
 
-def _show(title: str, found: CallProfile, verbose: bool) -> None:
-    rows = found.by_time()
-    shown = rows if verbose or len(rows) <= _SHOWN + 1 else rows[:_SHOWN]
+def _show(title: str, report: CallProfile, verbose: bool) -> None:
+    rows = report.by_time()
+    head = rows if verbose or len(rows) <= _SHOWN + 1 else rows[:_SHOWN]
     columns = ("operation", "kind", "kernel", "us>", "share>", "GFLOP/s>", "GB/s>", "of the limit>", "CPUs>")
-    cells = [_cells(op, found.call_us) for op in shown]
-    if rest := rows[len(shown) :]:
+    cells = [_cells(op, report.call_us) for op in head]
+    if rest := rows[len(head) :]:
         us = sum(op.us for op in rest)
-        cells.append((f"{len(rest)} others", "", "", f"{us:,.1f}", _share(us, found.call_us), "", "", "", ""))
-    for words, us in (("memory, shapes, TVM's VM", found.between_us), ("checks of arguments, Python", found.around_us)):
-        cells.append((words, "", "", f"{us:,.1f}", _share(us, found.call_us), "", "", "", ""))
+        cells.append((f"{len(rest)} others", "", "", f"{us:,.1f}", _share(us, report.call_us), "", "", "", ""))
+    for words, us in (
+        ("memory, shapes, TVM's VM", report.between_us),
+        ("checks of arguments, Python", report.around_us),
+    ):
+        cells.append((words, "", "", f"{us:,.1f}", _share(us, report.call_us), "", "", "", ""))
     output.print_table(title, columns, cells)
     if verbose:
-        output.print_table("", ("operation", "runs>", "MFLOP>", "KiB>", "config"), map(_details, shown))
+        output.print_table("", ("operation", "runs>", "MFLOP>", "KiB>", "config"), map(_details, head))
     output.line(
-        f"A call takes {found.call_us:,.1f} us (median of {found.rounds}), the compiled function in it "
-        f"{found.function_us:,.1f}, its operations {found.ops_us:,.1f}"
+        f"A call takes {report.call_us:,.1f} us (median of {report.rounds}), the compiled function in it "
+        f"{report.function_us:,.1f}, its operations {report.ops_us:,.1f}"
     )
-    if found.disturbed:
-        output.line(f"Something else was running (times spread by {found.spread:.0%}): the parts need not add up")
+    if report.disturbed:
+        output.line(f"Something else was running (times spread by {report.spread:.0%}): the parts need not add up")
 
 
 def _cells(op: OpProfile, call_us: float) -> Sequence[Any]:

@@ -37,21 +37,21 @@ def list_(
         raise RecordsError("FILE", "a file or --target", f"{file} and --target {target}", "Leave one of them out.")
     profile = None if file is not None else load_profile(target or NATIVE)
     files = [file] if file is not None else load_profile(target or NATIVE).records()
-    found = {path: read_records([path]) for path in files}
+    by_file = {path: read_records([path]) for path in files}
     if json:
-        described = [
+        rows = [
             {"file": path, "misfit": profile and why_not_on(record, profile), "record": record}
-            for path, records in found.items()
+            for path, records in by_file.items()
             for record in records
         ]
-        output.print_json(described)
+        output.print_json(rows)
         return
-    for path, records in found.items():
+    for path, records in by_file.items():
         title = f"{path}: {len(records)} records"
         _show(
             title, "does not fit" if profile else "", ((r, (profile and why_not_on(r, profile)) or "") for r in records)
         )
-    if not found and profile is not None:
+    if not by_file and profile is not None:
         output.line(f"No records of {profile.name} are shipped, and none at {profile.own_records()}")
 
 
@@ -66,12 +66,12 @@ def merge(
     """Keep the fastest right record of each operation, number of threads, ISA and device in one file."""
     from mhsa_compile.records import record_files
 
-    given = {path: read_records([path]) for path in files}
-    kept = record_files.merge_into(out, [record for records in given.values() for record in records])
+    by_file = {path: read_records([path]) for path in files}
+    best = record_files.merge_into(out, [record for records in by_file.values() for record in records])
     if json:
-        output.print_json({"file": out, "records": len(kept), "read": {str(p): len(r) for p, r in given.items()}})
+        output.print_json({"file": out, "records": len(best), "read": {str(p): len(r) for p, r in by_file.items()}})
         return
-    output.line(f"{out}: {len(kept)} records, of {sum(map(len, given.values()))} in {len(given)} files")
+    output.line(f"{out}: {len(best)} records, of {sum(map(len, by_file.values()))} in {len(by_file)} files")
 
 
 def promote(
@@ -92,25 +92,25 @@ def promote(
     from mhsa_compile.records import record_files
     from mhsa_compile.records.record import identity, why_doubtful, why_not_on
 
-    found = read_records([file])
-    name = _shipped_target(target or file.stem, found)
+    records = read_records([file])
+    name = _shipped_target(target or file.stem, records)
     profile = load_profile(name)
-    reasons = [(record, why_not_on(record, profile) or why_doubtful(record)) for record in found]
+    reasons = [(record, why_not_on(record, profile) or why_doubtful(record)) for record in records]
     fine = [record for record, reason in reasons if reason is None]
-    refused = [(record, reason) for record, reason in reasons if reason is not None]
+    refusals = [(record, reason) for record, reason in reasons if reason is not None]
     place = data_paths.shipped_records(name)
-    shipped = record_files.read(place).records if places.is_file(place) else ()
-    kept = record_files.merge_into(place, fine) if fine else list(shipped)
-    lost = {identity(record) for record, _ in refused} - {identity(record) for record in kept}
-    promoted = [record for record in kept if record not in shipped]
+    before = record_files.read(place).records if places.is_file(place) else ()
+    own = record_files.merge_into(place, fine) if fine else list(before)
+    losses = {identity(record) for record, _ in refusals} - {identity(record) for record in own}
+    merged_records = [record for record in own if record not in before]
     if json:
-        described = [{"reason": reason, "record": record} for record, reason in refused]
-        output.print_json({"file": place, "promoted": len(promoted), "records": len(kept), "refused": described})
+        report = [{"reason": reason, "record": record} for record, reason in refusals]
+        output.print_json({"file": place, "promoted": len(merged_records), "records": len(own), "refused": report})
     else:
-        _show(f"{place}: {len(promoted)} records promoted", "", ((record, "") for record in promoted))
-        if refused:
-            _show(f"{len(refused)} records refused", "because", refused)
-    if lost:
+        _show(f"{place}: {len(merged_records)} records promoted", "", ((record, "") for record in merged_records))
+        if refusals:
+            _show(f"{len(refusals)} records refused", "because", refusals)
+    if losses:
         raise typer.Exit(1)
 
 
@@ -125,19 +125,21 @@ def check(
     """Name every line that is no record; exit 1 if there is one and it stays."""
     from mhsa_compile.records import record_files
 
-    found, flaws = record_files.examine(file)
-    rejected = file.with_name(f"{file.name}.rejected")
+    records, flaws = record_files.examine(file)
+    target = file.with_name(f"{file.name}.rejected")
     if repair and flaws:
-        flaws = record_files.repair(file, rejected)
-    named = [(flaw.number, "torn: its writer died" if flaw.error is None else flaw.error.got) for flaw in flaws]
-    moved = rejected if repair and flaws else None
+        flaws = record_files.repair(file, target)
+    messages = [(flaw.number, "torn: its writer died" if flaw.error is None else flaw.error.got) for flaw in flaws]
+    aside = target if repair and flaws else None
     if json:
-        lines = [{"line": number, "reason": reason} for number, reason in named]
-        output.print_json({"file": file, "records": len(found), "no_records": lines, "rejected": moved})
+        lines = [{"line": number, "reason": reason} for number, reason in messages]
+        output.print_json({"file": file, "records": len(records), "no_records": lines, "rejected": aside})
     else:
-        output.print_table(f"{file}: {len(found)} records, {len(named)} other lines", ("line>", "what it is"), named)
-        if moved is not None:
-            output.line(f"The other lines are in {moved}")
+        output.print_table(
+            f"{file}: {len(records)} records, {len(messages)} other lines", ("line>", "what it is"), messages
+        )
+        if aside is not None:
+            output.line(f"The other lines are in {aside}")
     if flaws and not repair:
         raise typer.Exit(1)
 
@@ -159,9 +161,9 @@ def measured_on(
     from mhsa_compile.hardware.microarchitecture import names
     from mhsa_compile.records import record_files
 
-    known = {*names(), host.microarchitecture_name()} - {host.UNKNOWN}
-    if microarchitecture not in known:
-        near = difflib.get_close_matches(microarchitecture, known, n=3)
+    choices = {*names(), host.microarchitecture_name()} - {host.UNKNOWN}
+    if microarchitecture not in choices:
+        near = difflib.get_close_matches(microarchitecture, choices, n=3)
         hint = f"Did you mean {' or '.join(near)}?" if near else f"This machine is {host.microarchitecture_name()}."
         raise RecordsError("MICROARCHITECTURE", "the name of one", repr(microarchitecture), hint)
     if record_files.read(file).torn:
@@ -173,7 +175,7 @@ def measured_on(
         output.line(f"{file}: {count} records were measured on {microarchitecture}")
 
 
-def _shipped_target(name: str, found: Iterable[Record]) -> str:
+def _shipped_target(name: str, records: Iterable[Record]) -> str:
     """The name, if records can be shipped for it. Raises RecordsError for one that is no file of targets/."""
     from mhsa_compile.hardware.profile import (
         NATIVE,
@@ -186,7 +188,7 @@ def _shipped_target(name: str, found: Iterable[Record]) -> str:
     if (known := shipped_name(name)) is not None:
         return known
     profiles = map(load_profile, (known for known in profile_names() if known != NATIVE))
-    fitting = [profile.name for profile in profiles if not any(why_not_on(record, profile) for record in found)]
+    fitting = [profile.name for profile in profiles if not any(why_not_on(record, profile) for record in records)]
     hint = f"State one, such as --target {fitting[-1]}: all of them fit {', '.join(fitting)}." if fitting else ""
     raise RecordsError("--target", "a target that is shipped", repr(name), hint or "`mhsa targets` lists them.")
 

@@ -36,14 +36,14 @@ def run(
 
     if out is not None:
         check_file(out, "--output")  # before the work, not after it
-    given = arrays.read(inputs or ())
+    arrays_by_name = arrays.read(inputs or ())
     stated = dims.stated()
     attention = load(artifact, weights=weights, threads=threads)
     dims.check_symbols(attention.inputs)
-    arguments = arrays.complete(given, attention.inputs, stated, seed)
-    started = time.perf_counter()
+    arguments = arrays.complete(arrays_by_name, attention.inputs, stated, seed)
+    begin = time.perf_counter()
     result = attention.from_host(**arguments)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - begin
     values = result if isinstance(result, (tuple, list)) else (result,)
     outputs = {info.name: value for info, value in zip(attention.outputs, values, strict=True)}
     if out is not None:
@@ -54,8 +54,8 @@ def run(
     ]
     if json:
         keys = ("name", "dims", "dtype", "min", "max")
-        described = [dict(zip(keys, row, strict=True)) for row in rows]
-        output.print_json({"outputs": described, "seconds": seconds, "threads": attention.threads, "saved": out})
+        report = [dict(zip(keys, row, strict=True)) for row in rows]
+        output.print_json({"outputs": report, "seconds": seconds, "threads": attention.threads, "saved": out})
         return
     shown = (
         (name, output.dims_text(dims), dtype, f"{low:.4g}", f"{high:.4g}") for name, dims, dtype, low, high in rows

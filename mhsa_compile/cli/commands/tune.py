@@ -182,7 +182,7 @@ def tune(
         ),
     ] = None,
     *,
-    given: TuneOptions,
+    request: TuneOptions,
 ) -> None:
     """Find the fastest config of each operation on a device, and write it down: `mhsa compile` reads that.
 
@@ -190,32 +190,32 @@ def tune(
     kept in the studies' database: the same command goes on where it ended, also after a kill. Exit code 1 where the
     tuned artifact is over its error budget.
     """
-    source, tracker = split(arguments or [], given.on)
-    _check(given)
-    cases = given.cases(source)
+    source, tracker = split(arguments or [], request.on)
+    _check(request)
+    cases = request.cases(source)
     cases.check()
-    peers = options.peers(given.against)
-    profile = load_profile(given.target)
+    peers = options.peers(request.against)
+    profile = load_profile(request.target)
     sources.require_compiler()
-    settings = given.settings(profile)
-    _read(settings.storage, given.results)
-    if given.on == BUNDLE and given.out is not None and given.results is None:
-        return _bundle(cases, settings, given.out, given.json)
+    settings = request.settings(profile)
+    _read(settings.storage, request.results)
+    if request.on == BUNDLE and request.out is not None and request.results is None:
+        return _bundle(cases, settings, request.out, request.json)
     outcomes = {}
-    for name, outcome in _outcomes(cases, settings, given, tracker, peers):
+    for name, outcome in _outcomes(cases, settings, request, tracker, peers):
         outcomes[name] = outcome
-        if not given.json:
+        if not request.json:
             tune_view.show(name, outcome.report, outcome.gain, outcome.peers, settings.records)
             tune_view.show_rest(outcome.left, outcome.rest)
-    _finish(outcomes, settings, given)
+    _finish(outcomes, settings, request)
 
 
-def _finish(outcomes: dict[str, TunedSource], settings: Settings, given: TuneOptions) -> None:
+def _finish(outcomes: dict[str, TunedSource], settings: Settings, request: TuneOptions) -> None:
     """What is said of all outcomes together, and the exit code."""
-    if given.json:
+    if request.json:
         output.print_json(as_json(outcomes, settings.records))
-    if given.plot is not None:
-        tuning_plots.searches({name: outcome.report for name, outcome in outcomes.items()}, given.plot)
+    if request.plot is not None:
+        tuning_plots.searches({name: outcome.report for name, outcome in outcomes.items()}, request.plot)
     if any(outcome.gain is not None and not outcome.gain.error_share <= 1 for outcome in outcomes.values()):
         raise typer.Exit(1)
 
@@ -223,32 +223,32 @@ def _finish(outcomes: dict[str, TunedSource], settings: Settings, given: TuneOpt
 def _outcomes(
     cases: CaseOptions,
     settings: Settings,
-    given: TuneOptions,
+    request: TuneOptions,
     tracker: tuple[Address, str] | None,
     peers: tuple[str, ...],
 ) -> Iterator[tuple[str, TunedSource]]:
-    if given.results is not None:
+    if request.results is not None:
         case = _only(cases)
-        yield case.name, read_results(case, settings, given.results)
+        yield case.name, read_results(case, settings, request.results)
         return
     with settings.session(tracker) as session:
         tune_view.show_device(session.device, settings.profile)
         for case in cases.cases():
-            if given.on == LOCAL:
+            if request.on == LOCAL:
                 yield case.name, search_here(case, settings, session, peers)
             else:
                 yield case.name, search(case, settings, session, {})
 
 
-def _check(given: TuneOptions) -> None:
+def _check(request: TuneOptions) -> None:
     """Raises InputError and OutputError for options that do not go together, before anything is done."""
-    if given.on == BUNDLE and (given.out is None) == (given.results is None):
-        got = "both" if given.out else "neither"
+    if request.on == BUNDLE and (request.out is None) == (request.results is None):
+        got = "both" if request.out else "neither"
         raise InputError("--on bundle", "-o WORK.zip, or later --results RESULTS.json", got)
-    if given.on != BUNDLE and given.out is not None:
-        raise InputError("-o", "it with --on bundle", f"--on {given.on}", "Records go to --records.")
-    if given.plot is not None:
-        figure.check_path(given.plot)
+    if request.on != BUNDLE and request.out is not None:
+        raise InputError("-o", "it with --on bundle", f"--on {request.on}", "Records go to --records.")
+    if request.plot is not None:
+        figure.check_path(request.plot)
 
 
 def _read(storage: str, results: Path | None) -> None:
@@ -386,8 +386,8 @@ def _gain(case: Case, settings: Settings, default: Artifact, threads: int) -> Ga
 
 def _open(artifact: Artifact, sizes: dict[str, int]) -> dict[str, int]:
     """The sizes of those dims that the artifact leaves open."""
-    found = {dim for info in artifact.manifest.inputs for dim in info.dims}
-    return {symbol: size for symbol, size in sizes.items() if symbol in found}
+    symbols = {dim for info in artifact.manifest.inputs for dim in info.dims}
+    return {symbol: size for symbol, size in sizes.items() if symbol in symbols}
 
 
 def as_json(outcomes: dict[str, TunedSource], records: Path) -> dict[str, Any]:
@@ -411,9 +411,9 @@ def _op(op: TaskResult) -> dict[str, Any]:
 
 def _rest(outcome: TunedSource) -> list[dict[str, Any]]:
     """What no kernel claims: what MetaSchedule came to, or why it was not asked."""
-    refused = [{"name": task.name, "reason": task.reason} for task in outcome.left if task.reason]
+    refusals = [{"name": task.name, "reason": task.reason} for task in outcome.left if task.reason]
     names = ("default_us", "best_us", "noise", "trials", "failures")
-    return [{"name": t.task.name, **{name: getattr(t, name) for name in names}} for t in outcome.rest] + refused
+    return [{"name": t.task.name, **{name: getattr(t, name) for name in names}} for t in outcome.rest] + refusals
 
 
 def _summary(outcome: TunedSource) -> dict[str, Any]:

@@ -30,17 +30,17 @@ def live(name: str, seconds: float, peers: Mapping[str, float]) -> Iterator[Watc
     if not console.is_terminal:
         yield _lines(name)
         return
-    with Live(console=console, refresh_per_second=4, transient=True) as shown:
-        yield lambda states, left: shown.update(_table(name, states, seconds, left, peers))
+    with Live(console=console, refresh_per_second=4, transient=True) as view:
+        yield lambda states, left: view.update(_table(name, states, seconds, left, peers))
 
 
 def _lines(name: str) -> Watch:
-    said: set[tuple[str, ...]] = set()
+    names: set[tuple[str, ...]] = set()
 
     def watch(states: list[TaskState], left: float | None) -> None:
         for state in states:
-            if state.result is not None and state.task.names not in said:
-                said.add(state.task.names)
+            if state.result is not None and state.task.names not in names:
+                names.add(state.task.names)
                 output.line(f"{name}: {_title(state)}: {_result_text(state.result)}", err=True)
 
     return watch
@@ -98,13 +98,13 @@ def _times(state: TaskState) -> tuple[float, float] | None:
 
 def _overall(states: list[TaskState], peers: Mapping[str, float]) -> str:
     """The gain of all operations so far, and beside it that of the fastest peer, both against the default."""
-    known = [(len(state.task.names), *times) for state in states if (times := _times(state)) is not None]
-    default, best = (sum(count * pair[i] for count, *pair in known) for i in (0, 1))
-    said = f": {default / best:.2f} times as fast as the default so far" if best else ""
+    timed = [(len(state.task.names), *times) for state in states if (times := _times(state)) is not None]
+    default, best = (sum(count * pair[i] for count, *pair in timed) for i in (0, 1))
+    sentence = f": {default / best:.2f} times as fast as the default so far" if best else ""
     if peers:
         fastest = min(peers, key=lambda name: peers[name])
-        said += f"; {fastest}, the fastest peer, {1 / peers[fastest]:.2f} times"
-    return said
+        sentence += f"; {fastest}, the fastest peer, {1 / peers[fastest]:.2f} times"
+    return sentence
 
 
 def show_device(device: Device, profile: TargetProfile) -> None:
@@ -145,16 +145,16 @@ def show(name: str, report: TuningReport, gain: Gain | None, peers: Mapping[str,
             output.line(f"  {gain.speedup * ratio:.2f} times as fast as {peer}")
 
 
-def show_rest(left: Sequence[FallbackTask], results: Sequence[ScheduleResult]) -> None:
+def show_rest(tasks: Sequence[FallbackTask], results: Sequence[ScheduleResult]) -> None:
     """What no kernel claims, on stdout: what MetaSchedule found, and why it was not asked about the others."""
     for one in results:
-        found = f"{one.best_us:,.1f} µs" if one.record is not None else "nothing faster beyond the noise"
+        outcome = f"{one.best_us:,.1f} µs" if one.record is not None else "nothing faster beyond the noise"
         output.line(
-            f"{one.task.name}, of no kernel: {one.default_us:,.1f} µs by default, MetaSchedule found {found} "
+            f"{one.task.name}, of no kernel: {one.default_us:,.1f} µs by default, MetaSchedule found {outcome} "
             f"({one.trials} trials, {one.failures.total()} failures)"
         )
     reasons: dict[str, list[str]] = {}
-    for task in left:
+    for task in tasks:
         if task.reason:
             reasons.setdefault(task.reason, []).append(task.name)
     for reason, names in reasons.items():

@@ -38,32 +38,33 @@ def read(assignments: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def complete(
-    given: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo], dims: Mapping[str, int], seed: int
+    arrays: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo], dims: Mapping[str, int], seed: int
 ) -> dict[str, np.ndarray]:
-    """`given`, and random arrays for what it lacks; dims are the given arrays', else those of `dims`, else defaults."""
+    """`arrays`, and random ones for what is missing there; dims are those of the arrays, else those of `dims`, else
+    defaults."""
     inputs = tuple(inputs)
     sizes: dict[str, int] = {**dims}
     for info in inputs:
-        if info.name in given:
-            sizes |= {str(dim): size for dim, size in zip(info.dims, given[info.name].shape, strict=False)}
+        if info.name in arrays:
+            sizes |= {str(dim): size for dim, size in zip(info.dims, arrays[info.name].shape, strict=False)}
     rng = np.random.default_rng(seed)
-    given = {**given, **_rounded(given, inputs)}
-    missing = [info for info in inputs if info.name not in given]
+    arrays = {**arrays, **_rounded(arrays, inputs)}
+    missing = [info for info in inputs if info.name not in arrays]
     shapes = [tuple(_size(info.name, dim, sizes) for dim in info.dims) for info in missing]
     require_memory("inputs", sum(2 * _DRAWN_BYTES * math.prod(shape) for shape in shapes))
-    drawn = {
+    random_arrays = {
         info.name: random_array(rng, info.name, info.dtype, shape, _ROWS)
         for info, shape in zip(missing, shapes, strict=True)
     }
-    return {**given, **drawn}
+    return {**arrays, **random_arrays}
 
 
-def _rounded(given: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo]) -> dict[str, np.ndarray]:
+def _rounded(arrays: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo]) -> dict[str, np.ndarray]:
     """float32 arrays for bfloat16 inputs: an .npy file has no word for bfloat16."""
     return {
-        info.name: given[info.name].astype(ml_dtypes.bfloat16)
+        info.name: arrays[info.name].astype(ml_dtypes.bfloat16)
         for info in inputs
-        if info.dtype == "bfloat16" and info.name in given and given[info.name].dtype == np.float32
+        if info.dtype == "bfloat16" and info.name in arrays and arrays[info.name].dtype == np.float32
     }
 
 

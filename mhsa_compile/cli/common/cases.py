@@ -80,9 +80,9 @@ class CaseOptions:
             dims = {} if self.symbolic else self.stated
             yield Case(str(self.source), sources.resolve(self.source, {}), dims, sizes, self.weights)
         for workload in choose(self.workloads):
-            chosen = workload.at(self.dtype or workload.spec.dtype)
-            dims = {} if self.symbolic else chosen.dims
-            yield Case(chosen.name, module_of(chosen), dims, chosen.dims, self.weights)
+            at_dtype = workload.at(self.dtype or workload.spec.dtype)
+            dims = {} if self.symbolic else at_dtype.dims
+            yield Case(at_dtype.name, module_of(at_dtype), dims, at_dtype.dims, self.weights)
 
 
 def _beside(case: Case) -> Iterator[Case]:

@@ -50,8 +50,8 @@ class StatedDims:
 
     def stated(self) -> dict[str, int]:
         """The sizes that were given, by symbol. Raises InputError."""
-        given = {"B": self.batch, "L": self.length, "S": self.kv_length, "C": self.capacity}
-        stated = {symbol: size for symbol, size in given.items() if size is not None}
+        flags = {"B": self.batch, "L": self.length, "S": self.kv_length, "C": self.capacity}
+        stated = {symbol: size for symbol, size in flags.items() if size is not None}
         for assignment in self.dim or ():
             symbol, _, size = assignment.rpartition("=")
             if not (symbol and size.isascii() and size.isdigit() and int(size)):

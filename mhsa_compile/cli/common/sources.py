@@ -57,10 +57,10 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
     """The records of several files; of a torn last line, one line on stderr. Raises RecordsError."""
     from mhsa_compile.records import record_files
 
-    found, torn = record_files.gather(paths)
+    records, torn = record_files.gather(paths)
     for sentence in torn:
         output.line(f"Warning: {sentence}", err=True)
-    return found
+    return records
 
 
 def compile_with_progress(
@@ -91,12 +91,12 @@ def compile_with_progress(
     of_spec, outputs = dict(fields), None
     if source is not None:
         outputs = of_spec.pop("outputs", None)
-    resolved = resolve(source, of_spec)
+    spec_or_file = resolve(source, of_spec)
     if outputs is not None:
-        layer_words(outputs) if isinstance(resolved, Path) else replace(resolved, outputs=outputs)
+        layer_words(outputs) if isinstance(spec_or_file, Path) else replace(spec_or_file, outputs=outputs)
     require_compiler()
     with output.stages(seconds) as stage:
-        if not isinstance(resolved, Path):
+        if not isinstance(spec_or_file, Path):
             stage("load PyTorch")
             import torch
 
@@ -104,7 +104,7 @@ def compile_with_progress(
         from mhsa_compile.compiler.pipeline import compile
 
         return compile(
-            resolved,
+            spec_or_file,
             profile,
             dims=dims,
             outputs=outputs,

@@ -60,9 +60,9 @@ class Asked:
     def key_of_module(self, module: Any, state: State, dims: Mapping[str, int] | None) -> str:
         """The key of a module of ours with this state. Its tables are no parameters, and so part of the key."""
         tables = {name: state[name] for name, _ in module.named_buffers()}
-        held = {name: hashlib.sha256(table.tobytes()).hexdigest() for name, table in tables.items()}
-        said = [type(module).__name__, module.spec.to_json(), sorted((dims or {}).items()), sorted(held.items())]
-        return self.key(b"module", _encoded(said))
+        digests = {name: hashlib.sha256(table.tobytes()).hexdigest() for name, table in tables.items()}
+        parts = [type(module).__name__, module.spec.to_json(), sorted((dims or {}).items()), sorted(digests.items())]
+        return self.key(b"module", _encoded(parts))
 
 
 def _encoded(value: Any) -> bytes:
@@ -70,11 +70,11 @@ def _encoded(value: Any) -> bytes:
 
 
 def _versions(profile: TargetProfile) -> dict[str, str | None]:
-    found = {name: environment.installed_version(name) for name in _DISTRIBUTIONS}
+    numbers = {name: environment.installed_version(name) for name in _DISTRIBUTIONS}
     if isinstance(profile, CudaProfile):
         compiler, number = cuda_compiler.compiler()
-        found[compiler] = number
-    return found
+        numbers[compiler] = number
+    return numbers
 
 
 @functools.cache

@@ -108,10 +108,10 @@ class KeptArtifact:
 
 def is_on() -> bool:
     """Whether the environment leaves the cache on: MHSA_CACHE=0 switches it off. Raises InputError."""
-    said = os.environ.get(SWITCH, "1")
-    if said not in ("", "0", "1"):
-        raise InputError(f"environment variable {SWITCH}", "0 (off) or 1 (on)", repr(said))
-    return said != "0"
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("", "0", "1"):
+        raise InputError(f"environment variable {SWITCH}", "0 (off) or 1 (on)", repr(value))
+    return value != "0"
 
 
 def find(key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
@@ -168,21 +168,21 @@ def keep(key: str, artifact: Artifact) -> None:
 
 def entries() -> list[KeptArtifact]:
     """All entries, the one that was used last first."""
-    found = []
+    artifacts = []
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         for place in data_paths.artifact_cache().iterdir():
             if _is_key(place.name):
                 with suppress(OSError):  # another process drops it at this moment
-                    found.append(KeptArtifact(place, _size(place), place.stat().st_mtime))
-    return sorted(found, key=lambda entry: -entry.used)
+                    artifacts.append(KeptArtifact(place, _size(place), place.stat().st_mtime))
+    return sorted(artifacts, key=lambda entry: -entry.used)
 
 
 def clear() -> list[KeptArtifact]:
     """Drops all entries. Returns those that are gone."""
-    found = entries()
-    for entry in found:
+    artifacts = entries()
+    for entry in artifacts:
         drop(entry.path)
-    return [entry for entry in found if not entry.path.exists()]
+    return [entry for entry in artifacts if not entry.path.exists()]
 
 
 def drop(place: Path) -> None:
@@ -193,8 +193,8 @@ def drop(place: Path) -> None:
 
 def _bound(root: Path) -> None:
     """Drops the least recently used entries until the others fit, and what dead processes left half-written."""
-    left = {place.name.split(".")[1] for place in root.iterdir() if place.name.startswith(".")}
-    for name in filter(_is_key, left):
+    keys = {place.name.split(".")[1] for place in root.iterdir() if place.name.startswith(".")}
+    for name in filter(_is_key, keys):
         atomic_write.sweep(root, name)
         sweep(root, name)
     atomic_write.sweep(root, _DROPPED)
@@ -216,7 +216,7 @@ def _size(folder: Path) -> int:
 def _is_private(root: Path) -> bool:
     """Whether the folder is this user's, and nobody else may write to it."""
     try:
-        found = root.stat()
+        status = root.stat()
     except OSError:
         return False
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -160,11 +160,11 @@ def pass_context() -> Iterator[None]:
     look for what only GPUs have.
 
     Raises BuildError where threads would write to the same places (`data_races`)."""
-    disabled = ["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp", *_FOR_GPUS]
+    passes = ["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp", *_FOR_GPUS]
     config = {"tirx.disable_cse_tir": True}
     with (
         data_races.refused() as look,
-        tvm.transform.PassContext(disabled_pass=disabled, config=config, instruments=[look]),
+        tvm.transform.PassContext(disabled_pass=passes, config=config, instruments=[look]),
     ):
         yield
 
@@ -220,9 +220,9 @@ def _linker(triple: str, files: ObjectFiles, sources: Sequence[str] = ()) -> Any
     """`fcompile` of export_library: links object files, and C sources of ours, into a stripped shared library."""
 
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
-        added = [str(_FLOAT16)] if triple.startswith("riscv") else []
+        helpers = [str(_FLOAT16)] if triple.startswith("riscv") else []
         inputs = files.on_disk(objects)
-        words = ["-shared", "-fPIC", "-O2", "-s", "-o", output, *inputs, *sources, *added, *(options or [])]
+        words = ["-shared", "-fPIC", "-O2", "-s", "-o", output, *inputs, *sources, *helpers, *(options or [])]
         zig.run("cc", triple, words, "a shared library")
 
     link.output_format = "so"  # type: ignore[attr-defined]

@@ -35,8 +35,8 @@ def from_caller(module: Any, inputs: int) -> Any:
     builder = relax.BlockBuilder(module)
     builder.update_func(module.get_global_var(MAIN), memory.rewritten())
     sizes = memory.plan()
-    planned = relax.Function(list(main.params[:inputs]), sizes, sizes.body.ty)
-    builder.add_func(relax.utils.copy_with_new_vars(planned).with_attr("global_symbol", PLAN), PLAN)
+    plan = relax.Function(list(main.params[:inputs]), sizes, sizes.body.ty)
+    builder.add_func(relax.utils.copy_with_new_vars(plan).with_attr("global_symbol", PLAN), PLAN)
     return builder.get()
 
 
@@ -62,17 +62,17 @@ class _Memory:
     def _outputs(self) -> list[Any]:
         """The arrays that are made for what is returned; an input that is returned, changed in place, is none."""
         values = {binding.var: binding.value for binding in self.bindings}
-        returned = values.get(self.main.body.body, self.main.body.body)
-        found: list[Any] = []
-        for value in returned.fields if isinstance(returned, relax.Tuple) else [self.main.body.body]:
+        result = values.get(self.main.body.body, self.main.body.body)
+        outputs: list[Any] = []
+        for value in result.fields if isinstance(result, relax.Tuple) else [self.main.body.body]:
             variable = value
             while (source := _aliased(values.get(variable), values)) is not None:
                 variable = source
-            if _called(values.get(variable)) == _FRESH and not any(variable.same_as(other) for other in found):
-                found.append(variable)
+            if _called(values.get(variable)) == _FRESH and not any(variable.same_as(other) for other in outputs):
+                outputs.append(variable)
             elif not any(variable.same_as(parameter) for parameter in self.main.params):
                 raise ModelError("outputs", "arrays of their own", f"{variable.name}, which is two of them")
-        return found
+        return outputs
 
     def plan(self) -> Any:
         """Workspace and outputs: their sizes, by the symbols of the inputs."""
@@ -84,21 +84,21 @@ class _Memory:
     def rewritten(self) -> Any:
         workspace = relax.Var("workspace", relax.TensorType(ndim=1, dtype="uint8"))
         arrays = [relax.Var(f"output_{i}", output.ty) for i, output in enumerate(self.outputs)]
-        given = dict(zip(self.outputs, arrays, strict=True))
-        kept: list[Any] = []
+        arguments = dict(zip(self.outputs, arrays, strict=True))
+        bindings: list[Any] = []
         for binding in self.bindings:
-            called, value = _called(binding.value), binding.value
-            if called == _STORAGE:
+            callee, value = _called(binding.value), binding.value
+            if callee == _STORAGE:
                 continue
-            if called == _TENSOR:
-                kept += _view(binding.var, workspace, self.places[value.args[0]] + value.args[1], *value.args[2:4])
-            elif called == _FRESH and binding.var in given:
-                kept.append(relax.VarBinding(binding.var, given[binding.var]))
-            elif called == _FRESH:
-                kept += _view(binding.var, workspace, self.places[binding.var], *value.args[:2])
+            if callee == _TENSOR:
+                bindings += _view(binding.var, workspace, self.places[value.args[0]] + value.args[1], *value.args[2:4])
+            elif callee == _FRESH and binding.var in arguments:
+                bindings.append(relax.VarBinding(binding.var, arguments[binding.var]))
+            elif callee == _FRESH:
+                bindings += _view(binding.var, workspace, self.places[binding.var], *value.args[:2])
             else:
-                kept.append(binding)
-        body = relax.SeqExpr([relax.BindingBlock(kept)], self.main.body.body)
+                bindings.append(binding)
+        body = relax.SeqExpr([relax.BindingBlock(bindings)], self.main.body.body)
         params = [*self.main.params, workspace, *arrays]
         return relax.Function(params, body, self.main.ret_ty, self.main.is_pure, self.main.attrs)
 
@@ -107,10 +107,10 @@ def _view(variable: Any, workspace: Any, offset: Any, shape: Any, dtype: Any) ->
     """Bindings that make `variable` an array in the workspace, `offset` bytes behind its begin."""
     place = relax.Var(f"{variable.name}_place", variable.ty)
     kinds = [variable.ty]
-    made = relax.Call(relax.ExternFunc("runtime.TVMTensorCreateView"), [workspace, shape, dtype, offset], ty_args=kinds)
+    view = relax.Call(relax.ExternFunc("runtime.TVMTensorCreateView"), [workspace, shape, dtype, offset], ty_args=kinds)
     # Compiled code takes no offsets: they go into the address.
-    moved = relax.Call(relax.ExternFunc("vm.builtin.ensure_zero_offset"), [place], ty_args=kinds)
-    return [relax.VarBinding(place, made), relax.VarBinding(variable, moved)]
+    without_offset = relax.Call(relax.ExternFunc("vm.builtin.ensure_zero_offset"), [place], ty_args=kinds)
+    return [relax.VarBinding(place, view), relax.VarBinding(variable, without_offset)]
 
 
 def _called(value: Any) -> str:

@@ -44,10 +44,10 @@ def compiler() -> tuple[str, str]:
     BuildError."""
     if (nvcc := shutil.which("nvcc")) is None:
         return "nvrtc", _Nvrtc().version
-    said = _run([nvcc, "--version"], "its version").stdout
-    if (found := re.search(r"release (\d+\.\d+)", said)) is None:
-        raise BuildError("nvcc", "its version", said.strip()[-200:])
-    return "nvcc", found[1]
+    text = _run([nvcc, "--version"], "its version").stdout
+    if (match := re.search(r"release (\d+\.\d+)", text)) is None:
+        raise BuildError("nvcc", "its version", text.strip()[-200:])
+    return "nvcc", match[1]
 
 
 def architecture(cubin: bytes) -> str:
@@ -72,10 +72,10 @@ def _by_nvcc(nvcc: str, source: str, arch: str) -> bytes:
 
 
 def _run(words: list[str], what: str, folder: str | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(words, capture_output=True, text=True, cwd=folder)
-    if done.returncode:
-        raise BuildError("nvcc", what, (done.stderr or done.stdout).strip()[-2000:] or "no message")
-    return done
+    process = subprocess.run(words, capture_output=True, text=True, cwd=folder)
+    if process.returncode:
+        raise BuildError("nvcc", what, (process.stderr or process.stdout).strip()[-2000:] or "no message")
+    return process
 
 
 class _Nvrtc:
@@ -94,17 +94,17 @@ class _Nvrtc:
     def compiled(self, source: str, arch: str) -> bytes:
         program, what = ctypes.c_void_p(), f"kernels for {arch}"
         source = _TENSOR_MAP + source
-        made = self.library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), _SOURCE.encode(), 0, None, None)
-        self._check(made, what)
+        code = self.library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), _SOURCE.encode(), 0, None, None)
+        self._check(code, what)
         try:
             include = self.root / "include"
             # Without warnings: of a long log the errors are to be seen.
             words = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "--device-int128", "-w"]
             words += [f"-I{include}", f"-I{include / 'cccl'}"]
-            given = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
-            if self.library.nvrtcCompileProgram(program, len(words), given):
-                said = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
-                raise BuildError("NVRTC", what, said[-2000:] or "no message")
+            options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+            if self.library.nvrtcCompileProgram(program, len(words), options):
+                log = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+                raise BuildError("NVRTC", what, log[-2000:] or "no message")
             return self._text(program, "CUBIN")
         finally:
             self.library.nvrtcDestroyProgram(ctypes.byref(program))

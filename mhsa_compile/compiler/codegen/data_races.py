@@ -91,9 +91,9 @@ class _Iteration:
     def __init__(self, loop: Statement) -> None:
         self.following: set[Variable] = {loop.loop_var}
         self.home: dict[Variable, Variable] = {}
-        known = 0
-        while known != len(self.following):
-            known, self.shared = len(self.following), list[str]()
+        count = 0
+        while count != len(self.following):
+            count, self.shared = len(self.following), list[str]()
             self._visit(loop.body)
 
     def _visit(self, statement: Statement) -> None:
@@ -131,16 +131,16 @@ class _Iteration:
 
     def _call(self, call: Any) -> None:
         """A call is taken to write into every array that it is told of, but for a prefetch."""
-        told = [one for one in _used(call) if tirx.is_buffer_var(one) and one not in self.home]
-        if told and not self._follows(call) and "llvm.prefetch" not in str(call):
-            self.shared += [str(one.name) for one in told]
+        arrays = [one for one in _used(call) if tirx.is_buffer_var(one) and one not in self.home]
+        if arrays and not self._follows(call) and "llvm.prefetch" not in str(call):
+            self.shared += [str(one.name) for one in arrays]
 
     def _follows(self, *values: Any) -> bool:
-        used = (self.home.get(one, one) for value in values for one in _used(value))
-        return any(one in self.following for one in used)
+        variables = (self.home.get(one, one) for value in values for one in _used(value))
+        return any(one in self.following for one in variables)
 
 
 def _used(value: Any) -> Iterable[Variable]:
     """The variables in an expression, pointers and arrays among them."""
-    found: Iterable[Variable] = tirx.analysis.undefined_vars(tirx.Evaluate(value))
-    return found
+    variables: Iterable[Variable] = tirx.analysis.undefined_vars(tirx.Evaluate(value))
+    return variables

@@ -34,11 +34,11 @@ def with_machine_code(packed: bytes, arch: str) -> bytes:
 
 def machine_code(packed: bytes) -> list[bytes]:
     """The cubins among packed imports."""
-    found = []
+    images = []
     for kind, value in _read(packed)[1]:
         if kind == b"cuda" and value is not None and value.startswith(_text(_COMPILED)):
-            found.append(value[value.index(b"\x7fELF") :])
-    return found
+            images.append(value[value.index(b"\x7fELF") :])
+    return images
 
 
 def _compiled(value: bytes, arch: str) -> bytes:

@@ -51,14 +51,14 @@ def _guarded(body: Any) -> Any:
 
 def _grid(launch: Any) -> list[Any]:
     """The number of blocks that a launch has on each axis."""
-    found: list[Any] = []
+    extents: list[Any] = []
 
     def note(statement: Any) -> Any:
         if _is_binding(statement) and _tag(statement).startswith("blockIdx."):
-            found.append(statement.value if isinstance(statement, tirx.AttrStmt) else statement.extent)
+            extents.append(statement.value if isinstance(statement, tirx.AttrStmt) else statement.extent)
 
     tvm_ffi.structural_walk(launch, ((tirx.AttrStmt, tirx.For), note))
-    return found
+    return extents
 
 
 def _is_binding(statement: Any) -> bool:
@@ -84,9 +84,9 @@ def allocated(module: Any, main: str) -> Any:
     relax.analysis.post_order_visit(function, note)
     if not empty:
         return module
-    changed = _Allocating(module)
-    changed.builder_.update_func(module.get_global_var(main), changed.visit_expr(function))
-    return changed.builder_.get()
+    rewriter = _Allocating(module)
+    rewriter.builder_.update_func(module.get_global_var(main), rewriter.visit_expr(function))
+    return rewriter.builder_.get()
 
 
 @mutator

@@ -26,9 +26,9 @@ class AbsentFunctions(LookupError):
 
 def check_functions(library: Path, runtime: Sequence[Path]) -> None:
     """Raises AbsentFunctions for a library that calls a function of this process which the runtime's libraries lack."""
-    mentioned = {name.decode() for name in _NAME.findall(library.read_bytes())}
-    called = mentioned & set(tvm_ffi.registry.list_global_func_names())
-    known = b"".join(path.read_bytes() + b"\0" for path in runtime) if called else b""
+    words = {name.decode() for name in _NAME.findall(library.read_bytes())}
+    functions = words & set(tvm_ffi.registry.list_global_func_names())
+    symbols = b"".join(path.read_bytes() + b"\0" for path in runtime) if functions else b""
     # A library registers a function under a C string, which has a zero on either side: "sort" is none of "argsort".
-    if missing := sorted(name for name in called if b"\0" + name.encode() + b"\0" not in known):
+    if missing := sorted(name for name in functions if b"\0" + name.encode() + b"\0" not in symbols):
         raise AbsentFunctions(missing)

@@ -114,14 +114,14 @@ class _Plain:
         return count
 
     def _sees(self, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
-        seen = [tirx.const(True, "bool")]
+        conditions = [tirx.const(True, "bool")]
         if (window := self.op.window) is not None:
-            seen += [] if window.left is None else [j >= self._place(b, i) - window.left]
-            seen += [] if window.right is None else [j <= self._place(b, i) + window.right]
+            conditions += [] if window.left is None else [j >= self._place(b, i) - window.left]
+            conditions += [] if window.right is None else [j <= self._place(b, i) + window.right]
         if self.op.any_step("counts_keys"):
-            seen.append(j < self._count(b))
+            conditions.append(j < self._count(b))
         of_parts = (part.sees(Pair(b, h, i, j)) for part in self.parts)
-        return tirx.all(*seen, *(own for own in of_parts if own is not None))
+        return tirx.all(*conditions, *(own for own in of_parts if own is not None))
 
     def weight(self, *at: Expr) -> Expr:
         """The weight of a key: zero where it is hidden; a row of nothing but hidden keys has no sum to divide by."""
@@ -158,10 +158,10 @@ class _Plain:
         along = te.reduce_axis((0, self.keys), "j")
         sums = te.compute(rows, lambda b, h, i: te.sum(exponents[b, h, i, along], axis=along), "sums")
         if self._sinks(tirx.const(0, "int64")):
-            seen = sums
+            totals = sums
 
             def total(b: Expr, h: Expr, i: Expr) -> Expr:
-                return sum((te.exp(sink - tops[b, h, i]) for sink in self._sinks(h)), start=seen[b, h, i])
+                return sum((te.exp(sink - tops[b, h, i]) for sink in self._sinks(h)), start=totals[b, h, i])
 
             sums = te.compute(rows, total, "total")
         return exponents, sums
@@ -178,8 +178,8 @@ class _Plain:
 
         def term(b: Expr, h: Expr, i: Expr, f: Expr) -> Expr:
             value = self._element(op.value, op.v_head_dim, b, h // self.group, along, f)
-            seen = self._is_left(b, h, i, along)
-            return te.sum(tirx.Select(seen, weights[b, h, i, along] * value, tirx.const(0, EXACT)), axis=along)
+            visible = self._is_left(b, h, i, along)
+            return te.sum(tirx.Select(visible, weights[b, h, i, along] * value, tirx.const(0, EXACT)), axis=along)
 
         heads = te.compute((*self.shape[:3], tirx.const(op.v_head_dim, "int64")), term, "heads")
         if op.output.layout == "heads":

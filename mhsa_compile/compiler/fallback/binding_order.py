@@ -20,8 +20,8 @@ def sizes_first(module: Any) -> Any:
     """The module with `main`'s bindings in an order in which each stands behind what it reads; as they stand, where
     they do already."""
     main = module["main"]
-    known = {size for parameter in main.params for size in _variables(parameter.ty)}
-    blocks = [_ordered(block, known) if isinstance(block, relax.DataflowBlock) else block for block in main.body.blocks]
+    sizes = {size for parameter in main.params for size in _variables(parameter.ty)}
+    blocks = [_ordered(block, sizes) if isinstance(block, relax.DataflowBlock) else block for block in main.body.blocks]
     if all(one.same_as(other) for one, other in zip(blocks, main.body.blocks, strict=True)):
         return module
     result = module.clone()
@@ -32,22 +32,22 @@ def sizes_first(module: Any) -> Any:
     return result
 
 
-def _ordered(block: Expr, known: set[Expr]) -> Expr:
-    """The block in such an order; `known` are the sizes of the parameters."""
+def _ordered(block: Expr, sizes: set[Expr]) -> Expr:
+    """The block in such an order; `sizes` are those of the parameters."""
     bindings = list(block.bindings)
     if not any(isinstance(binding, relax.MatchCast) for binding in bindings):
         return block
     makers = {binding.var: i for i, binding in enumerate(bindings)}
     for i, binding in enumerate(bindings):
         if isinstance(binding, relax.MatchCast):
-            for size in set(_variables(binding.ty)) - known:
+            for size in set(_variables(binding.ty)) - sizes:
                 makers.setdefault(size, i)
-    placed, order = set[int](), list[int]()
+    members, order = set[int](), list[int]()
 
     def place(i: int) -> None:
-        if i in placed:
+        if i in members:
             return
-        placed.add(i)
+        members.add(i)
         for variable in (*_variables(bindings[i].value), *_variables(bindings[i].var.ty)):
             if variable in makers:
                 place(makers[variable])

@@ -52,9 +52,10 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
             function = _as_arithmetic(function)
             tuned = _tuned(str(variable.name_hint), function, shelf)
             reports += [tuned[1]] if tuned else []
-            made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
+            primitive = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
             lowered.update_func(
-                variable, rewritten(made, at_any_address, without_scopes, hide_dividends, hide_operands, wrap_in_llvm)
+                variable,
+                rewritten(primitive, at_any_address, without_scopes, hide_dividends, hide_operands, wrap_in_llvm),
             )
     return Lowered(lowered, reports)
 
@@ -89,11 +90,11 @@ def _tuned(name: str, function: tirx.PrimFunc, shelf: RecordSet) -> tuple[tirx.P
     key = traces.key_of(function)
     if not shelf.knows(traces.KIND, key):
         return None
-    found = shelf.best_match(traces.KIND, key, lambda record: traces.applied(function, record.trace))
-    if isinstance(found, str):
-        return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, found)
-    record, made = found
-    return made, OpReport(name, traces.KIND, traces.KIND, {}, "record", _NOTE, record.summary())
+    match = shelf.best_match(traces.KIND, key, lambda record: traces.applied(function, record.trace))
+    if isinstance(match, str):
+        return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, match)
+    record, primitive = match
+    return primitive, OpReport(name, traces.KIND, traces.KIND, {}, "record", _NOTE, record.summary())
 
 
 _NOTE = "a function of the operators below that no kernel claims"
@@ -175,8 +176,8 @@ def _reshape(builder: Any, call: Any) -> Any:
     value, shape = call.args
     is_computed = isinstance(value, relax.Var) and builder.lookup_binding(value) is not None
     of_an_input = not is_computed  # or of a constant: no output may lie in their memory
-    sizes, wanted = value.ty.shape.values, shape.values
-    is_plain = all(map(_is_plain, (*sizes, *wanted))) and _same(_product(sizes), _product(wanted))
+    sizes, target = value.ty.shape.values, shape.values
+    is_plain = all(map(_is_plain, (*sizes, *target))) and _same(_product(sizes), _product(target))
     return call.op.get_attr("FLegalize")(builder, call) if of_an_input or is_plain else call
 
 
@@ -220,11 +221,11 @@ def scheduled(function: tirx.PrimFunc, lanes: int) -> tirx.PrimFunc:
     _inline(schedule)
     sizes = [_size(schedule.get(block)) for block in _blocks(schedule)]
     for rule in (_by_rows, _by_columns, _of_all, partial(_by_elements, is_arithmetic=is_arithmetic)):
-        ruled = schedule.copy()
+        copy = schedule.copy()
         with suppress(ScheduleError):
-            if rule(ruled, lanes):
-                _begin_sums(ruled)
-                return _in_parallel_if_large(_names_apart(ruled.mod["main"]), sizes)
+            if rule(copy, lanes):
+                _begin_sums(copy)
+                return _in_parallel_if_large(_names_apart(copy.mod["main"]), sizes)
     _begin_sums(schedule)
     return _names_apart(schedule.mod["main"])
 
@@ -246,8 +247,8 @@ def _begin_sums(schedule: s_tir.Schedule) -> None:
     """Writes what a sum over axes that may be 0 begins with in front of its loops: within, as TVM has it, such an axis
     would leave it out."""
     for block in _blocks(schedule):
-        summed = [axis for axis in schedule.get(block).iter_vars if axis.iter_type != tirx.IterVar.DataPar]
-        if schedule.get(block).init is None or all(map(_has_steps, summed)):
+        axes = [axis for axis in schedule.get(block).iter_vars if axis.iter_type != tirx.IterVar.DataPar]
+        if schedule.get(block).init is None or all(map(_has_steps, axes)):
             continue
         for loop in reversed(schedule.get_loops(block)):
             with suppress(ScheduleError):  # another loop that it sums over lies around this one

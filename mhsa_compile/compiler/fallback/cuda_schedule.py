@@ -96,9 +96,9 @@ def _scratch_of(function: Any) -> list[Any]:
 def _opened(function: Any, arrays: list[Any]) -> Any:
     """The function with these arrays as its last parameters."""
     root = function.body.block
-    kept = [array for array in root.alloc_buffers if not any(array.same_as(one) for one in arrays)]
+    buffers = [array for array in root.alloc_buffers if not any(array.same_as(one) for one in arrays)]
     block = s_tir.SBlock(
-        root.iter_vars, root.reads, root.writes, root.name_hint, root.body, root.init, kept, root.match_buffers,
+        root.iter_vars, root.reads, root.writes, root.name_hint, root.body, root.init, buffers, root.match_buffers,
         root.annotations,
     )  # fmt: skip
     body = s_tir.SBlockRealize([], True, block)
@@ -115,13 +115,13 @@ def _call_with_scratch(module: Any, opened: dict[str, Any], scratch: dict[str, l
             name = str(call.args[0].name_hint) if call.op == tvm.ir.Op.get("relax.call_tir") else ""
             if name not in scratch:
                 return call
-            made, inputs = call.ty_args[0], call.args[1]
-            own = list(made.fields) if isinstance(made, relax.TupleType) else [made]
+            kind, inputs = call.ty_args[0], call.args[1]
+            own = list(kind.fields) if isinstance(kind, relax.TupleType) else [kind]
             sizes = _sizes(module[name], [value.ty for value in inputs.fields] + own)
             types = [relax.TensorType([_known(size, sizes) for size in one.shape], one.dtype) for one in scratch[name]]
             results = self.builder_.emit(relax.call_tir(opened[name], inputs, [*own, *types]))
             firsts = [self.builder_.emit(relax.TupleGetItem(results, i)) for i in range(len(own))]
-            return relax.Tuple(firsts) if isinstance(made, relax.TupleType) else firsts[0]
+            return relax.Tuple(firsts) if isinstance(kind, relax.TupleType) else firsts[0]
 
     rewrite = CudaRewrite(module)
     for variable, function in module.functions_items():
@@ -136,9 +136,9 @@ def _known(size: Any, sizes: dict[Any, Any]) -> Any:
 
 def _sizes(function: Any, types: list[Any]) -> dict[Any, Any]:
     """The symbols of a function's parameters -> what they are in a call with operands of these types."""
-    found = {}
+    sizes = {}
     for parameter, kind in zip(function.params, types, strict=False):
-        for size, given in zip(parameter.shape, kind.shape.values, strict=True):
+        for size, value in zip(parameter.shape, kind.shape.values, strict=True):
             if isinstance(size, tvm.ir.Var):
-                found[size] = given
-    return found
+                sizes[size] = value
+    return sizes

@@ -28,13 +28,13 @@ def _of_floats(legalize: Legalize) -> Legalize:
     return rule
 
 
-def _of_two(chosen: Callable[[Any, Any, str], Any], name: str) -> Legalize:
+def _of_two(pick: Callable[[Any, Any, str], Any], name: str) -> Legalize:
     def computed(one: Any, other: Any) -> Any:
         rank = max(len(one.shape), len(other.shape))
         shape = [_wider(_size(one, axis), _size(other, axis)) for axis in range(-rank, 0)]
 
         def element(*at: Any) -> Any:
-            return chosen(_element(one, at), _element(other, at), str(one.dtype))
+            return pick(_element(one, at), _element(other, at), str(one.dtype))
 
         return te.compute(tuple(shape), element, name)
 
@@ -72,11 +72,11 @@ def _along_axes(extreme: Callable[..., Any], name: str) -> Legalize:
             along = {int(axis) % rank for axis in (range(rank) if axes is None else axes)}
             steps = {axis: te.reduce_axis((0, data.shape[axis]), f"k{axis}") for axis in sorted(along)}
             own = [axis for axis in range(rank) if axis not in along]
-            kept = range(rank) if keepdims else own
-            shape = [tirx.const(1, "int64") if axis in along else data.shape[axis] for axis in kept]
+            axes_of_result = range(rank) if keepdims else own
+            shape = [tirx.const(1, "int64") if axis in along else data.shape[axis] for axis in axes_of_result]
 
             def element(*at: Any) -> Any:
-                places = dict(zip(kept, at, strict=True)) | steps
+                places = dict(zip(axes_of_result, at, strict=True)) | steps
                 return data(*(places[axis] for axis in range(rank)))
 
             return extreme(tuple(shape), element, list(steps.values()), str(data.dtype))

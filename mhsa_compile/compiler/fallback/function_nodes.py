@@ -69,13 +69,13 @@ def dtype_of(nodes: Nodes, i: int) -> str:
 def reductions(nodes: Nodes) -> set[int]:
     """The operations by which reductions join one more element, and the products of two elements that they join: TVM's
     passes know both by their form."""
-    joined: set[int] = set()
+    nodes_of_sums: set[int] = set()
     for node in nodes:
         if node["type"] == "tirx.BufferStore" and "b" in (data := nodes[node["data"]["value"]].get("data", ())):
             sides = [data[side] for side in ("a", "b")]
             if any(_source(nodes, side) == node["data"]["buffer"] for side in sides):
-                joined |= {node["data"]["value"], *(side for side in sides if _is_product(nodes, side))}
-    return joined
+                nodes_of_sums |= {node["data"]["value"], *(side for side in sides if _is_product(nodes, side))}
+    return nodes_of_sums
 
 
 def _is_product(nodes: Nodes, i: int) -> bool:

@@ -30,14 +30,14 @@ _DIVISIONS = ("prim.FloorDiv", "prim.FloorMod")
 
 def hide_operands(nodes: Nodes) -> None:
     """Hides the operands of operations on floats, and comparisons of floats where logic reads them, in place."""
-    joined = reductions(nodes)
+    of_reductions = reductions(nodes)
     for i in range(len(nodes)):
         kind, data = nodes[i]["type"], nodes[i].get("data", {})
         if kind in _LOGIC:
             for side in {"a", "b"} & set(data):
                 if _is_flag_of_floats(nodes, data[side]):
                     data[side] = hidden_flag(nodes, data[side])
-        elif kind in _ARITHMETIC + _COMPARISONS and dtype_of(nodes, data["a"]) in _FLOATS and i not in joined:
+        elif kind in _ARITHMETIC + _COMPARISONS and dtype_of(nodes, data["a"]) in _FLOATS and i not in of_reductions:
             if dtype_of(nodes, data["a"]) == "bfloat16":
                 _widen(nodes, i)
                 data = nodes[i]["data"] if kind in _COMPARISONS else nodes[nodes[i]["data"]["value"]]["data"]

@@ -48,9 +48,9 @@ def _called(builder: Any, call: Any) -> Any:
     values = kinds.fields[0] if both else kinds
     axis = int(attributes.axis) % x.ty.ndim
     number = str(attributes.dtype)
-    kept = [relax.TensorType(values.shape, kind) for kind in (x.ty.dtype, number)]
+    types = [relax.TensorType(values.shape, kind) for kind in (x.ty.dtype, number)]
     function = _function(x.ty, values.shape.values[axis], axis, number, bool(attributes.largest))
-    results = builder.emit(relax.call_tir(builder.add_func(function, "top_k"), [x], kept))
+    results = builder.emit(relax.call_tir(builder.add_func(function, "top_k"), [x], types))
     return results if both else relax.TupleGetItem(results, int(str(attributes.ret_type) == "indices"))
 
 
@@ -66,12 +66,12 @@ def _function(x: Any, k: Expr, axis: int, number: str, largest: bool) -> Any:
 
     shape = [size(dim) for dim in x.shape.values]
     count = T.int64(int(k.value)) if isinstance(k, tvm.tirx.IntImm) else tvm.tirx.Var("k", "int64")
-    kept = [*shape[:axis], count, *shape[axis + 1 :]]
+    result_shape = [*shape[:axis], count, *shape[axis + 1 :]]
     before, behind = (functools.reduce(operator.mul, part, T.int64(1)) for part in (shape[:axis], shape[axis + 1 :]))
     with IRBuilder() as ib, T.prim_func():
         T.func_name("top_k")
         T.func_attr({"tirx.noalias": True})
-        kinds = {"x": (shape, str(x.dtype)), "values": (kept, str(x.dtype)), "places": (kept, number)}
+        kinds = {"x": (shape, str(x.dtype)), "values": (result_shape, str(x.dtype)), "places": (result_shape, number)}
         x, values, places = map(_flat, [argument(name, *kind) for name, kind in kinds.items()])
 
         step = materialize(behind)

@@ -26,18 +26,18 @@ _KEPT = {*keyword.kwlist, "T", "I", "main", "range"}
 
 def canonical(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function with its blocks called b0, b1, ... in their order, whatever they were."""
-    found: dict[str, str] = {"root": "root"}
-    text = _BLOCK.sub(lambda block: f'T.sblock("{found.setdefault(block[1], f"b{len(found) - 1}")}")', _plain(function))
+    names: dict[str, str] = {"root": "root"}
+    text = _BLOCK.sub(lambda block: f'T.sblock("{names.setdefault(block[1], f"b{len(names) - 1}")}")', _plain(function))
     return tvm.script.from_source(text)
 
 
 def key_of(function: tirx.PrimFunc) -> dict[str, Any]:
     """The key of a record: the digest of what it computes, whatever its variables are called, and the shapes it has."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
 
     def renamed(name: re.Match[str]) -> str:
-        kept = name[0][0] == '"' or name[0] in _KEPT
-        return name[0] if kept else found.setdefault(name[0], f"n{len(found)}")
+        is_fixed = name[0][0] == '"' or name[0] in _KEPT
+        return name[0] if is_fixed else names.setdefault(name[0], f"n{len(names)}")
 
     text = _NAME.sub(renamed, _plain(canonical(function)))
     return {"function": sha256(text.encode()).hexdigest()[:16], "shapes": [_shape(p) for p in buffers(function)]}

@@ -36,9 +36,9 @@ def wrap_without_sign(nodes: Nodes) -> None:
 
 def _rewrite(nodes: Nodes, rewrite: Callable[[Nodes, int], None], kinds: Collection[str]) -> bool:
     """Rewrites the operations on numbers of these dtypes; whether there is one."""
-    joined, loaded = reductions(nodes), _loaded(nodes)
+    of_reductions, loaded = reductions(nodes), _loaded(nodes)
     stored = {i for node in nodes if node["type"] == "tirx.BufferStore" for i in _parts(nodes, node["data"]["value"])}
-    operations = [i for i in sorted(stored & loaded - joined) if nodes[i]["type"] in _NAMES]
+    operations = [i for i in sorted(stored & loaded - of_reductions) if nodes[i]["type"] in _NAMES]
     operations = [i for i in operations if dtype_of(nodes, i) in kinds]
     for i in operations:
         rewrite(nodes, i)

@@ -52,10 +52,10 @@ def select_kernel(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], sh
             return f"no kernel {record.kernel} takes it"
         return kernel.why_not_config(op, profile, record.config) or kernel
 
-    found = shelf.best_match(op.kind, key, use)
-    if isinstance(found, str):
-        return KernelChoice(willing[0], default, None, found)
-    record, kernel = found
+    match = shelf.best_match(op.kind, key, use)
+    if isinstance(match, str):
+        return KernelChoice(willing[0], default, None, match)
+    record, kernel = match
     if is_of_default(record):  # of its own target: caches may give this one another
         return KernelChoice(willing[0], default, record, f"the default was the fastest there: {record.summary()}")
     return KernelChoice(kernel, dict(record.config), record, record.summary())

@@ -171,16 +171,16 @@ class OpenArtifact:
             self._check(name, digest, _digest(folder / name))
         (folder / MANIFEST).write_bytes(self._raw)
 
-    def _check(self, name: str, digest: str, found: str) -> None:
-        if found != digest:
-            raise damaged(f"artifact file {str(self.path / name)!r}", f"sha256 {digest}", found)
+    def _check(self, name: str, digest: str, actual: str) -> None:
+        if actual != digest:
+            raise damaged(f"artifact file {str(self.path / name)!r}", f"sha256 {digest}", actual)
 
 
-def stored_weights(source: HashedFile, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
-    """What weights.safetensors holds, but for what is not `wanted`. Raises ArtifactError."""
+def stored_weights(source: HashedFile, needs: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
+    """What weights.safetensors holds, where `needs` says yes to a name. Raises ArtifactError."""
     expected = "tensors as safetensors writes them"
     with reading(ArtifactError, f"artifact file {WEIGHTS!r}", expected, "Compile it again."):
-        return read_tensors(source, source.size, wanted)
+        return read_tensors(source, source.size, needs)
 
 
 @contextmanager
@@ -214,13 +214,13 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _open_whole(folder: Path, stack: ExitStack) -> OpenArtifact:
-    for left in reversed(range(_ATTEMPTS)):
+    for attempts in reversed(range(_ATTEMPTS)):
         with OpenFolder(folder) as here, ExitStack() as attempt:
             try:
                 raw, manifest = _read_manifest(folder, here.open(MANIFEST))
                 files = {name: attempt.enter_context(_open_file(folder, name, here)) for name in manifest.files}
             except ArtifactError:
-                if left and here.was_replaced():
+                if attempts and here.was_replaced():
                     continue
                 raise
             stack.push(attempt.pop_all())

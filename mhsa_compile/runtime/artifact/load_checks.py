@@ -42,12 +42,12 @@ def check_cpu(manifest: Manifest) -> None:
     check_features(set(target.hardware.features))
 
 
-def check_features(needed: set[str]) -> None:
+def check_features(features: set[str]) -> None:
     """Raises ArtifactError unless this CPU has them."""
     present = host.cpu_features()
-    if not (missing := needed - present):
+    if not (missing := features - present):
         return
-    expected = f"a CPU with {' '.join(sorted(needed))}, as it was compiled for one"
+    expected = f"a CPU with {' '.join(sorted(features))}, as it was compiled for one"
     if not present:
         raise ArtifactError(
             "artifact",

@@ -232,16 +232,16 @@ def read_manifest(raw: bytes, argument: str) -> Manifest:
     """The manifest in these bytes, checked: format version, fields, hash, and that each file has one. Raises
     ArtifactError."""
     with reading(ArtifactError, argument, f"a manifest of format version {FORMAT_VERSION}", _COPY_AGAIN):
-        found = msgspec.json.decode(raw, type=_ManifestVersion).format_version
-        if found not in _READ:
-            raise _other_version(argument, found)
+        version = msgspec.json.decode(raw, type=_ManifestVersion).format_version
+        if version not in _READ:
+            raise _other_version(argument, version)
         require_unique_keys(raw)
         manifest = msgspec.json.decode(raw, type=Manifest)
     digest = hashlib.sha256(raw.replace(manifest.sha256.encode(), _UNSEALED.encode())).hexdigest()
     if digest != manifest.sha256:
         raise damaged(argument, f"sha256 {manifest.sha256}", digest)
-    if unlisted := {MODULE, WEIGHTS, MODEL} - manifest.files.keys():
-        raise damaged(argument, "a hash of each file", f"none of {', '.join(sorted(unlisted))}")
+    if missing := {MODULE, WEIGHTS, MODEL} - manifest.files.keys():
+        raise damaged(argument, "a hash of each file", f"none of {', '.join(sorted(missing))}")
     return manifest
 
 
@@ -251,9 +251,9 @@ class _ManifestVersion(msgspec.Struct):
     format_version: int
 
 
-def _other_version(argument: str, found: int) -> ArtifactError:
-    next_step = "Update mhsa-compile." if found > FORMAT_VERSION else "Compile it again."
-    return ArtifactError(argument, f"format version {FORMAT_VERSION}", f"format version {found}", next_step)
+def _other_version(argument: str, version: int) -> ArtifactError:
+    next_step = "Update mhsa-compile." if version > FORMAT_VERSION else "Compile it again."
+    return ArtifactError(argument, f"format version {FORMAT_VERSION}", f"format version {version}", next_step)
 
 
 def damaged(argument: str, expected: str, got: str) -> ArtifactError:

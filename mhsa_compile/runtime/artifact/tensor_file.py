@@ -49,15 +49,15 @@ class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_tensors(
-    source: TensorSource, size: int, wanted: Callable[[str], bool] = lambda name: True
+    source: TensorSource, size: int, needs: Callable[[str], bool] = lambda name: True
 ) -> dict[str, np.ndarray]:
-    """The tensors by name, those that are `wanted`; `source` is read to its end, which is `size` bytes away.
+    """The tensors by name, where `needs` says yes to one; `source` is read to its end, which is `size` bytes away.
 
     Raises ValueError for what is no such file, and OSError.
     """
     tensors = {}
     for name, entry in _entries(source, size):
-        memory = _memory(_bytes(entry)) if wanted(name) else None
+        memory = _memory(_bytes(entry)) if needs(name) else None
         if memory is None:
             skip(source, _bytes(entry))
             continue

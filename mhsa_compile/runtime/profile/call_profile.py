@@ -123,12 +123,12 @@ class CallProfile:
 
     def alike_together(self) -> CallProfile:
         """The profile in which operations of one kernel and config that do as much are one, `op_0 ... op_33`."""
-        found: dict[tuple[object, ...], list[OpProfile]] = {}
+        groups: dict[tuple[object, ...], list[OpProfile]] = {}
         for op in self.ops:
             apart = op.name if op.kind == "fallback" else ""
-            found.setdefault((apart, op.kind, op.kernel, str(op.config), op.flops, op.bytes), []).append(op)
+            groups.setdefault((apart, op.kind, op.kernel, str(op.config), op.flops, op.bytes), []).append(op)
         together = []
-        for alike in found.values():
+        for alike in groups.values():
             name = alike[0].name if len(alike) == 1 else f"{alike[0].name} ... {alike[-1].name}"
             together.append(reduce(lambda one, other: one.joined(other, name), alike))
         return replace(self, ops=tuple(together))
@@ -140,20 +140,20 @@ class CallProfile:
     def against(self, gflops: dict[str, float], bandwidth_gbs: float, cache_bytes: int) -> CallProfile:
         """The profile with the share of what the machine can do: for each kind of operation in `gflops` multiply-adds
         at that rate, or bytes where they cannot stay in a cache of `cache_bytes`, whichever takes longer."""
-        kept = OFTEN_KEPT * cache_bytes
-        is_large = sum(op.first_bytes or 0 for op in self.ops) > kept
-        return replace(self, ops=tuple(_against(op, gflops, bandwidth_gbs, kept, is_large) for op in self.ops))
+        cache_share = OFTEN_KEPT * cache_bytes
+        is_large = sum(op.first_bytes or 0 for op in self.ops) > cache_share
+        return replace(self, ops=tuple(_against(op, gflops, bandwidth_gbs, cache_share, is_large) for op in self.ops))
 
     def chrome_trace(self) -> dict[str, Any]:
         """One call in the trace event format that chrome://tracing and Perfetto read, times in microseconds.
 
         https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
         """
-        known = {op.name: op for op in self.ops}
+        by_name = {op.name: op for op in self.ops}
         names = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "mhsa_compile"}}]
         return {
             "displayTimeUnit": "ms",
-            "traceEvents": [*names, *(_event(one, known[one.name]) for one in self.events)],
+            "traceEvents": [*names, *(_event(one, by_name[one.name]) for one in self.events)],
         }
 
     def save_trace(self, path: str | Path) -> None:
@@ -166,17 +166,19 @@ def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
-def _against(op: OpProfile, gflops: dict[str, float], bandwidth_gbs: float, kept: int, is_large: bool) -> OpProfile:
-    needed = [op.flops / gflops[op.kind] / 1e3] if op.flops is not None and op.kind in gflops else []
-    if op.bytes is not None and op.bytes / op.runs > kept:
-        needed.append(op.bytes / bandwidth_gbs / 1e3)
+def _against(
+    op: OpProfile, gflops: dict[str, float], bandwidth_gbs: float, cache_share: int, is_large: bool
+) -> OpProfile:
+    times = [op.flops / gflops[op.kind] / 1e3] if op.flops is not None and op.kind in gflops else []
+    if op.bytes is not None and op.bytes / op.runs > cache_share:
+        times.append(op.bytes / bandwidth_gbs / 1e3)
     elif op.first_bytes is not None and is_large:
-        needed.append(op.first_bytes / bandwidth_gbs / 1e3)
-    return replace(op, share_of_limit=max(needed) / op.us) if needed and op.us > 0 else op
+        times.append(op.first_bytes / bandwidth_gbs / 1e3)
+    return replace(op, share_of_limit=max(times) / op.us) if times and op.us > 0 else op
 
 
 def _event(event: TraceEvent, op: OpProfile) -> dict[str, Any]:
     rates = {"GFLOP/s": op.gflops, "GB/s": op.gbs, "CPUs": op.cpus}
-    said = {"kernel": op.kernel, "config": op.config, "arrays": list(event.arrays), **rates}
+    arguments = {"kernel": op.kernel, "config": op.config, "arrays": list(event.arrays), **rates}
     return {"name": event.name, "cat": event.kind, "ph": "X", "pid": 1, "tid": 1, "ts": event.begin_us,
-            "dur": event.us, "args": said}  # fmt: skip
+            "dur": event.us, "args": arguments}  # fmt: skip

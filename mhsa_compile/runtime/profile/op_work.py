@@ -60,10 +60,10 @@ def work_of(
 
 def linear_flops(op: OpReport, rows: int) -> int | None:
     """The FLOPs of a linear of so many rows; None where its note does not state its widths."""
-    found = _LINEAR.match(op.note)
-    if found is None:
+    match = _LINEAR.match(op.note)
+    if match is None:
         return None
-    return 2 * rows * int(found[1]) * sum(map(int, found[2].split("+")))
+    return 2 * rows * int(match[1]) * sum(map(int, match[2].split("+")))
 
 
 def product_flops(shapes: Sequence[tuple[int, ...]]) -> int | None:
@@ -74,13 +74,13 @@ def product_flops(shapes: Sequence[tuple[int, ...]]) -> int | None:
     return 2 * math.prod(shapes[2]) * inner.pop() if len(inner) == 1 else None
 
 
-def _summed(shape: tuple[int, ...], kept: int, batch: Sequence[int]) -> set[int]:
-    """The sizes that may be those of the axis of a factor that is summed over: `kept` is that of its other one, and
+def _summed(shape: tuple[int, ...], other: int, batch: Sequence[int]) -> set[int]:
+    """The sizes that may be those of the axis of a factor that is summed over: `other` is that of its other one, and
     what remains are axes of the batch."""
     sizes = set()
     for axis, size in enumerate(shape):
         rest = Counter(shape[:axis] + shape[axis + 1 :])
-        if rest[kept] and not {one for one in (rest - Counter((kept,)) - Counter(batch)) if one != 1}:
+        if rest[other] and not {one for one in (rest - Counter((other,)) - Counter(batch)) if one != 1}:
             sizes.add(size)
     return sizes
 
@@ -109,8 +109,8 @@ def _attention(
         if len(counts) != 1:
             return Work(None, None)
         keys = [min(max(count, 0), S) for count in counts[0]]
-        hidden = B * S - sum(keys)  # rows of K and V that are not read
-        size -= hidden * meaning.num_kv_heads * (meaning.head_dim + meaning.v_head_dim) * _itemsize(arrays[0])
+        unread = B * S - sum(keys)  # rows of K and V that are not read
+        size -= unread * meaning.num_kv_heads * (meaning.head_dim + meaning.v_head_dim) * _itemsize(arrays[0])
     return Work(attention_flops(manifest, meaning, L, S, keys), size)
 
 
@@ -121,8 +121,8 @@ def _keys_shape(meaning: Semantics, arrays: Sequence[Any], B: int, L: int) -> tu
     outputs = [i for i, shape in enumerate(shapes) if shape == heads or (len(shape) == 3 and shape[:2] == (B, L))]
     before = shapes[: max(1, outputs[-1])] if outputs else shapes[:1]
     # A mask of floats is an array like the others.
-    added = meaning.mask is not None and meaning.mask.startswith(meaning.dtype)
-    sources = before[: len(before) - added]
+    has_bias = meaning.mask is not None and meaning.mask.startswith(meaning.dtype)
+    sources = before[: len(before) - has_bias]
     return sources[1] if len(sources) > 1 else sources[0]
 
 

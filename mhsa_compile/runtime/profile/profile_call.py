@@ -55,18 +55,18 @@ class KernelRun:
 
 def capture(runtime: Runtime, vm: Vm, arguments: Sequence[Any]) -> list[KernelRun]:
     """The kernels that one call runs, in their order; it is made on a VM that nobody else uses."""
-    found: list[KernelRun] = []
+    runs: list[KernelRun] = []
 
-    def is_list(held: Any) -> bool:
-        return isinstance(held, runtime.ffi.Tensor) and str(held.dtype) == "int64" and len(held.shape) == 1
+    def is_list(value: Any) -> bool:
+        return isinstance(value, runtime.ffi.Tensor) and str(value.dtype) == "int64" and len(value.shape) == 1
 
-    def note(function: Any, symbol: str, before: bool, result: Any, *held: Any) -> None:
-        if before and not symbol.startswith(_OF_THE_VM) and any(isinstance(one, runtime.ffi.Tensor) for one in held):
-            found.append(KernelRun(symbol, function, held, tuple(map(_numbers, filter(is_list, held)))))
+    def note(function: Any, symbol: str, before: bool, result: Any, *values: Any) -> None:
+        if before and not symbol.startswith(_OF_THE_VM) and any(isinstance(one, runtime.ffi.Tensor) for one in values):
+            runs.append(KernelRun(symbol, function, values, tuple(map(_numbers, filter(is_list, values)))))
 
     vm.instrument(runtime.ffi.convert(note))
     vm.main(*arguments)
-    return found
+    return runs
 
 
 def _numbers(tensor: Any) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def profile_call(
     times = _measured(kernels, turns, seconds)
     nothing = np.array([_of_nothing(runtime, kernel.arguments) for kernel in kernels])
     wall = np.maximum(times.kernels - nothing, 0.0) / 1e3
-    arrays = [[held for held in kernel.arguments if isinstance(held, runtime.ffi.Tensor)] for kernel in kernels]
+    arrays = [[array for array in kernel.arguments if isinstance(array, runtime.ffi.Tensor)] for kernel in kernels]
     usual = _usual_rounds(wall)
     us, first = wall[usual].mean(axis=0), _first_bytes(arrays)
     rows: dict[str, OpProfile] = {}
@@ -115,7 +115,7 @@ def profile_call(
         row = _row(kernel, op, float(us[i]), busy, work, first[i])
         rows[row.name] = rows[row.name].joined(row) if row.name in rows else row
         names.append(row.name)
-    events = _events(names, rows, [_shapes(held) for held in arrays], wall[usual[len(usual) // 2]])
+    events = _events(names, rows, [_shapes(array) for array in arrays], wall[usual[len(usual) // 2]])
     return CallProfile(
         ops=tuple(rows.values()),
         call_us=median(times.call) / 1e3,
@@ -128,12 +128,12 @@ def profile_call(
 
 
 def _settle(kernels: Sequence[KernelRun], turns: Turns) -> None:
-    started = time.perf_counter()
+    begin = time.perf_counter()
     for _ in range(_WARM):
         turns.call()
         with turns.alone():
             _run(kernels, time.perf_counter_ns)
-        if time.perf_counter() - started > _WARM_SECONDS:
+        if time.perf_counter() - begin > _WARM_SECONDS:
             return
 
 
@@ -206,13 +206,13 @@ def _of_nothing(runtime: Runtime, arguments: tuple[Any, ...]) -> float:
 
 def _first_bytes(arrays: Sequence[Sequence[Any]]) -> list[int]:
     """For each kernel, the bytes of those of its arrays that none before it touched."""
-    seen: set[int] = set()
-    found = []
-    for held in arrays:
-        new = {array.data_ptr(): array_bytes(array) for array in held if array.data_ptr() not in seen}
-        seen |= new.keys()
-        found.append(sum(new.values()))
-    return found
+    addresses: set[int] = set()
+    totals = []
+    for tensors in arrays:
+        new = {array.data_ptr(): array_bytes(array) for array in tensors if array.data_ptr() not in addresses}
+        addresses |= new.keys()
+        totals.append(sum(new.values()))
+    return totals
 
 
 def _row(kernel: KernelRun, op: OpReport | None, us: float, cpus: float, work: Work, first_bytes: int) -> OpProfile:
@@ -226,20 +226,20 @@ def _row(kernel: KernelRun, op: OpReport | None, us: float, cpus: float, work: W
 def _operations(manifest: Manifest, kernels: Sequence[KernelRun]) -> list[OpReport | None]:
     """The operation that each run computes, None of code of TVM's own. Code bears the name of the first operation that
     it is for; those of the same words run it after that one, in their order."""
-    named = {f"{op.op}_{op.name}": op for op in manifest.ops}
-    own = {named[kernel.symbol].name for kernel in kernels if kernel.symbol in named}
-    left = [op for op in manifest.ops if op.name not in own]
-    seen: set[str] = set()
-    found: list[OpReport | None] = []
+    by_symbol = {f"{op.op}_{op.name}": op for op in manifest.ops}
+    own = {by_symbol[kernel.symbol].name for kernel in kernels if kernel.symbol in by_symbol}
+    others = [op for op in manifest.ops if op.name not in own]
+    names: set[str] = set()
+    operations: list[OpReport | None] = []
     for kernel in kernels:
-        op = named.get(kernel.symbol)
-        if op is not None and op.name in seen:
-            op = next((other for other in left if _words(other) == _words(op)), op)
-            left = [other for other in left if other is not op]
+        op = by_symbol.get(kernel.symbol)
+        if op is not None and op.name in names:
+            op = next((other for other in others if _words(other) == _words(op)), op)
+            others = [other for other in others if other is not op]
         if op is not None:
-            seen.add(op.name)
-        found.append(op)
-    return found
+            names.add(op.name)
+        operations.append(op)
+    return operations
 
 
 def _words(op: OpReport) -> tuple[Any, ...]:

@@ -80,7 +80,7 @@ def bundle(
         raise InputError(
             "artifact", f"one of format version {FORMAT_VERSION}, which programs read", got, "Compile it again."
         )
-    found = runtimes.find(artifact.manifest, runtime, progress)
+    runtime_libraries = runtimes.find(artifact.manifest, runtime, progress)
     headers = runtimes.package_folder("tvm_ffi") / "include"
     triple = artifact.manifest.target.link.triple
     with replaced(folder, force, f"{_ARTIFACT}/{MANIFEST}") as staged:
@@ -89,28 +89,30 @@ def bundle(
         shutil.copytree(_FILES, staged, dirs_exist_ok=True)
         _copy_headers(headers, staged)
         (staged / "lib").mkdir()
-        for name, data in found.libraries.items():
+        for name, data in runtime_libraries.libraries.items():
             (staged / "lib" / name).write_bytes(data)
         for name in _LICENSES:
             shutil.copyfile(runtimes.package_folder("tvm") / name, staged / "lib" / name)
-        words = templates.compiler_words(found.libraries)
+        words = templates.compiler_words(runtime_libraries.libraries)
         (staged / "Makefile").write_text(templates.makefile(words, triple), encoding="utf-8")
-        (staged / "README.md").write_text(templates.readme(artifact.manifest, found, words), encoding="utf-8")
+        (staged / "README.md").write_text(
+            templates.readme(artifact.manifest, runtime_libraries, words), encoding="utf-8"
+        )
         if build:
             progress(f"compile the program for {triple}")
             zig.run("c++", triple, words, "a program", folder=staged)
         sizes = {entry.name: _size(entry) for entry in sorted(staged.iterdir())}
-    return Bundle(folder, sizes, found.origin, templates.zig_command(words, triple))
+    return Bundle(folder, sizes, runtime_libraries.origin, templates.zig_command(words, triple))
 
 
 def _copy_headers(include: Path, folder: Path) -> None:
     """Copies the headers that the program includes, and those that they include."""
     waiting = [*folder.glob("*.h"), folder / MAIN]
-    seen: set[str] = set()
+    names: set[str] = set()
     while waiting:
         for name in _INCLUDE.findall(waiting.pop().read_text(encoding="utf-8")):
-            if name not in seen and (include / name).is_file():
-                seen.add(name)
+            if name not in names and (include / name).is_file():
+                names.add(name)
                 target = folder / "include" / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(include / name, target)

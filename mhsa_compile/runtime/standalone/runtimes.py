@@ -94,8 +94,8 @@ def _prebuilt(architecture: str, places: list[Path], origin: str) -> RuntimeLibr
 
 def _library(name: str, architecture: str, places: list[Path]) -> bytes:
     """The first library that is for that architecture. Raises InputError, which says what there was instead."""
-    found = [candidate for place in places for candidate in _candidates(name, place)]
-    for _, data in found:
+    candidates = [candidate for place in places for candidate in _candidates(name, place)]
+    for _, data in candidates:
         if _is_for(architecture, data):
             return data
     wheel = LIBRARIES[name]
@@ -104,7 +104,7 @@ def _library(name: str, architecture: str, places: list[Path]) -> bytes:
     raise InputError(
         "--runtime",
         f"{name} for {architecture} in {where}, or the wheel of {wheel} {version} that holds it",
-        f"only {', '.join(label for label, _ in found)}, for another architecture" if found else "neither",
+        f"only {', '.join(label for label, _ in candidates)}, for another architecture" if candidates else "neither",
         f"Fetch it: pip download --no-deps --only-binary :all: --platform manylinux_2_28_{architecture} "
         f"'{wheel.replace('_', '-')}{version if version[0] in '<>' else f'=={version}'}'; or use --runtime {BUILD}.",
     )
@@ -113,15 +113,15 @@ def _library(name: str, architecture: str, places: list[Path]) -> bytes:
 def _candidates(name: str, place: Path) -> list[tuple[str, bytes]]:
     """(what it is called, its bytes) of every library of that name, in wheels and beside them."""
     paths = [place] if places.is_file(place) else sorted((*place.rglob("*.whl"), *place.rglob(name)))
-    found = []
+    candidates = []
     for path in paths:
         if path.suffix != ".whl":
-            found += (
+            candidates += (
                 [(str(path), input_files.read(path, InputError, "--runtime", "a library"))] if path.name == name else []
             )
         elif path.name.startswith(f"{LIBRARIES[name]}-"):
-            found += _in_wheel(name, path)
-    return found
+            candidates += _in_wheel(name, path)
+    return candidates
 
 
 def _in_wheel(name: str, wheel: Path) -> list[tuple[str, bytes]]:
@@ -160,8 +160,8 @@ def built(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str], None]
         progress(f"build TVM's runtime for {triple}: a minute or two, once")
         folder.mkdir(parents=True, exist_ok=True)
         with Unfinished(folder, "build") as place:
-            made = _build(triple, tvm, tvm_ffi, place)
-            made.replace(library)  # two builds at once give the same bytes
+            output = _build(triple, tvm, tvm_ffi, place)
+            output.replace(library)  # two builds at once give the same bytes
     return library
 
 

@@ -18,8 +18,8 @@ def compiler_words(libraries: Iterable[str]) -> list[str]:
     which would take the program's description of its error, and crash as it catches one."""
     files = [f"lib/{name}" for name in sorted(libraries)]
     linking = ["-Wl,--no-as-needed", *files, "-Wl,--allow-shlib-undefined", "-Wl,-rpath,$ORIGIN/lib", "-lm"]
-    hidden = ["-fvisibility=hidden", "-DTVM_FFI_DLL=", "-DTVM_FFI_DLL_EXPORT="]
-    return ["-std=c++17", "-O2", "-s", *hidden, "-Iinclude", MAIN, *linking, "-o", PROGRAM]
+    visibility = ["-fvisibility=hidden", "-DTVM_FFI_DLL=", "-DTVM_FFI_DLL_EXPORT="]
+    return ["-std=c++17", "-O2", "-s", *visibility, "-Iinclude", MAIN, *linking, "-o", PROGRAM]
 
 
 def zig_command(words: Sequence[str], triple: str) -> str:

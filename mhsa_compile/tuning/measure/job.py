@@ -40,11 +40,11 @@ class MeasureJob:
     def error_share(self, output: np.ndarray) -> float:
         """The largest error of an output as a share of the budget: above 1 is wrong; so are NaN and infinity, where
         none are expected."""
-        found = output.reshape(-1)[self.checked].astype(np.float64)
+        values = output.reshape(-1)[self.checked].astype(np.float64)
         finite = np.isfinite(self.expected)
-        if not np.array_equal(finite, np.isfinite(found)):
+        if not np.array_equal(finite, np.isfinite(values)):
             return float("inf")
-        error = float(np.abs(found[finite] - self.expected[finite]).max(initial=0.0))
+        error = float(np.abs(values[finite] - self.expected[finite]).max(initial=0.0))
         return error / self.budget if self.budget else (0.0 if error == 0 else float("inf"))
 
 

@@ -73,11 +73,11 @@ class Child:
                 env={**os.environ, "TMPDIR": str(self._folder)},
             )
         assert process.stdout is not None
-        said = process.stdout.readline()
-        if not said:
+        line = process.stdout.readline()
+        if not line:
             self.stop()
             raise self._dead()
-        self._port = int(said)
+        self._port = int(line)
 
     def _dead(self) -> DeviceError:
         words = (self._folder / "log").read_text(errors="replace").strip().splitlines()
@@ -106,39 +106,39 @@ class Tracker:
         rpc_server.require_tracker((self.address, self.port))
         end = perf_counter() + self.wait
         while True:
-            asked = client.connect_tracker(self.address, self.port)
-            asked._sock.settimeout(max(0.1, end - perf_counter()))  # an answer comes when a device is free
+            tracker = client.connect_tracker(self.address, self.port)
+            tracker._sock.settimeout(max(0.1, end - perf_counter()))  # an answer comes when a device is free
             try:
-                return asked.request(self.key, session_timeout=patience, max_retry=1)
+                return tracker.request(self.key, session_timeout=patience, max_retry=1)
             except RuntimeError:
                 rpc_server.require_tracker((self.address, self.port))
                 if perf_counter() > end:
                     raise self._no_device() from None
                 sleep(0.1)  # the device that it named is gone; it will know in a moment
             finally:
-                asked.close()
+                tracker.close()
 
     def stop(self) -> None:
         """Does nothing: the tracker notices by itself who is gone."""
 
     def _no_device(self) -> DeviceError:
-        found = [entry["key"].partition(":")[2] for entry in self._summary()["server_info"]]
-        if self.key in found:
-            got = f"{found.count(self.key)}, all of them busy"
+        devices = [entry["key"].partition(":")[2] for entry in self._summary()["server_info"]]
+        if self.key in devices:
+            got = f"{devices.count(self.key)}, all of them busy"
             return DeviceError(
                 f"device {self.key!r}", f"a free one within {self.wait:g} s", got, "Wait longer, or add devices."
             )
-        keys = f"devices of {', '.join(map(repr, sorted(set(found))))}" if found else "no device"
+        keys = f"devices of {', '.join(map(repr, sorted(set(devices))))}" if devices else "no device"
         hint = f"Start one: mhsa serve --tracker {self.address}:{self.port} --key {self.key}"
         return DeviceError(f"device {self.key!r}", "one that the tracker knows", keys, hint)
 
     def _summary(self) -> dict[str, Any]:
-        asked = rpc().connect_tracker(self.address, self.port)
+        tracker = rpc().connect_tracker(self.address, self.port)
         try:
-            found: dict[str, Any] = asked.summary()
-            return found
+            summary: dict[str, Any] = tracker.summary()
+            return summary
         finally:
-            asked.close()
+            tracker.close()
 
 
 def rpc() -> Any:

@@ -65,20 +65,20 @@ def this_device(emulated: bool = False, *, gpu: bool = False) -> Device:
 
 
 def _gpu() -> GpuDevice | None:
-    found = cuda_devices.first()
-    if found is None:
+    gpu = cuda_devices.first()
+    if gpu is None:
         return None
-    return GpuDevice(name=found.name, capability=found.capability, multiprocessors=found.multiprocessors)
+    return GpuDevice(name=gpu.name, capability=gpu.capability, multiprocessors=gpu.multiprocessors)
 
 
 def seconds(module: Any, calls: int, sets: int, *arguments: Any) -> float:
     """Seconds of a call of the module's `run`, over `calls` of them that take `sets` sets of arguments in turn."""
     run, size = module["run"], len(arguments) // sets
-    given = [arguments[i * size : (i + 1) * size] for i in range(sets)]
+    sets_of_arguments = [arguments[i * size : (i + 1) * size] for i in range(sets)]
     _wait(arguments[-1].device)
     begin = perf_counter()
     for i in range(calls):
-        run(*given[i % sets])
+        run(*sets_of_arguments[i % sets])
     _wait(arguments[-1].device)
     return (perf_counter() - begin) / calls
 
@@ -122,12 +122,12 @@ def require_tracker(tracker: Address) -> None:
     ports = f"--port {tracker[1]} --port-end {tracker[1] + 1}"  # its own end is 9199, whatever the port
     hint = f"Start it there: python -m tvm.exec.rpc_tracker --host {tracker[0]} {ports}"
     try:
-        with socket.create_connection(tracker, timeout=ANSWER) as found:
-            found.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
-            said = base.recvall(found, 4)
+        with socket.create_connection(tracker, timeout=ANSWER) as connection:
+            connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
+            answer = base.recvall(connection, 4)
     except (OSError, UnicodeError) as error:
         raise DeviceError(place, "one that answers", str(error), hint) from error
-    if said != struct.pack("<i", base.RPC_TRACKER_MAGIC):
+    if answer != struct.pack("<i", base.RPC_TRACKER_MAGIC):
         raise DeviceError(place, "a tracker of TVM's", "something else", hint)
 
 
@@ -147,13 +147,13 @@ def serve(
     server.logger.setLevel(logging.WARNING)  # not a line for each connection
     home = os.getcwd()
     address, port = listening.getsockname()[:2]
-    told = None if ip_address(address).is_unspecified else address  # or what the tracker sees
-    with SpokenConnections(listening) as spoken:
+    own_address = None if ip_address(address).is_unspecified else address  # or what the tracker sees
+    with SpokenConnections(listening) as connections:
         while True:
             try:
                 # The body of TVM's own server. It returns by an exception: when a connection's fork ended badly, when
                 # the tracker stayed away for a minute, and at a handshake that is none.
-                server._listen_loop(spoken, port, key, tracker, None, told)
+                server._listen_loop(connections, port, key, tracker, None, own_address)
             except Exception as error:
                 _LOG.info("%s", error)
             os.chdir(home)  # from that connection's folder, which is gone
@@ -193,14 +193,14 @@ def _load(threads: int, emulated: bool) -> None:
 def _said(emulated: bool) -> str:
     """What this machine is, as JSON, asked in a connection's fork. What is loaded there may have kernels for a GPU, if
     there is one."""
-    found = this_device(emulated, gpu=True)
-    if found.gpu is not None:
+    device = this_device(emulated, gpu=True)
+    if device.gpu is not None:
         try:
             tvm_runtime.start_cuda()
         except InstallationError as error:
             _LOG.warning("%s", error)
-            found = msgspec.structs.replace(found, gpu=None)
-    return msgspec.json.encode(found).decode()
+            device = msgspec.structs.replace(device, gpu=None)
+    return msgspec.json.encode(device).decode()
 
 
 def _prepare_fork() -> None:

@@ -97,10 +97,10 @@ class _Runner:
 
     @classmethod
     def loaded(
-        cls, remote: Any, name: str, candidate: Candidate, sent: tuple[list[list[Any]], list[Any]], job: MeasureJob
+        cls, remote: Any, name: str, candidate: Candidate, memory: tuple[list[list[Any]], list[Any]], job: MeasureJob
     ) -> _Runner:
         """Loads a candidate, packs, runs it once over an output of NaN, and checks what it wrote."""
-        device, (inputs, weights) = remote.device(candidate.memory, 0), sent
+        device, (inputs, weights) = remote.device(candidate.memory, 0), memory
         module = _module(remote, name, candidate)
         packed = [_empty(shape, dtype, device) for shape, dtype in candidate.packed]
         if packed:
@@ -108,7 +108,7 @@ class _Runner:
         output = _sent(_nonsense(*job.output), device)
         room = [_empty(candidate.workspace, "float32", device)] if candidate.workspace else []
         own = [*packed, *(_sent(array, device) for array in candidate.constants), output, *room]
-        runner = cls(module, device, [[*given, *own] for given in inputs], output, 0.0, 0.0, _clock(remote, job))
+        runner = cls(module, device, [[*arrays, *own] for arrays in inputs], output, 0.0, 0.0, _clock(remote, job))
         module["run"](*runner.arguments[0])
         runner.check(job)
         return runner
@@ -126,11 +126,11 @@ class _Runner:
         number = max(1, round(TURN / slices / self.last)) if self.last else 1
         if self.seconds is None:
             timed = self.module.time_evaluator("run", self.device, number=number, repeat=slices)
-            found = timed(*self.arguments[0]).results
+            samples = timed(*self.arguments[0]).results
         else:
-            sets, flat = len(self.arguments), [argument for given in self.arguments for argument in given]
-            found = [self.seconds(self.module, max(number, sets), sets, *flat) for _ in range(slices)]
-        self.last = max(median(found), 1e-8)
+            sets, flat = len(self.arguments), [argument for arrays in self.arguments for argument in arrays]
+            samples = [self.seconds(self.module, max(number, sets), sets, *flat) for _ in range(slices)]
+        self.last = max(median(samples), 1e-8)
         return self.last
 
 

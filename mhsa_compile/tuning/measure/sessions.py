@@ -157,8 +157,8 @@ class RpcSession:
                     outcomes[i] = again if i == suspect else self._alone(job, candidates[i], seconds)
                 break
         except _Lost as error:
-            lost = Failure(LOST, str(error))
-            return [outcomes.get(i, lost) for i in range(len(candidates))]
+            failure = Failure(LOST, str(error))
+            return [outcomes.get(i, failure) for i in range(len(candidates))]
         return [outcomes[i] for i in range(len(candidates))]
 
     def _alone(self, job: MeasureJob, candidate: Candidate, seconds: float) -> Outcome:
@@ -238,10 +238,10 @@ class _Lost(Exception):
 
 def _described(remote: Any) -> Device:
     try:
-        said = remote.get_function(rpc_server.DEVICE)
+        describe = remote.get_function(rpc_server.DEVICE)
     except AttributeError:  # TVM's own server
         return Device(cpu=UNKNOWN, cores=int(remote.get_function("runtime.NumThreads")()), architecture=UNKNOWN)
-    return msgspec.json.decode(said().encode(), type=Device)
+    return msgspec.json.decode(describe().encode(), type=Device)
 
 
 def _check_architecture(device: Device, library: bytes) -> None:

@@ -56,15 +56,15 @@ class SpokenConnections:
     def accept(self) -> tuple[Any, Any]:
         """A connection whose first words are there, with its address; `Nobody` where none comes for a while."""
         end = monotonic() + _TURN
-        while (left := end - monotonic()) > 0:
-            for handle, events in self._events.poll(left):
+        while (seconds := end - monotonic()) > 0:
+            for handle, events in self._events.poll(seconds):
                 if handle == self._listening.fileno():
                     self._welcome()
-                elif spoken := _has_spoken(self._waiting[handle].connection):
+                elif has_spoken := _has_spoken(self._waiting[handle].connection):
                     waiting = self._forget(handle)
                     waiting.connection.setblocking(True)
                     return waiting.connection, waiting.address
-                elif spoken is None or events & select.EPOLLRDHUP:
+                elif has_spoken is None or events & select.EPOLLRDHUP:
                     self._cut(handle)
             for handle in [handle for handle, waiting in self._waiting.items() if waiting.until < monotonic()]:
                 self._cut(handle)

@@ -177,15 +177,15 @@ class WorkBundle:
     @classmethod
     def _checked(cls, what: str, bundle: zipfile.ZipFile, size: int) -> WorkBundle:
         # A reader unfolds no more than an entry states, so what all of them state bounds what a bundle can ask for.
-        if (unfolded := sum(entry.file_size for entry in bundle.infolist())) > _FOLDED * size:
-            raise BundleError(what, f"at most {_FOLDED} times the {size:,} bytes of the file in it", f"{unfolded:,}")
+        if (total := sum(entry.file_size for entry in bundle.infolist())) > _FOLDED * size:
+            raise BundleError(what, f"at most {_FOLDED} times the {size:,} bytes of the file in it", f"{total:,}")
         raw = bundle.read(MANIFEST)
         manifest = decoded(what, raw, _Manifest)
         if odd := {MANIFEST, *manifest.files} ^ set(bundle.namelist()):
             raise BundleError(what, "the files of its manifest", f"a difference: {', '.join(sorted(odd))}", COPY_AGAIN)
         for name, digest in manifest.files.items():
-            if (found := hashlib.sha256(bundle.read(name)).hexdigest()) != digest:
-                raise BundleError(f"{what}, {name}", f"sha256 {digest}", found, COPY_AGAIN)
+            if (actual := hashlib.sha256(bundle.read(name)).hexdigest()) != digest:
+                raise BundleError(f"{what}, {name}", f"sha256 {digest}", actual, COPY_AGAIN)
         return cls(manifest.order, manifest.tasks, hashlib.sha256(raw).hexdigest(), bundle)
 
     @property
@@ -279,9 +279,9 @@ def _one(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 def _packed(arrays: Mapping[str, np.ndarray]) -> bytes:
     plain = {}
     for name, array in arrays.items():
-        extended = array.dtype == ml_dtypes.bfloat16
-        plain[f"{name}{_BFLOAT16}" if extended else name] = np.ascontiguousarray(
-            array.view(np.uint16) if extended else array
+        is_bfloat16 = array.dtype == ml_dtypes.bfloat16
+        plain[f"{name}{_BFLOAT16}" if is_bfloat16 else name] = np.ascontiguousarray(
+            array.view(np.uint16) if is_bfloat16 else array
         ).reshape(array.shape)
     return bytes(save(plain))
 

@@ -66,23 +66,25 @@ def measure(
         sessions.require(device, work.order.isa)
         if device.cores < work.order.threads:
             raise DeviceError(f"device {device.cpu!r}", f"{work.order.threads} CPUs, one a thread", str(device.cores))
-        found = _begun(Path(results), work, device)
-        _write(Path(results), found)  # what cannot be written is known before hours of measuring
-        progress(found)
-        if not (left := work.pairs[len(found.measured) :]):
-            return found
+        outcome = _begun(Path(results), work, device)
+        _write(Path(results), outcome)  # what cannot be written is known before hours of measuring
+        progress(outcome)
+        if not (pairs := work.pairs[len(outcome.measured) :]):
+            return outcome
         with sessions.local(work.order.threads) as session:
-            for pair in left:
-                found = msgspec.structs.replace(found, measured=(*found.measured, _measured(work, session, *pair)))
-                _write(Path(results), found)
-                progress(found)
-    return found
+            for pair in pairs:
+                outcome = msgspec.structs.replace(
+                    outcome, measured=(*outcome.measured, _measured(work, session, *pair))
+                )
+                _write(Path(results), outcome)
+                progress(outcome)
+    return outcome
 
 
 def _measured(work: WorkBundle, session: sessions.Session, number: int, which: int) -> Measured:
     entry = work.tasks[number]
-    compared = [work.candidate(number, i) for i in dict.fromkeys((0, which))]
-    outcomes = session.measure(work.job(number), compared, work.order.seconds)
+    candidates = [work.candidate(number, i) for i in dict.fromkeys((0, which))]
+    outcomes = session.measure(work.job(number), candidates, work.order.seconds)
     for outcome in outcomes:
         if isinstance(outcome, Failure) and outcome.reason == LOST:
             hint = "What was measured is kept: begin again, and it goes on."
@@ -111,23 +113,23 @@ class Summary(msgspec.Struct, frozen=True):
 
 def summary(results: Results) -> list[Summary]:
     by_task: dict[str, list[Measured]] = {}
-    for measured in results.measured:
-        by_task.setdefault(measured.task, []).append(measured)
-    return [_summary(task, found) for task, found in by_task.items()]
+    for row in results.measured:
+        by_task.setdefault(row.task, []).append(row)
+    return [_summary(task, rows) for task, rows in by_task.items()]
 
 
-def _summary(task: str, found: list[Measured]) -> Summary:
-    incumbents = [m.incumbent.samples_us for m in found if isinstance(m.incumbent, Timing)]
+def _summary(task: str, rows: list[Measured]) -> Summary:
+    incumbents = [m.incumbent.samples_us for m in rows if isinstance(m.incumbent, Timing)]
     pairs = [
         (median(a / b for a, b in zip(m.incumbent.samples_us, m.outcome.samples_us, strict=False)), m.outcome)
-        for m in found
+        for m in rows
         if isinstance(m.outcome, Timing) and isinstance(m.incumbent, Timing)
     ]
-    failures = sum(isinstance(m.outcome, Failure) for m in found)
+    failures = sum(isinstance(m.outcome, Failure) for m in rows)
     speedup, best = max(pairs, key=lambda pair: pair[0], default=(None, None))
     return Summary(
         task=task,
-        trials=len(found),
+        trials=len(rows),
         failures=failures,
         default_us=median(chain.from_iterable(incumbents)) if incumbents else None,
         best_us=median(best.samples_us) if best is not None else None,
@@ -141,12 +143,12 @@ def _begun(path: Path, work: WorkBundle, device: Device) -> Results:
     fresh = Results(work=work.digest, order=work.order, device=device, versions=versions, total=len(work.pairs))
     if not places.is_there(path):
         return fresh
-    found = read(path)
+    results = read(path)
     for part in ("work", "device", "versions"):
-        if getattr(found, part) != getattr(fresh, part):
+        if getattr(results, part) != getattr(fresh, part):
             got = f"some of {'another device' if part == 'device' else f'other {part}'}"
             raise BundleError(f"results {str(path)!r}", "some of this work here, to go on", got, "Choose another -o.")
-    return found
+    return results
 
 
 def _write(path: Path, results: Results) -> None:

@@ -64,8 +64,8 @@ class Trial:
 
 def found_in(trials: Iterable[Trial]) -> list[tuple[Found, Point]]:
     """(what it found, its point) of each trial that found something, the best first."""
-    found = [(trial.result, trial.point) for trial in trials if isinstance(trial.result, Found)]
-    return sorted(found, key=lambda pair: pair[0].score)
+    pairs = [(trial.result, trial.point) for trial in trials if isinstance(trial.result, Found)]
+    return sorted(pairs, key=lambda pair: pair[0].score)
 
 
 class Sampler:
@@ -92,12 +92,12 @@ class Sampler:
                 continue
             self._seen.add(trial.point)
             score = trial.result.score if isinstance(trial.result, Found) else None
-            if (drawn := self._drawn.pop(trial.point, None)) is not None:
-                self._study.tell(drawn, score, state=TrialState.FAIL if score is None else None)
+            if (own := self._drawn.pop(trial.point, None)) is not None:
+                self._study.tell(own, score, state=TrialState.FAIL if score is None else None)
             elif score is not None:
                 self._study.add_trial(self.trial(trial.point, score, {}, done=True))
 
-    def draw(self, known: set[Point]) -> Point | None:
+    def draw(self, points: set[Point]) -> Point | None:
         """A point that can be emitted and is not known; None where TRIES draws in a row give none."""
         from optuna.trial import TrialState
 
@@ -107,7 +107,7 @@ class Sampler:
                 point = self.suggested(trial)
                 if self.space.why_not(point) is not None:
                     self._study.tell(trial, state=TrialState.PRUNED)  # which it learns from
-                elif point in known:
+                elif point in points:
                     self._study.tell(trial, state=TrialState.FAIL)  # which it does not
                 else:
                     self._drawn[point] = trial  # as long as it runs, its like is not drawn
@@ -139,8 +139,10 @@ class Sampler:
         params = self.params(point)
         state = TrialState.RUNNING if not done else TrialState.FAIL if score is None else TrialState.COMPLETE
         distributions = {name: self._distribution(name) for name in params}
-        said = {CONFIG: plain(point), **attributes}
-        return create_trial(state=state, value=score, params=params, distributions=distributions, user_attrs=said)
+        user_attributes = {CONFIG: plain(point), **attributes}
+        return create_trial(
+            state=state, value=score, params=params, distributions=distributions, user_attrs=user_attributes
+        )
 
     def _distribution(self, name: str) -> Any:
         from optuna.distributions import CategoricalDistribution, IntDistribution
@@ -156,5 +158,5 @@ def plain(point: Point) -> dict[str, Any]:
     return {"kernel": point.kernel, "knobs": [list(knob) for knob in point.knobs]}
 
 
-def point_of(said: Mapping[str, Any]) -> Point:
-    return Point(said["kernel"], tuple((knob, value) for knob, value in said["knobs"]))
+def point_of(words: Mapping[str, Any]) -> Point:
+    return Point(words["kernel"], tuple((knob, value) for knob, value in words["knobs"]))

@@ -147,23 +147,23 @@ class Search:
 
     def sweep(self, end: float = float("inf")) -> str:
         """Measures everything that is left, also what other processes are at and do not come through with."""
-        while (left := self.study.left()) or not self.study.is_settled():
+        while (rest := self.study.left()) or not self.study.is_settled():
             if self.clock() >= end:
                 return "time"
-            self.study.guess(left[:BATCH])
-            if drawn := self._drawn(BATCH):
-                self._measure(drawn)
+            self.study.guess(rest[:BATCH])
+            if batch := self._drawn(BATCH):
+                self._measure(batch)
             else:
                 sleep(ELSEWHERE)
             self._report(self.study.trials())
         return "swept"
 
-    def confirm(self, stopped: str, before: Sequence[Trial] | None = None) -> SearchResult:
+    def confirm(self, reason: str, before: Sequence[Trial] | None = None) -> SearchResult:
         """Measures the best against the default, longer. With `before`, the trials before a sweep, also the best of
         those."""
-        done = self.study.trials()
+        trials = self.study.trials()
         own = [point for _, point in found_in(before or ())][:1]
-        finalists = list(dict.fromkeys([*own, *self._finalists(done)]))
+        finalists = list(dict.fromkeys([*own, *self._finalists(trials)]))
         candidates = {point: self.build(point) for point in finalists}
         everyone = [self.default, *candidates.values(), self.default]
         outcomes = self._outcomes(everyone, LAST)
@@ -171,61 +171,63 @@ class Search:
         self.noise = noise_of(first, again)
         timings = dict(zip(candidates, outcomes[1:-1], strict=True))
         right = {point: timing for point, timing in timings.items() if isinstance(timing, Timing)}
-        point, found = chosen(self.space.default, first, right, self.noise)
+        point, results = chosen(self.space.default, first, right, self.noise)
         while point != self.space.default and not self._holds_elsewhere(candidates[point]):
             del right[point]
             point, _ = chosen(self.space.default, first, right, self.noise)
-        swept = None if before is None else found.get(own[0] if own else self.space.default)
-        return SearchResult(point, found[point], self.noise, tuple(done), stopped, swept)
+        of_sweep = None if before is None else results.get(own[0] if own else self.space.default)
+        return SearchResult(point, results[point], self.noise, tuple(trials), reason, of_sweep)
 
     def _holds_elsewhere(self, candidate: Candidate) -> bool:
         """Whether a candidate is right, and no slower than the default, at the other lengths."""
         company = [self.default, candidate, self.default]
         return all(no_slower(*self.session.measure(job, company, LAST)) for job in self.elsewhere())
 
-    def _finalists(self, done: Sequence[Trial]) -> list[Point]:
+    def _finalists(self, trials: Sequence[Trial]) -> list[Point]:
         """The best few, of those that may be faster than the default."""
-        return [point for found, point in found_in(done) if found.score < 1 and point != self.space.default][:FINALISTS]
+        return [point for result, point in found_in(trials) if result.score < 1 and point != self.space.default][
+            :FINALISTS
+        ]
 
-    def _is_exhausted(self, done: Sequence[Trial]) -> bool:
+    def _is_exhausted(self, trials: Sequence[Trial]) -> bool:
         """Whether PATIENCE trials after the first STARTUP gained less than the noise."""
-        if len(done) < STARTUP + PATIENCE:
+        if len(trials) < STARTUP + PATIENCE:
             return False
-        before, all_ = (min((f.score for f, _ in found_in(some)), default=1.0) for some in (done[:-PATIENCE], done))
+        before, all_ = (min((f.score for f, _ in found_in(some)), default=1.0) for some in (trials[:-PATIENCE], trials))
         return before - all_ < self.noise * before
 
     def _drawn(self, count: int) -> list[Drawn]:
-        drawn: list[Drawn] = []
-        while len(drawn) < count and (one := self.study.ask()) is not None:
-            drawn.append(one)
-        return drawn
+        batch: list[Drawn] = []
+        while len(batch) < count and (one := self.study.ask()) is not None:
+            batch.append(one)
+        return batch
 
-    def _measure(self, drawn: Sequence[Drawn]) -> bool:
+    def _measure(self, batch: Sequence[Drawn]) -> bool:
         """Builds and measures these, and tells the study. Returns whether the device was lost."""
-        built: dict[Drawn, Candidate] = {}
+        candidates: dict[Drawn, Candidate] = {}
         incumbent = Timing((self.default_us,), 0.0)
-        for one in drawn:
+        for one in batch:
             try:
-                built[one] = self.default if one.point == self.space.default else self.build(one.point)
+                candidates[one] = self.default if one.point == self.space.default else self.build(one.point)
             except BuildError as error:
                 self.study.tell(one, Failure(BUILD, str(error)), incumbent)
-        if not built:
+        if not candidates:
             return False
-        first, *outcomes = self._outcomes([self.default, *built.values()], SECONDS)
+        first, *outcomes = self._outcomes([self.default, *candidates.values()], SECONDS)
         if isinstance(first, Failure) and first.reason == LOST:
             outcomes = [first] * len(outcomes)
         else:
             incumbent = _required(first)
-        for one, outcome in zip(built, outcomes, strict=True):
+        for one, outcome in zip(candidates, outcomes, strict=True):
             self.study.tell(one, outcome, incumbent)
         return any(isinstance(outcome, Failure) and outcome.reason == LOST for outcome in outcomes)
 
     def _outcomes(self, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
         return self.session.measure(self.job, candidates, seconds)
 
-    def _report(self, done: Sequence[Trial]) -> None:
-        best = min((found.score for found, _ in found_in(done)), default=1.0)
-        self.tell(Progress(self.default_us, min(best, 1.0), len(done), failures_of(done), self.noise))
+    def _report(self, trials: Sequence[Trial]) -> None:
+        best = min((result.score for result, _ in found_in(trials)), default=1.0)
+        self.tell(Progress(self.default_us, min(best, 1.0), len(trials), failures_of(trials), self.noise))
 
 
 def chosen(
@@ -233,13 +235,13 @@ def chosen(
 ) -> tuple[Point, dict[Point, Found]]:
     """(the fastest of those that gain more than the noise and the error of their own, else the default; what each
     found). All were timed in the same rounds."""
-    found = {default: Found.of(incumbent, incumbent)}
+    results = {default: Found.of(incumbent, incumbent)}
     clear = [default]
     for point, timing in timings.items():
-        found[point] = Found.of(timing, incumbent)
-        if 1 - found[point].score > max(noise, _error(ratios(timing, incumbent))):
+        results[point] = Found.of(timing, incumbent)
+        if 1 - results[point].score > max(noise, _error(ratios(timing, incumbent))):
             clear.append(point)
-    return min(clear, key=lambda point: found[point].score), found
+    return min(clear, key=lambda point: results[point].score), results
 
 
 def no_slower(first: Outcome, outcome: Outcome, again: Outcome) -> bool:
@@ -256,17 +258,17 @@ def no_slower(first: Outcome, outcome: Outcome, again: Outcome) -> bool:
 
 def noise_of(first: Timing, second: Timing) -> float:
     """The least difference that means something, as a share: from two measurements of one candidate in turns."""
-    found = ratios(first, second)
-    return abs(median(found) - 1) + _error(found)
+    samples = ratios(first, second)
+    return abs(median(samples) - 1) + _error(samples)
 
 
-def _error(found: Sequence[float]) -> float:
+def _error(samples: Sequence[float]) -> float:
     """Three standard errors of the median of these ratios."""
-    if len(found) < 2:
+    if len(samples) < 2:
         return 0.0
-    lower, _, upper = quantiles(found, n=4, method="inclusive")
+    lower, _, upper = quantiles(samples, n=4, method="inclusive")
     # 1.25 standard deviations by the root of their number is a median's; the interquartile range is 1.35 of them.
-    return float(3 * 1.25 * (upper - lower) / 1.35 / len(found) ** 0.5)
+    return float(3 * 1.25 * (upper - lower) / 1.35 / len(samples) ** 0.5)
 
 
 def failures_of(trials: Sequence[Trial]) -> dict[str, int]:

@@ -75,8 +75,8 @@ class Space:
 
     def _product(self) -> Iterator[Point]:
         for kernel, knobs in self.values.items():
-            for chosen in product(*knobs.values()):
-                yield Point(kernel, tuple(zip(knobs, chosen, strict=True)))
+            for values in product(*knobs.values()):
+                yield Point(kernel, tuple(zip(knobs, values, strict=True)))
 
     def nearest(self, kernel: str, config: Mapping[str, int]) -> Point | None:
         """The point of these knobs, each at its nearest value; None for another kernel or other knobs, or where nothing

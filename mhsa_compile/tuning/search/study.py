@@ -114,27 +114,27 @@ class Study:
 
     def _check(self, about: dict[str, Any], identity: StudyIdentity) -> None:
         """Raises InputError for a study of this name that is about something else."""
-        said, stated = self._study.user_attrs, {_ABOUT: about, _SOURCE: identity.source}
+        attributes, stated = self._study.user_attrs, {_ABOUT: about, _SOURCE: identity.source}
         for name, value in stated.items():
-            if name not in said:
+            if name not in attributes:
                 self._study.set_user_attr(name, value)
         if identity.name is None:
             return
         what = f"study {self.name!r}"
         hint = "Choose another name, or leave --study out: the name then follows from what is tuned."
-        if (source := said.get(_SOURCE, identity.source)) != identity.source:
+        if (source := attributes.get(_SOURCE, identity.source)) != identity.source:
             expected = f"one of this source ({identity.source[:12]})"
             raise InputError(what, expected, f"one made for another ({source[:12]})", hint)
-        differing = [key for key, value in about.items() if said.get(_ABOUT, about).get(key) != value]
+        differing = [key for key, value in about.items() if attributes.get(_ABOUT, about).get(key) != value]
         if differing:
             raise InputError(what, "one of this operation", f"one with another {', '.join(differing)}", hint)
 
     def guess(self, points: Iterable[Point]) -> None:
         """Draws these points before all others, but for those that are known."""
         with named(self._url):
-            known = _known(self._all())
+            points_on_record = _known(self._all())
             for point in dict.fromkeys(points):
-                if point not in known:
+                if point not in points_on_record:
                     self._enqueue(point)
 
     def ask(self) -> Drawn | None:
@@ -147,18 +147,18 @@ class Study:
                 point = None if waits else self._proposed(_done(trials), _known(trials))
                 if not waits and point is None:
                     return None
-                if (drawn := self._dequeued() if point is None else self._claimed(point)) is not None:
-                    return drawn
+                if (proposal := self._dequeued() if point is None else self._claimed(point)) is not None:
+                    return proposal
 
     def proposals(self, count: int) -> list[Point]:
         """Points to be measured elsewhere: nothing is written down, and so nobody waits for the outcomes."""
         with named(self._url):
             trials = self._all()
-        proposed: dict[Point, None] = {}
+        points: dict[Point, None] = {}
         done, known = _done(trials), _known(trials)
-        while len(proposed) < count and (point := self._proposed(done, known | proposed.keys())) is not None:
-            proposed[point] = None
-        return list(proposed)
+        while len(points) < count and (point := self._proposed(done, known | points.keys())) is not None:
+            points[point] = None
+        return list(points)
 
     def _take_from_the_dead(self) -> None:
         """Makes what dead processes were measuring wait again."""
@@ -189,11 +189,11 @@ class Study:
         drawn again."""
         from optuna.exceptions import UpdateFinishedTrialError
 
-        found = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
+        result = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
         with named(self._url):
             try:
-                self._storage.set_trial_user_attr(self._open[drawn.number], *_said(outcome, found))
-                self._finish(drawn.number, None if found is None else found.score)
+                self._storage.set_trial_user_attr(self._open[drawn.number], *_said(outcome, result))
+                self._finish(drawn.number, None if result is None else result.score)
             except UpdateFinishedTrialError:
                 return  # it was taken from this process, which was thought to be dead
             finally:
@@ -206,8 +206,8 @@ class Study:
         with named(self._url):
             if point in _known(self._all()) or (isinstance(outcome, Failure) and outcome.reason == LOST):
                 return
-            found = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
-            score, (name, value) = None if found is None else found.score, _said(outcome, found)
+            result = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
+            score, (name, value) = None if result is None else result.score, _said(outcome, result)
             self._study.add_trial(self._sampler.trial(point, score, {name: value}, done=True))
 
     def trials(self) -> list[Trial]:
@@ -227,10 +227,10 @@ class Study:
         self._sampler.learn(done)
         if (point := self._sampler.draw(known)) is not None:
             return point
-        left = _left(self.space, known)
-        self._random.shuffle(left)
-        found = found_in(done)
-        return min(left, key=lambda p: self.space.steps(p, found[0][1]) if found else 0.0, default=None)
+        rest = _left(self.space, known)
+        self._random.shuffle(rest)
+        pairs = found_in(done)
+        return min(rest, key=lambda p: self.space.steps(p, pairs[0][1]) if pairs else 0.0, default=None)
 
     def _claimed(self, point: Point) -> Drawn | None:
         """A trial for a point; None where another process was faster."""
@@ -268,9 +268,9 @@ class Study:
             self._study.tell(number, score, state=state, skip_if_finished=True)
 
 
-def _said(outcome: Outcome, found: Found | None) -> tuple[str, Any]:
+def _said(outcome: Outcome, result: Found | None) -> tuple[str, Any]:
     """The attribute, its name and its value, that says what became of a trial."""
-    return (_FAILED, msgspec.to_builtins(outcome)) if found is None else (_FOUND, msgspec.to_builtins(found))
+    return (_FAILED, msgspec.to_builtins(outcome)) if result is None else (_FOUND, msgspec.to_builtins(result))
 
 
 def _known(trials: Iterable[Any]) -> set[Point]:
@@ -297,8 +297,8 @@ def _result(trial: Any) -> Found | Failure | None:
     gave way."""
     if trial.state.name == "COMPLETE":
         return msgspec.convert(trial.user_attrs[_FOUND], Found)
-    failed = trial.user_attrs.get(_FAILED) if trial.state.name == "FAIL" else None
-    failure = None if failed is None else msgspec.convert(failed, Failure)
+    attribute = trial.user_attrs.get(_FAILED) if trial.state.name == "FAIL" else None
+    failure = None if attribute is None else msgspec.convert(attribute, Failure)
     return None if failure is None or failure.reason == LOST else failure
 
 

@@ -104,8 +104,8 @@ def begin_beats(storage: Any, study_id: int) -> None:
         "AND trial_id NOT IN (SELECT trial_id FROM trial_heartbeats)"
     )
     with storage.engine.connect() as connection:
-        found = connection.execute(silent, {"study": study_id}).scalars().all()
-    for trial_id in found:
+        trial_ids = connection.execute(silent, {"study": study_id}).scalars().all()
+    for trial_id in trial_ids:
         storage.record_heartbeat(trial_id)
 
 
@@ -128,20 +128,20 @@ def named(url: str) -> Iterator[None]:
     import optuna
     import sqlalchemy.exc
 
-    said = _without_password(url)
+    text = _without_password(url)
     try:
         yield
     except (sqlalchemy.exc.ArgumentError, sqlalchemy.exc.NoSuchModuleError, _Unreadable) as error:
         hint = "Such as sqlite:////home/me/studies.db or postgresql+psycopg://me@host/database."
-        raise InputError("--storage", "a database that SQLAlchemy knows", f"{said!r} ({_first(error)})", hint) from None
+        raise InputError("--storage", "a database that SQLAlchemy knows", f"{text!r} ({_first(error)})", hint) from None
     except ImportError as error:
         driver = getattr(error.__cause__ or error, "name", None) or "its driver"
         hint = f"Run: pip install {'psycopg[binary]' if driver == 'psycopg' else driver}"
-        raise InstallationError(f"--storage {said!r}", f"{driver} on this machine", "none", hint) from None
+        raise InstallationError(f"--storage {text!r}", f"{driver} on this machine", "none", hint) from None
     except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         hint = "Is it running, with room on its disk? What it holds is whole: the same command goes on from there."
-        said = f"storage {said!r}"
-        raise OutputError(said, "a database that answers", _first(error.__cause__ or error), hint) from error
+        text = f"storage {text!r}"
+        raise OutputError(text, "a database that answers", _first(error.__cause__ or error), hint) from error
 
 
 def _first(error: BaseException) -> str:
