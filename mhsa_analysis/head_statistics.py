@@ -76,11 +76,11 @@ class HeadStatistics:
         if not counts.any():
             raise InputError("valid", "at least one valid token", f"none of {B} x {L}: the mask hides everything")
         apart = None if separators is None else _tokens("separators", separators, (B, L))
-        arrays = self._named(outputs)
-        heads = self._shaped(arrays, "heads", (B, spec.num_heads, L, spec.v_head_dim))
+        arrays = self._by_name(outputs)
+        heads = self._of_shape(arrays, "heads", (B, spec.num_heads, L, spec.v_head_dim))
         length = arrays["weights"].shape[-1] if spec.is_cross and arrays["weights"].ndim == 4 else L
-        weights = self._shaped(arrays, "weights", (B, spec.num_heads, L, length))
-        entropy = self._shaped(arrays, "entropy", (B, spec.num_heads, L)) if "entropy" in arrays else None
+        weights = self._of_shape(arrays, "weights", (B, spec.num_heads, L, length))
+        entropy = self._of_shape(arrays, "entropy", (B, spec.num_heads, L)) if "entropy" in arrays else None
         by_token = heads.transpose(0, 2, 1, 3)[counts].astype(np.float64)  # (n, H, F)
         checked = {"x": given[counts], "outputs.heads": by_token, "outputs.weights": weights.swapaxes(1, 2)[counts]}
         for name, array in checked.items():
@@ -89,7 +89,7 @@ class HeadStatistics:
                     name, "finite numbers at all valid tokens", "NaN or infinities", "Say in `valid` what is padding."
                 )
         if "y" in arrays:
-            self._check_layer(by_token, self._shaped(arrays, "y", given.shape)[counts])
+            self._check_layer(by_token, self._of_shape(arrays, "y", given.shape)[counts])
         self._moments.add(by_token.reshape(len(by_token), -1))
         self._rows.add(weights, entropy, counts, apart, placed=not spec.is_cross)
         return self
@@ -101,7 +101,7 @@ class HeadStatistics:
             raise InputError("stats", expected, str(self.tokens), "Add more batches.")
         return report_of(self._layer, self._moments, self._rows)
 
-    def _named(self, outputs: Any) -> Mapping[str, np.ndarray]:
+    def _by_name(self, outputs: Any) -> Mapping[str, np.ndarray]:
         """The arrays by name, from a named tuple, a mapping, or a tuple in the order of the layer's outputs. Raises
         InputError."""
         if hasattr(outputs, "_asdict"):
@@ -117,7 +117,7 @@ class HeadStatistics:
                 raise InputError("outputs", 'also "heads" and "weights"', ", ".join(outputs) or "none", _WORDS)
         return {name: as_array(outputs[name]) for name in ("y", "heads", "entropy", "weights") if name in outputs}
 
-    def _shaped(self, arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _of_shape(self, arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
         array = arrays[name]
         if array.shape != shape:
             hint = 'Ask for all heads and rows: "weights" alone.' if name == "weights" else ""

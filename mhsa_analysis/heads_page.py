@@ -38,7 +38,7 @@ def heads_page(title: str, layers: Sequence[ShownLayer], texts: Sequence[Sequenc
         "title": title,
         "texts": [list(tokens[:LONGEST_MAP]) for tokens in texts],
         "cut": [len(tokens) > LONGEST_MAP for tokens in texts],
-        "layers": [_described(layer) for layer in layers],
+        "layers": [_description(layer) for layer in layers],
     }
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # no text ends the script
     template = _TEMPLATE.read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def framed(page: str, height: int = 900) -> str:
     return f'<iframe srcdoc="{source}" style="width:100%;height:{height}px;border:0" title="What heads do"></iframe>'
 
 
-def _described(layer: ShownLayer) -> dict[str, Any]:
+def _description(layer: ShownLayer) -> dict[str, Any]:
     report = layer.report
     return {
         "name": layer.name,

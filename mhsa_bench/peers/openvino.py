@@ -34,7 +34,7 @@ class OpenVinoOwnGraph:
 
 def _compiled(model: Any, threads: int, problem: Problem, feed: Feed) -> Opened:
     """A compiled model, with a request of its own for each set of inputs, which it reads in place."""
-    core = _imported().Core()
+    core = _openvino().Core()
     read = core.read_model(model)
     dtype = problem.artifact.manifest.inputs[0].dtype
     settings = {
@@ -55,7 +55,7 @@ def _compiled(model: Any, threads: int, problem: Problem, feed: Feed) -> Opened:
     return Opened(calls, lambda request: [_array(tensor) for tensor in request.output_tensors])
 
 
-def _imported() -> Any:
+def _openvino() -> Any:
     """The package `openvino`, without its telemetry: that would send an event from a process of its own, which imports
     the main program once more and so takes one CPU for seconds, among the first measurements."""
     environment.require("openvino", extra="bench")

@@ -124,13 +124,13 @@ class Problem:
         """`joined_mask` as what is added to the scores, 0 or -inf for a bool one: (B or 1, H or 1, L, S)."""
         if "mask" not in arrays:
             return self._constant_additive_mask  # one for all sets: it may be large
-        return self._added(self.joined_mask(arrays))
+        return self._as_bias(self.joined_mask(arrays))
 
     @cached_property
     def _constant_additive_mask(self) -> np.ndarray | None:
-        return self._added(self.visible)
+        return self._as_bias(self.visible)
 
-    def _added(self, mask: np.ndarray | None) -> np.ndarray | None:
+    def _as_bias(self, mask: np.ndarray | None) -> np.ndarray | None:
         if mask is None:
             return None
         bias = np.where(mask, self.dtype.type(0), self.dtype.type(-np.inf)) if mask.dtype == np.bool_ else mask

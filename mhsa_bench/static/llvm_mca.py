@@ -35,13 +35,13 @@ class Analyzer:
     def cycles(self, lines: tuple[str, ...]) -> float:
         """How many cycles an iteration takes in the steady state. Raises TargetError where LLVM does not know the code
         or the CPU."""
-        match = re.search(r"Total Cycles:\s+(\d+)", _said(self, lines))
+        match = re.search(r"Total Cycles:\s+(\d+)", _output(self, lines))
         assert match is not None, "llvm-mca reports it"
         return int(match[1]) / ITERATIONS
 
     def model(self) -> str:
         """What LLVM's model calls itself, by the names of the units (V1UnitV0: V1); else the CPU's name."""
-        units = _said(self, ("nop",)).partition("Resources:")[2]
+        units = _output(self, ("nop",)).partition("Resources:")[2]
         match = re.search(r"^\[[\d.]+\]\s+- (\w+?)(?:Unit|Port)", units, re.M)
         return match[1] if match else self.cpu
 
@@ -53,7 +53,7 @@ class Analyzer:
 
 
 @cache
-def _said(analyzer: Analyzer, lines: tuple[str, ...]) -> str:
+def _output(analyzer: Analyzer, lines: tuple[str, ...]) -> str:
     attributes = [f"-mattr={analyzer.attributes}"] if analyzer.attributes else []
     cpu = [f"-mcpu={analyzer.cpu}"] if analyzer.cpu else []
     command = [analyzer.program, f"-mtriple={analyzer.triple}", *cpu, *attributes, f"-iterations={ITERATIONS}"]

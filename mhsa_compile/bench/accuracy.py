@@ -68,14 +68,14 @@ class Truth:
     def share(self, outputs: list[np.ndarray]) -> float:
         """The largest error as a share of its budget: above 1 is wrong."""
         pairs = zip(self.expected, outputs, self.budgets, strict=True)
-        return max(_share(max_error(truth, self._sampled(output)), budget) for truth, output, budget in pairs)
+        return max(_share(max_error(truth, self._sample(output)), budget) for truth, output, budget in pairs)
 
     @property
     def budget(self) -> float:
         """The largest error allowed, of the output with the least."""
         return min(self.budgets)
 
-    def _sampled(self, output: np.ndarray) -> np.ndarray:
+    def _sample(self, output: np.ndarray) -> np.ndarray:
         if self.entries is None or self.rows is None:
             return output
         return np.asarray(output)[self.entries][..., self.rows, :]
@@ -95,7 +95,7 @@ def truth(artifact: Artifact, inputs: Arrays, weights: Arrays, seed: int = 0) ->
     B, L = query.shape[0], query.shape[-2]
     entries = sorted({0, B - 1})
     rows = _sampled_rows(L, seed)
-    rounded, exact = ({**inputs, **weights}, {n: _widened(a) for n, a in {**inputs, **weights}.items()})
+    rounded, exact = ({**inputs, **weights}, {n: _wide(a) for n, a in {**inputs, **weights}.items()})
     expected, yardstick = (np.stack([_rows(spec, arrays, e, rows) for e in entries]) for arrays in (exact, rounded))
     return Truth((expected,), (budget(expected, yardstick, spec.dtype),), entries, rows)
 
@@ -116,7 +116,7 @@ def _sampled_rows(L: int, seed: int) -> list[int]:
     return [0, *sorted(int(row) for row in between), L - 1]
 
 
-def _widened(array: np.ndarray) -> np.ndarray:
+def _wide(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "biu" else array.astype(np.float64)
 
 
@@ -131,7 +131,7 @@ def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> n
         inputs = ("q", x[:, rows], (H, E)), ("k", sources[0], (G, E)), ("v", sources[1], (G, F))
         q, k, v = (torch.unflatten(_linear(arrays, n, a), -1, width).transpose(1, 2) for n, a, width in inputs)
     L = arrays["q" if "q" in arrays else "x"].shape[-2]
-    visible, bias = _seen(spec, arrays, entry, rows, L, k.shape[2])
+    visible, bias = _visible_and_bias(spec, arrays, entry, rows, L, k.shape[2])
     y = attend(q, k, v, Scoring(visible, bias), spec.head_dim**-0.5 if spec.scale is None else spec.scale)
     return to_numpy((y if "q" in arrays else _linear(arrays, "out", y.transpose(1, 2).flatten(2)))[0])
 
@@ -146,7 +146,7 @@ def _linear(arrays: Arrays, part: str, x: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight, to_torch(arrays[bias]) if bias in arrays else None)
 
 
-def _seen(
+def _visible_and_bias(
     spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int], L: int, S: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """What these queries see, bool, and what is added to their scores; broadcastable to (1, H, n, S)."""

@@ -35,7 +35,7 @@ def with_derived_weights(imported: ImportedModule) -> ImportedModule:
     main = imported.module["main"]
     weights = [p for p in main.params if p.name in imported.weights]
     bindings = [binding for block in main.body.blocks for binding in block.bindings]
-    variables = _derived(bindings, weights, main.body.body)
+    variables = _derived_variables(bindings, weights, main.body.body)
     read = {v for b in bindings if b.var not in variables for v in relax.analysis.free_vars(b.value)}
     results = [b.var for b in bindings if b.var in variables and b.var in read]
     if not results:
@@ -50,7 +50,7 @@ def with_derived_weights(imported: ImportedModule) -> ImportedModule:
     return replace(imported, module=builder.get(), derived=tuple(names))
 
 
-def _derived(bindings: list[Expr], weights: list[Expr], result: Expr) -> set[Expr]:
+def _derived_variables(bindings: list[Expr], weights: list[Expr], result: Expr) -> set[Expr]:
     """The variables that depend on weights alone and are to be computed once. Whoever reads one from outside takes it
     as a tensor; an output of the module is none, as it would lie in the weights' memory."""
     outputs, others = set(relax.analysis.free_vars(result)), set[Expr]()
@@ -61,7 +61,11 @@ def _derived(bindings: list[Expr], weights: list[Expr], result: Expr) -> set[Exp
             if var in others or var in outputs or not isinstance(binding, relax.VarBinding) or not _is_plain(value):
                 continue
             reads = set(relax.analysis.free_vars(value))
-            if reads and reads <= sources.keys() and _is_kept(var, origin := set().union(*(sources[v] for v in reads))):
+            if (
+                reads
+                and reads <= sources.keys()
+                and _is_worth_keeping(var, origin := set().union(*(sources[v] for v in reads)))
+            ):
                 sources[var] = origin
         variables = sources.keys() - set(weights)
         outside = {v for b in bindings if b.var not in variables for v in relax.analysis.free_vars(b.value)}
@@ -78,7 +82,7 @@ def _is_plain(value: Expr) -> bool:
     return isinstance(value, relax.Tuple | relax.TupleGetItem | relax.Var)
 
 
-def _is_kept(var: Expr, weights: set[Expr]) -> bool:
+def _is_worth_keeping(var: Expr, weights: set[Expr]) -> bool:
     """Whether a value is of a known size, and not much larger than its weights."""
     sizes = [_bytes(kind) for kind in _tensors(var.ty)]
     if not sizes or None in sizes:

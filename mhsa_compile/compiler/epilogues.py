@@ -56,7 +56,7 @@ def _rewritten(bindings: list[Expr], outside: set[Expr], ops: dict[str, Op], tak
         if not isinstance(op, LinearOp) or op.dtype != "float32" or op.padding:
             continue
         chain = _Chain(binding.var)
-        places = _followed(chain, result, readers)
+        places = _follow(chain, result, readers)
         if not places or not takes(with_one := replace(op, epilogue=chain.epilogue())):
             continue
         ops[name] = with_one
@@ -76,7 +76,7 @@ def _operation(value: Expr) -> str:
     return str(value.args[0].global_symbol) if ours else ""
 
 
-def _followed(chain: _Chain, bindings: list[Expr | None], readers: dict[Expr, list[float]]) -> list[int]:
+def _follow(chain: _Chain, bindings: list[Expr | None], readers: dict[Expr, list[float]]) -> list[int]:
     """The places of what an epilogue takes, in order: all that reads what lies between, and so is gone. `chain` has
     their steps, and no more."""
     places: list[int] = []

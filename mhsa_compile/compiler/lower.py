@@ -54,8 +54,8 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     choices = {name: choice for name, choice in choice_of.items() if isinstance(choice, _Chosen)}
     plain = {name: op for name, op in imported.ops.items() if name not in choices}
     fallbacks = _fallbacks(imported.module["main"], choices)
-    written = _written_out(imported.module, plain) if plain else imported.module
-    others, reports = _lowered(written, profile, shelf)
+    written = _write_out(imported.module, plain) if plain else imported.module
+    others, reports = _lower_others(written, profile, shelf)
     slow = slow_operations(others, imported, profile) if isinstance(profile, CpuProfile) else ()
     builder = relax.BlockBuilder(others)
     run = {name: builder.add_func(c.emitted.run, f"{c.op.kind}_{name}") for name, c in choices.items()}
@@ -87,7 +87,7 @@ def prepared(imported: ImportedModule, profile: TargetProfile) -> ImportedModule
     return with_softmaxes(products, takes)
 
 
-def _lowered(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:
+def _lower_others(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:
     """(what no kernel claims as scheduled PrimFuncs, a row for each of which there are tuned records)."""
     if isinstance(profile, CudaProfile):
         return cuda_schedule.lower(module, profile), []
@@ -115,7 +115,7 @@ def _report(name: str, op: Op, outcome: _Chosen | str) -> OpReport:
     return OpReport(name, op.kind, choice.kernel.name, choice.config, source, op.summary(), choice.tuning)
 
 
-def _written_out(module: Any, plain: dict[str, Op]) -> Any:
+def _write_out(module: Any, plain: dict[str, Op]) -> Any:
     """The module with its `plain` operations written out in TVM's own."""
 
     @mutator

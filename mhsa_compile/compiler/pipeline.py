@@ -140,7 +140,7 @@ def compile(
             return found
         tell("import")
         canonical = _canonical(read, added, without_attention)
-        read, imported = _imported(read, canonical, weights)
+        read, imported = _import(read, canonical, weights)
         tell("schedule")
         code = _Code(canonical.model, profile, RecordSet(at_hand, profile), weights)
         scheduled = code.scheduled(imported)
@@ -190,7 +190,7 @@ def imported(
     environment.check_compiler()
     user_folders.let_tvm_load()
     read = read_source(source, dims, example_inputs, dynamic_shapes)
-    return _imported(read, _canonical(read), weights)[1]
+    return _import(read, _canonical(read), weights)[1]
 
 
 def _in_place(source: Any) -> onnx.ModelProto:
@@ -212,7 +212,7 @@ def _check_weights(weights: str | None) -> None:
         raise InputError("weights", 'None or "int8"', repr(weights))
 
 
-def _imported(read: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
+def _import(read: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
     """The source as it became canonical, and what it asks for in Relax."""
     with reading(ModelError, "model", "a graph that this library reads", _REPORT):
         imported = _parsed(canonical.model, weights)

@@ -71,9 +71,9 @@ def _product(builder: Any, call: Any, sizes: DimNames) -> tuple[ProductOp, list[
     left, right, result = shapes
     if not _same(left[-1], right[-2]) or (isinstance(left[-1], tirx.IntImm) and left[-1].value == 1):
         return None  # an outer product, which is arithmetic on elements, goes into what follows it
-    sources = [_stored(builder, value) for value in values]
+    sources = [_stored_operand(builder, value) for value in values]
     if sources[0].array.ty.dtype != sources[1].array.ty.dtype:
-        sources = [_stored(builder, value, widened=False) for value in values]
+        sources = [_stored_operand(builder, value, widened=False) for value in values]
     places = [_batch(shape[:-2], result[:-2]) for shape in (left, right)]
     batches = [axes for axes in places if axes is not None]
     if len(batches) < 2:
@@ -124,7 +124,7 @@ def _batch(own: list[Expr], all_: list[Expr]) -> list[int | None] | None:
     return places
 
 
-def _stored(builder: Any, value: Expr, *, widened: bool = True) -> _Stored:
+def _stored_operand(builder: Any, value: Expr, *, widened: bool = True) -> _Stored:
     """What a value is an array's transpose of, `widened` from a narrower dtype or not; else the value itself."""
     axes = tuple(range(len(value.ty.shape.values)))
     while True:

@@ -52,12 +52,12 @@ def add_bind_functions(builder: Any, module: Any, imported: ImportedModule, boun
         params = {weight: relax.Var(weight.name, weight.ty) for weight in values.weights if weight in needs}
         with builder.function(f"{BIND}_{number}", list(params.values())):
             with builder.dataflow():
-                output = builder.emit_output(relax.Tuple(list(_made(builder, step, _Parts(builder, values, params)))))
+                output = builder.emit_output(relax.Tuple(list(_make(builder, step, _Parts(builder, values, params)))))
             builder.emit_func_output(output)
     return [result for step in steps for one in step for result in one.results]
 
 
-def _made(builder: Any, step: list[Bound], parts: _Parts) -> Iterator[Expr]:
+def _make(builder: Any, step: list[Bound], parts: _Parts) -> Iterator[Expr]:
     for one in step:
         sources = [parts.visit_expr(source) for source in one.sources]
         if one.pack is None:
@@ -127,19 +127,19 @@ class _Parts(PyExprMutator):  # type: ignore[misc]
 
     def __init__(self, builder: Any, values: _Values, params: dict[Expr, Expr]) -> None:
         super().__init__()
-        self._target, self._values, self._made = builder, values.of, dict(params)
+        self._target, self._values, self._make = builder, values.of, dict(params)
 
     def visit_var_(self, variable: Any) -> Any:
-        return self._computed(variable)
+        return self._compute(variable)
 
     def visit_dataflow_var_(self, variable: Any) -> Any:
-        return self._computed(variable)
+        return self._compute(variable)
 
-    def _computed(self, variable: Any) -> Any:
-        if variable not in self._made:
+    def _compute(self, variable: Any) -> Any:
+        if variable not in self._make:
             value = self.visit_expr(self._values[variable])
-            self._made[variable] = value if isinstance(value, relax.Var) else self._target.emit(value)
-        return self._made[variable]
+            self._make[variable] = value if isinstance(value, relax.Var) else self._target.emit(value)
+        return self._make[variable]
 
 
 def bindings(body: Any) -> Iterator[tuple[Any, Any]]:

@@ -158,7 +158,7 @@ class _Watch:
         if mask is None and _says_causal(module, words) and q.shape[2] > 1:  # as "sdpa" understands it
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
         mask = None if mask is None else mask[..., : k.shape[2]]
-        heads, weights = _eager(module)(module, q, k, v, _added(mask, q), **words)
+        heads, weights = _eager(module)(module, q, k, v, _bias_of(mask, q), **words)
         self.calls.append(
             NotedCall(
                 module, x.detach(), None if context is None else context.detach(), arguments, q.detach(), k.detach(),
@@ -223,7 +223,7 @@ def _eager(module: nn.Module) -> Any:
     raise refused(module, "the file of its class has no eager_attention_forward, to hold ours against")
 
 
-def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
+def _bias_of(mask: Tensor | None, like: Tensor) -> Tensor | None:
     """A mask as eager attention takes it."""
     if mask is None or mask.dtype != torch.bool:
         return mask

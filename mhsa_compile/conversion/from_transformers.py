@@ -71,7 +71,7 @@ def from_transformers(
         )
     if not asks_by_name(layer):
         raise refused(layer, "it computes attention itself, and asks for none by name")
-    call = _tried(layer)
+    call = _trial_call(layer)
     layer_calls = NotedLayer([call], dtypes.pop())
     attention = layer_calls.attention(
         max_length=max_length, window=None if window is None else tuple(window), states_mask=True
@@ -130,7 +130,7 @@ def _files(model: nn.Module, prefix: str) -> list[Any]:
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
 
-def _tried(layer: nn.Module) -> NotedCall:
+def _trial_call(layer: nn.Module) -> NotedCall:
     """The call of attention that a copy of `layer`, in float64, makes on random numbers. Raises ModelError."""
     try:
         with torch.no_grad():

@@ -121,7 +121,7 @@ class NotedLayer:
         ):
             try:
                 with attention_calls(module) as calls:
-                    module(**{name: _converted(value, dtype) for name, value in call.arguments.items()})
+                    module(**{name: _convert(value, dtype) for name, value in call.arguments.items()})
                 calls[-1].y = out(calls[-1].heads.flatten(2))
             except Exception as error:  # of anybody's forward
                 raise refused(self.module, f"it cannot be called again: {first_line(error)}") from error
@@ -286,12 +286,12 @@ class NotedLayer:
             raise refused(self.module, "its own result is another than that of its projections, masks and scale")
 
 
-def _converted(value: Any, dtype: torch.dtype) -> Any:
+def _convert(value: Any, dtype: torch.dtype) -> Any:
     """An argument of a call for another dtype; None for what is no tensor, number or word, such as a cache."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        return tuple(_converted(one, dtype) for one in value)
+        return tuple(_convert(one, dtype) for one in value)
     return value if isinstance(value, bool | int | float | str) else None
 
 

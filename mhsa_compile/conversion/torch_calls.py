@@ -40,7 +40,7 @@ def torch_calls(root: nn.Module) -> Iterator[list[TorchCall]]:
     calls: list[TorchCall] = []
 
     def note(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        calls.append(_noted(layer, bound(layer, args, keywords), result[0]))
+        calls.append(_call_of(layer, bound(layer, args, keywords), result[0]))
 
     with ExitStack() as undo:
         for module in root.modules():
@@ -78,7 +78,7 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
 
 
 @torch.no_grad()
-def _noted(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
+def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if query.ndim != 3 or key is not value or query.is_nested:
         raise refused(

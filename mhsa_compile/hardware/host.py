@@ -39,12 +39,12 @@ def architecture() -> str:
 def cpu_features(root: Path = ROOT) -> frozenset[str]:
     """Features as /proc/cpuinfo names them: avx2, avx512f, fma (x86); asimd, asimddp (ARM); v, zvfh (RISC-V).
     None where nobody tells."""
-    return _told_features(root)[0]
+    return _features_of_proc(root)[0]
 
 
 def features_from(root: Path = ROOT) -> str:
     """Who tells the features: "CPUID", "the auxiliary vector", "/proc/cpuinfo", or "nobody"."""
-    return _told_features(root)[1]
+    return _features_of_proc(root)[1]
 
 
 def microarchitecture_name(root: Path = ROOT) -> str:
@@ -53,7 +53,7 @@ def microarchitecture_name(root: Path = ROOT) -> str:
         return microarchitecture.of_arm(_cores(root)) or UNKNOWN
     if architecture() != "x86_64":
         return next(_cpuinfo(root), {}).get("uarch") or UNKNOWN  # of RISC-V
-    if (cpu := _asked(root)) is not None:
+    if (cpu := _cpuid(root)) is not None:
         return microarchitecture.of_x86(cpu.vendor, cpu.family, cpu.model, cpu.stepping)
     fields = next(_cpuinfo(root), {})
     numbers = [fields.get(key, "") for key in ("cpu family", "model", "stepping")]
@@ -66,7 +66,7 @@ def microarchitecture_name(root: Path = ROOT) -> str:
 def emulated(root: Path = ROOT) -> bool:
     """Whether QEMU runs this process without hardware's help, as far as it shows: by what its CPU says, by the name
     that the kernel has for the process, or by a /proc/cpuinfo of another architecture."""
-    if (cpu := _asked(root)) is not None and cpu.hypervisor == _EMULATING_HYPERVISOR:
+    if (cpu := _cpuid(root)) is not None and cpu.hypervisor == _EMULATING_HYPERVISOR:
         return True
     foreign = {"x86_64": "Features", "aarch64": "flags"}.get(architecture())
     return foreign in next(_cpuinfo(root), {}) or text_or_nothing(root / "proc/self/comm").startswith(_EMULATOR)
@@ -76,7 +76,7 @@ def cpu_model(root: Path = ROOT) -> str:
     """The marketing name on x86; implementer and part number on ARM, which has no name there."""
     if emulated(root):
         return f"an emulated {architecture()} CPU"
-    if (cpu := _asked(root)) is not None and cpu.brand:
+    if (cpu := _cpuid(root)) is not None and cpu.brand:
         return cpu.brand
     if name := next(_cpuinfo(root), {}).get("model name"):
         return name
@@ -92,7 +92,7 @@ def cache_kib(level: int, root: Path = ROOT) -> int | None:
             size = text_or_nothing(cache / "size")
             unit = {"K": 1, "M": 1024}.get(size[-1:])
             return int(size[:-1]) * unit if unit and size[:-1].isdigit() else None
-    return None if (cpu := _asked(root)) is None else cpu.cache_kib(level)
+    return None if (cpu := _cpuid(root)) is None else cpu.cache_kib(level)
 
 
 def allowed_cpus(root: Path = ROOT) -> int:
@@ -151,13 +151,13 @@ def _quota(folder: Path) -> Iterator[float]:
         yield int(quota) / int(period)
 
 
-def _asked(root: Path) -> CpuId | None:
+def _cpuid(root: Path) -> CpuId | None:
     """What an x86 CPU says itself, where `root` is this machine's."""
     return cpuid.read() if root == ROOT and architecture() == "x86_64" else None
 
 
-def _told_features(root: Path) -> tuple[frozenset[str], str]:
-    if (cpu := _asked(root)) is not None:
+def _features_of_proc(root: Path) -> tuple[frozenset[str], str]:
+    if (cpu := _cpuid(root)) is not None:
         return cpu.features, "CPUID"
     if root == ROOT and architecture() == "aarch64" and (has := arm_cpu.features(arm_cpu.auxiliary_vector())):
         return has, "the auxiliary vector"

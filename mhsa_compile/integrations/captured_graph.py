@@ -61,7 +61,7 @@ class CapturedGraph:
             if (size := _read_off(value, {placeholders[i].name: tensor for i, tensor in free.items()}, node)) is None:
                 return f"{node.name} is a {type(value).__name__} that is no size of an input"
             sizes[node.name] = size
-        outputs = _returned(graph, placeholders)
+        outputs = _outputs_of(graph, placeholders)
         if isinstance(outputs, str):
             return outputs
         names = tuple(placeholders[i].name for i in free)
@@ -223,7 +223,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), Tensor)
 
 
-def _returned(
+def _outputs_of(
     graph: fx.GraphModule, placeholders: Sequence[fx.Node]
 ) -> tuple[tuple[Literal["output", "input", "constant"], Any], ...] | str:
     items = graph.graph.output_node().args[0]

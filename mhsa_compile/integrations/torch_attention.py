@@ -125,14 +125,14 @@ class LayerForward:
         why = self._why_not(*arguments)
         if not why:
             check_inference(layer, "query", query, key, value, attn_mask, *self._weights())
-            result = self._computed(*arguments)
-            why = result if isinstance(result, str) else self._checked(result, arguments)
+            result = self._compute(*arguments)
+            why = result if isinstance(result, str) else self._why_not_result(result, arguments)
             if not why and not isinstance(result, str):
                 return result
         self._left(why)
         return type(layer).forward(layer, *arguments)
 
-    def _checked(self, result: tuple[Tensor, Tensor | None], arguments: tuple[Any, ...]) -> str:
+    def _why_not_result(self, result: tuple[Tensor, Tensor | None], arguments: tuple[Any, ...]) -> str:
         """Why a result is not to be had; "" if it may, as far as the first call of its kind tells."""
         query, key, value, padding, _, mask, *_ = arguments
         single = [size == 1 for x in (query, key) for size in x.shape[:-1]]
@@ -186,7 +186,7 @@ class LayerForward:
                 return "a mask that it refuses"
         return ""
 
-    def _computed(
+    def _compute(
         self,
         query: Tensor,
         key: Tensor,

@@ -128,10 +128,10 @@ class _Bound:
 
     def compiled(self, inputs: Sequence[Any]) -> CompiledAttention:
         """The compiled graph for the weights and numbers among these inputs; it is compiled once for each."""
-        if (artifact := self._known(inputs)) is not None:
+        if (artifact := self._entry_for(inputs)) is not None:
             return artifact
         with self._lock:
-            if (artifact := self._known(inputs)) is not None:
+            if (artifact := self._entry_for(inputs)) is not None:
                 return artifact
             states = WeightStates(self.captured.weights_of(inputs), read_alike=True)  # by Dynamo's guards
             with torch.random.fork_rng(devices=()):
@@ -140,7 +140,7 @@ class _Bound:
             self._entries = (entry, *self._entries[: _MOST_WEIGHTS - 1])
             return artifact
 
-    def _known(self, inputs: Sequence[Any]) -> CompiledAttention | None:
+    def _entry_for(self, inputs: Sequence[Any]) -> CompiledAttention | None:
         weights, numbers = self.captured.weights_of(inputs), self.captured.numbers_of(inputs)
         for entry in self._entries:
             alike = entry.numbers == numbers and entry.states.hold(weights)

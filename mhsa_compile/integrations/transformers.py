@@ -128,7 +128,7 @@ def attention_forward(
     if attention_mask is None:
         _check_unmasked(is_causal_here, sliding_window, query, key)
     causal = bool(is_causal_here) and attention_mask is None
-    mask = _joined(attention_mask, position_bias, query)
+    mask = _join(attention_mask, position_bias, query)
     sinks = None if s_aux is None else s_aux.detach().reshape(-1).to(query.dtype)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     windowed = sliding_window is not None
@@ -190,7 +190,7 @@ def _check_unmasked(causal: bool | None, window: Any, query: Tensor, key: Tensor
         raise InputError("attention_mask", expected, "None", "Let the model make its masks: pass none with four axes.")
 
 
-def _joined(mask: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
+def _join(mask: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
     """A mask and a bias as one mask. Raises InputError for a mask of whole numbers."""
     if mask is not None and mask.dtype != torch.bool:
         if not mask.is_floating_point():

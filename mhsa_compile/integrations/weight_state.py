@@ -48,7 +48,7 @@ class WeightStates:
         self._read_alike, self._count = read_alike, len(present)
         self._counted = not any(weight.is_inference() for weight in present)
         self._references = [_nothing if weight is None else weakref.ref(weight) for weight in weights]
-        self._places = _joined([_places(weight, samples) for weight in present if weight.numel()])
+        self._places = _views([_places(weight, samples) for weight in present if weight.numel()])
         self._identity, self._samples = self._identities(present), self._read()
 
     def hold(self, weights: Sequence[Tensor | None]) -> bool:
@@ -88,7 +88,7 @@ def _places(weight: Tensor, samples: int) -> tuple[int, np.ndarray]:
     return size, weight.data_ptr() + size * sum((place * stride for place, stride in steps), np.zeros_like(numbers))
 
 
-def _joined(places: Sequence[tuple[int, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _views(places: Sequence[tuple[int, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each size of numbers: a view of the memory from the first of the addresses to the last, and an index into it.
     One look at all of them takes as long as one at each of two weights."""
     views = []

@@ -32,7 +32,7 @@ def append(path: Path, line: bytes, whole: Callable[[bytes], bool]) -> None:
     """Adds a line, and its folder where there is none. `whole` is asked about what stands behind the last newline: it
     stays if that lacks only its newline, and is cut off if not. Raises OSError, and leaves all whole lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path) as file:
+    with _lock(path) as file:
         tail = _tail(file)
         size = os.fstat(file).st_size
         end, glue = (size, b"\n") if tail and whole(tail) else (size - len(tail), b"")
@@ -53,7 +53,7 @@ def rewrite(path: Path, change: Callable[[list[bytes], bytes], Iterable[bytes]])
     path = Path(os.path.realpath(path))  # a link stays one
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.new")  # one name will do under the lock; what a dead writer left is replaced
-    with _locked(path) as old:
+    with _lock(path) as old:
         with os.fdopen(os.dup(old), "rb") as file:
             lines = change(*_split(file.read()))
         try:
@@ -70,7 +70,7 @@ def rewrite(path: Path, change: Callable[[list[bytes], bytes], Iterable[bytes]])
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def _lock(path: Path) -> Iterator[int]:
     """Opens a file, created where there is none, and holds its lock: meanwhile it is nobody else's."""
     while True:
         file = input_files.regular(path, os.O_RDWR | os.O_CREAT)

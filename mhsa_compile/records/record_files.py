@@ -92,7 +92,7 @@ def append(path: Path, record: Record) -> None:
         raise RecordsError(what, "an error within its budget", f"{record.error_share} of it")
     _parsed(what, line)  # what cannot be read again, such as a time of NaN, must not make the file foreign
     with _room_for(path):
-        append_log.append(path, line, lambda tail: _settled(path, tail))
+        append_log.append(path, line, lambda tail: _is_whole(path, tail))
 
 
 def merge_into(path: Path, more: Iterable[Record]) -> list[Record]:
@@ -181,7 +181,7 @@ def _sorted_out(path: Path, lines: list[bytes], tail: bytes) -> tuple[list[tuple
     return rows, flaws
 
 
-def _settled(path: Path, tail: bytes) -> bool:
+def _is_whole(path: Path, tail: bytes) -> bool:
     """Whether what stands behind the last newline of a file is a record. Raises RecordsError where it is nothing of
     ours, as in a file that was named by mistake: what is not ours is not cut off."""
     try:

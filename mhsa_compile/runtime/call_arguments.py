@@ -33,7 +33,7 @@ from mhsa_compile.runtime.array_memory import (
 from mhsa_compile.runtime.artifact.manifest import Dims, TensorInfo
 from mhsa_compile.runtime.followed_tensors import follower, may_be_followed
 from mhsa_compile.runtime.misfits import shape_text, shapes_of
-from mhsa_compile.runtime.symbolic_dims import is_expression, made_of, size_of
+from mhsa_compile.runtime.symbolic_dims import is_expression, size_of, value_of
 from mhsa_compile.spec.outputs import together
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
@@ -102,7 +102,7 @@ class Argument:
     def _adopt(self, value: Any) -> Any:
         if isinstance(value, np.ma.MaskedArray):
             hint = "A call would read what the mask hides: pass x.filled(...), and the mask as an input of its own."
-            raise InputError(self.label, f"{self._described()} without a mask", "a masked array of NumPy's", hint)
+            raise InputError(self.label, f"{self._requirement()} without a mask", "a masked array of NumPy's", hint)
         if isinstance(value, np.ndarray):
             return value
         if is_torch(value):
@@ -117,7 +117,7 @@ class Argument:
         got = "nothing" if value is None else type(value).__name__
         is_numbers = isinstance(value, list | tuple | int | float | np.generic)
         hint = f"Pass np.asarray(x, {self.info.dtype!r})." if is_numbers and self.info.dtype != "bfloat16" else ""
-        raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got, hint)
+        raise InputError(self.label, f"{self._requirement()}, from NumPy, PyTorch or DLPack", got, hint)
 
     def _check_numbers_in_rows(self, tensor: Any) -> None:
         """Raises InputError for a tensor of PyTorch's whose memory is not its numbers with strides between them."""
@@ -132,7 +132,7 @@ class Argument:
         elif isinstance(tensor, torch._subclasses.FakeTensor):
             kind, hint = "fake", "Pass numbers: what is traced runs by mhsa.accelerate or torch.compile."
         if kind:
-            raise InputError(self.label, self._described(), f"a {kind} tensor of PyTorch's", hint)
+            raise InputError(self.label, self._requirement(), f"a {kind} tensor of PyTorch's", hint)
 
     def _with_its_sign(self, tensor: Any) -> Any:
         """A tensor whose memory holds its own numbers: PyTorch may note a negation beside them, which no other code
@@ -140,7 +140,7 @@ class Argument:
         if self._written or not tensor.is_neg():
             return tensor
         if tensor.dtype == sys.modules["torch"].bool:  # PyTorch has no numbers for it either
-            raise InputError(self.label, self._described(), "a lazy negation of torch.bool", "Use torch.logical_not.")
+            raise InputError(self.label, self._requirement(), "a lazy negation of torch.bool", "Use torch.logical_not.")
         return tensor.resolve_neg()
 
     def _check_dtype(self, array: Any) -> None:
@@ -148,7 +148,7 @@ class Argument:
             hint = f"Convert it to {self.info.dtype}."
             if self.info.dtype == "bfloat16" and isinstance(array, np.ndarray):
                 hint = "Convert it: array.astype(ml_dtypes.bfloat16)."
-            raise InputError(self.label, self._described(), _description(array), hint)
+            raise InputError(self.label, self._requirement(), _description(array), hint)
         self._right_dtypes.add(array.dtype)
 
     def _truths(self, array: Any) -> Any:
@@ -224,11 +224,11 @@ class Argument:
     def check_expressions(self, array: Any, sizes: Sizes) -> None:
         """Axes that symbols make, "P + S", once all symbols are known. Raises InputError."""
         for dim in self.info.dims:
-            size = made_of(dim, sizes) if isinstance(dim, str) else None
+            size = value_of(dim, sizes) if isinstance(dim, str) else None
             if size is not None and size != sizes[str(dim)]:
                 raise self._wrong_shape(array, {**sizes, str(dim): size})
 
-    def _described(self) -> str:
+    def _requirement(self) -> str:
         dims = self.info.dims
         if self.info.broadcast is not None:
             up_to = [f"1 or {most}" for most in self.info.broadcast]
@@ -245,7 +245,7 @@ class Argument:
             if symbol in sizes and first not in (None, self.info.name)
         ]
         facts += [f"{dim} = {size_of(dim, sizes)}" for dim in symbols if is_expression(dim)]
-        expected = ", ".join((self._described(), *facts))
+        expected = ", ".join((self._requirement(), *facts))
         return InputError(self.label, expected, _description(array), "`.inputs` lists what each input must be.")
 
 
@@ -347,7 +347,9 @@ class Signature:
             ]
             if kinds[0] and 0 not in value.shape and address(value) != address(array):
                 if kinds[1] and value.dtype != array.dtype:
-                    raise InputError(argument.label, argument._described(), _description(value), "Bind a mask of bool.")
+                    raise InputError(
+                        argument.label, argument._requirement(), _description(value), "Bind a mask of bool."
+                    )
                 if not kinds[1]:
                     hint = f"Bind a contiguous array that begins at a multiple of {ALIGNMENT} bytes, or call as usual."
                     raise InputError(argument.label, "memory that is read where it lies", "an array that is not", hint)

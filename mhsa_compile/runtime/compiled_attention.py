@@ -187,9 +187,9 @@ class CompiledAttention:
         if cache is not None:
             return self._cached(cache, inputs, by_name)
         with self._thread.lock:
-            return self._called(inputs, by_name)
+            return self._call(inputs, by_name)
 
-    def _called(self, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+    def _call(self, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         signature = self._signature
         try:
             arrays, sizes = signature.arrays(inputs, by_name)

@@ -78,7 +78,7 @@ class DeviceArgument(Argument):
     def _from_dlpack(self, value: Any) -> Any:
         if not hasattr(value, "__dlpack__"):
             got = "nothing" if value is None else type(value).__name__
-            raise InputError(self.label, f"{self._described()}, from PyTorch or DLPack", got)
+            raise InputError(self.label, f"{self._requirement()}, from PyTorch or DLPack", got)
         kind, index = value.__dlpack_device__()
         if kind not in KINDS or int(index) != self._gpu.index:
             raise self._elsewhere(f"one on cuda:{index}" if kind in KINDS else "one elsewhere", "copy it there")

@@ -160,7 +160,7 @@ def _check_target(manifest: Manifest, gpu: Gpu) -> None:
     arch = target.tvm.arch
     if not runs(arch, gpu.capability):
         expected = f"a GPU of compute capability {capabilities(arch)}, as it was compiled for one"
-        raise ArtifactError("artifact", expected, f"{gpu}, {gpu.name}, of {_dotted(gpu.capability)}", _NEXT)
+        raise ArtifactError("artifact", expected, f"{gpu}, {gpu.name}, of {_version_text(gpu.capability)}", _NEXT)
     least = target.hardware.shared_kib_per_block
     if gpu.shared_kib_per_block < least:
         expected = f"a GPU with {least} KiB of shared memory a block, as it was compiled for one"
@@ -176,7 +176,7 @@ def _element_bytes(dtype: str) -> int:
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).itemsize
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _version_text(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
@@ -187,7 +187,7 @@ class _Library:
         self._library = library
         code = library.cuInit(0)
         if code not in (0, _NO_DEVICE):
-            raise InstallationError("NVIDIA driver", "one that starts", self._said(code), "Does nvidia-smi work?")
+            raise InstallationError("NVIDIA driver", "one that starts", self._message(code), "Does nvidia-smi work?")
         version = ctypes.c_int()
         self._check(library.cuDriverGetVersion(ctypes.byref(version)))
         self.cuda = (version.value // 1000, version.value % 1000 // 10)
@@ -235,9 +235,9 @@ class _Library:
 
     def _check(self, result: int) -> None:
         if result:
-            raise DeviceError("NVIDIA driver", "an answer", self._said(result), "Does nvidia-smi work?")
+            raise DeviceError("NVIDIA driver", "an answer", self._message(result), "Does nvidia-smi work?")
 
-    def _said(self, result: int) -> str:
+    def _message(self, result: int) -> str:
         words = ctypes.c_char_p()
         self._library.cuGetErrorString(result, ctypes.byref(words))
         return f"error {result}" + (f", {words.value.decode()}" if words.value else "")

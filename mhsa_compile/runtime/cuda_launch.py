@@ -58,7 +58,7 @@ class Launches(threading.local):
             packed = function(*self._runtime.on_gpu(weights, self._gpu.index))
             self._runtime.wait(self._gpu.index)
         except RuntimeError as error:
-            raise self._failed(error, function, []) from error
+            raise self._launch_error(error, function, []) from error
         self._runtime.release_memory()
         return packed
 
@@ -81,7 +81,7 @@ class Launches(threading.local):
             except RuntimeError as error:
                 if tvm_runtime.refusal(error) is not None:
                     raise
-                raise self._failed(error, self._vm.main, [*arrays, *packed, workspace, *outputs]) from error
+                raise self._launch_error(error, self._vm.main, [*arrays, *packed, workspace, *outputs]) from error
         self._has_run = True
         if plan is None:
             self._keep(key, (size, shapes))
@@ -142,17 +142,17 @@ class Launches(threading.local):
         expected = f"one that {self._gpu} runs to its end"
         return DeviceError("a kernel launched earlier, of this process", expected, message, _LATE_ADVICE)
 
-    def _failed(self, error: RuntimeError, function: Callable[..., Any], arguments: list[Any]) -> DeviceError:
+    def _launch_error(self, error: RuntimeError, function: Callable[..., Any], arguments: list[Any]) -> DeviceError:
         """The error for what the GPU refused, with the kernel that it refused."""
         match = re.search(r"CUDA\w* ?Error: .*(\n *grid=.*)?", str(error))
         message = " ".join((str(error) if match is None else match[0]).split())[:300]
         if _LATE.search(message):
             return self._late(message)
-        name = self._last_called(function, arguments) if arguments else None
+        name = self._last_function(function, arguments) if arguments else None
         op = next((op for op in self._ops if name == f"{op.op}_{op.name}"), None)
         return DeviceError(_kernel(name, op), f"a launch that {self._gpu} takes", message, _ADVICE)
 
-    def _last_called(self, function: Callable[..., Any], arguments: list[Any]) -> str | None:
+    def _last_function(self, function: Callable[..., Any], arguments: list[Any]) -> str | None:
         """The function at which a call ends, if it ends again: TVM's error does not say it."""
         names: list[str] = []
 

@@ -38,7 +38,7 @@ def misfit(
         if comparison
         else ""
     )
-    if undecided := [f"{one.node}, {_together(one.operands)}" for one in agreements if not _decided(one, sizes)]:
+    if undecided := [f"{one.node}, {_together(one.operands)}" for one in agreements if not _tells_sizes(one, sizes)]:
         which += f"; values decide some of the sizes of {'; '.join(undecided[:_LISTED])}"
     hint = "Pass shapes, and values of what holds shapes, for which the model's own arithmetic comes out even."
     return InputError("inputs", "sizes that fit each other inside the model", f"{shapes}{which}", hint)
@@ -60,7 +60,7 @@ def _fits(one: Agreement, sizes: Mapping[str, int]) -> bool:
     return all(len(distinct) < 2 for distinct in (*pairs, *columns))
 
 
-def _decided(one: Agreement, sizes: Mapping[str, int]) -> bool:
+def _tells_sizes(one: Agreement, sizes: Mapping[str, int]) -> bool:
     """Whether the inputs' symbols tell all sizes of the operands."""
     return all(size_of(dim, sizes) is not None for shape in one.operands for dim in shape)
 

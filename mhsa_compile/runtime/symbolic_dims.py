@@ -20,10 +20,10 @@ def size_of(dim: int | str, sizes: Mapping[str, int]) -> int | None:
     if isinstance(dim, int):
         return dim
     size = sizes.get(dim)
-    return made_of(dim, sizes) if size is None else size
+    return value_of(dim, sizes) if size is None else size
 
 
-def made_of(dim: str, sizes: Mapping[str, int]) -> int | None:
+def value_of(dim: str, sizes: Mapping[str, int]) -> int | None:
     """What the symbols make of an expression; None for a plain symbol."""
     tree = _expression(dim)
     return None if tree is None else _value(tree, sizes)

@@ -161,10 +161,10 @@ class Runtime:
         with self.calls.lock:
             library = self._libraries.get(digest)
             if library is None:
-                library = self._libraries.setdefault(digest, Library(self._mapped(code, digest)))
+                library = self._libraries.setdefault(digest, Library(self._map(code, digest)))
         return library
 
-    def _mapped(self, code: bytes, digest: str) -> Any:
+    def _map(self, code: bytes, digest: str) -> Any:
         if not proc.is_mounted():
             return self._mapped_from_disk(code, digest)
         suffix = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")

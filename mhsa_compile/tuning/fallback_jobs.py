@@ -80,8 +80,8 @@ def job_of(task: FallbackTask, seed: int = 0) -> MeasureJob:
         rng.random(shape) < 0.8 if dtype == "bool" else rng.standard_normal(shape).astype(np.float32)
         for shape, dtype in shapes
     ]
-    expected = _evaluated(_widened(task.exact), inputs, output[0], np.float64)
-    yardstick = _evaluated(task.exact, inputs, output[0], np.float32)
+    expected = _evaluate(_in_float64(task.exact), inputs, output[0], np.float64)
+    yardstick = _evaluate(task.exact, inputs, output[0], np.float32)
     return MeasureJob(
         inputs=tuple(inputs),
         weights=(),
@@ -92,7 +92,7 @@ def job_of(task: FallbackTask, seed: int = 0) -> MeasureJob:
     )
 
 
-def _widened(function: tirx.PrimFunc) -> tirx.PrimFunc:
+def _in_float64(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function in float64: its text with the one word for the other. Buffers that name no dtype are of float32."""
     text = re.sub(
         r"(T\.sblock_alloc_buffer\(\([^\"\n]*\))\)$", r'\1, "float64")', function.script(), flags=re.MULTILINE
@@ -100,7 +100,7 @@ def _widened(function: tirx.PrimFunc) -> tirx.PrimFunc:
     return tvm.script.from_source(text.replace("float32", "float64"))
 
 
-def _evaluated(function: tirx.PrimFunc, inputs: list[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+def _evaluate(function: tirx.PrimFunc, inputs: list[Any], shape: tuple[int, ...], dtype: Any) -> Any:
     """What the function makes of the inputs at `dtype`, run on this machine without a schedule."""
     with pass_context():
         run = tvm.compile(tvm.IRModule({"run": function.with_attr("global_symbol", "run")}), target="llvm")["run"]

@@ -115,7 +115,7 @@ def tune_function(
     empty = 0
     while empty < REFUSED and monotonic() < end and (trials is None or result.trials < trials):
         texts = space.draw(BATCH if trials is None else min(BATCH, trials - result.trials))
-        candidates = _built(texts, task, profile, result)
+        candidates = _candidates(texts, task, profile, result)
         empty = 0 if candidates else empty + 1
         if not candidates:
             continue
@@ -127,10 +127,10 @@ def tune_function(
                 result.failures[outcome.reason] += 1
             elif best is None or Found.of(outcome, first).score < best[0]:
                 best = Found.of(outcome, first).score, trace, candidate
-    return _confirmed(result, job, default, best, profile, session)
+    return _confirm(result, job, default, best, profile, session)
 
 
-def _built(
+def _candidates(
     texts: list[str], task: FallbackTask, profile: CpuProfile, result: ScheduleResult
 ) -> list[tuple[str, Candidate]]:
     """(trace, candidate) of those drawn that can be built as `cpu_schedule` would: from their trace."""
@@ -148,7 +148,7 @@ def _built(
     return candidates
 
 
-def _confirmed(
+def _confirm(
     result: ScheduleResult,
     job: MeasureJob,
     default: Candidate,

@@ -33,9 +33,9 @@ from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkOrder
 from mhsa_compile.tuning.measure.work_results import Measured, Results
 from mhsa_compile.tuning.search.sampler import (
     Found,
-    found_in,
     plain,
     point_of,
+    results_of,
 )
 from mhsa_compile.tuning.search.search import (
     FINALISTS,
@@ -154,7 +154,7 @@ def _study(
 
 def _points(study: Study, request: Request) -> list[Point]:
     """The points to measure: the default, the best that the study knows, first guesses, and the sampler's proposals."""
-    space, best = study.space, [point for _, point in found_in(study.trials())][:FINALISTS]
+    space, best = study.space, [point for _, point in results_of(study.trials())][:FINALISTS]
     points = {trial.point for trial in study.trials()}
     guesses = [point for point in first_guesses(space, request.known) if point not in points]
     first = list(dict.fromkeys([space.default, *best, *guesses]))

@@ -78,7 +78,7 @@ def candidate_of(op: Op, kernel: Kernel[Any], config: Config, profile: TargetPro
         raise BuildError(f"{kernel.name} {dict(config)}", "code", lines[-1][:300]) from error
 
 
-def _drawn(rng: np.random.Generator, shape: Sequence[int], dtype: str, factor: float = 1.0) -> np.ndarray:
+def _draw(rng: np.random.Generator, shape: Sequence[int], dtype: str, factor: float = 1.0) -> np.ndarray:
     return (rng.standard_normal(tuple(shape)) * factor).astype(np.dtype(dtype))
 
 
@@ -90,10 +90,10 @@ def _some(count: int, most: int) -> np.ndarray:
 def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) -> MeasureJob:
     rows = [sized(dim, sizes) for dim in op.rows]
     K, N, count = op.in_features, op.out_features, prod(rows)
-    x = _drawn(rng, (*rows, K), op.dtype)
+    x = _draw(rng, (*rows, K), op.dtype)
     shapes = [(K, n) if transposed else (n, K) for n, transposed in zip(op.widths, op.transposed, strict=True)]
-    weights = [_drawn(rng, shape, op.dtype, K**-0.5) for shape in shapes]
-    biases = [_drawn(rng, (n,), op.dtype) if biased else None for n, biased in zip(op.widths, op.biased, strict=True)]
+    weights = [_draw(rng, shape, op.dtype, K**-0.5) for shape in shapes]
+    biases = [_draw(rng, (n,), op.dtype) if biased else None for n, biased in zip(op.widths, op.biased, strict=True)]
     checked = _some(count, ROWS)
 
     def product(dtype: torch.dtype, rounded: bool) -> np.ndarray:
@@ -180,7 +180,7 @@ class _AttentionJob:
         for place, length, heads, width in self._roles():
             rows = (self.B, length, place.width)
             shapes[place.buffer] = rows if place.layout == "rows" else (self.B, heads, length, width)
-        return [_drawn(rng, shapes[buffer], self.op.dtype) for buffer in sorted(shapes)]
+        return [_draw(rng, shapes[buffer], self.op.dtype) for buffer in sorted(shapes)]
 
     def _heads(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Q, K and V as (B, heads, length, width), views."""

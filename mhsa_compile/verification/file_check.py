@@ -140,18 +140,18 @@ class _FileCheck:
         exact = self._exact(inputs, rounded)
         if exact is None and rounded is None:
             raise _Refused(self.evaluators.last_refusal or "no evaluator takes it")
-        actual = self._called(inputs)
+        actual = self._outputs_of(inputs)
         if exact is None:
             return self._by_runtime_alone(sizes, inputs, actual, rounded or [])
-        result = judge(lambda turn: self._drawn(sizes, turn, lenient=False), sizes)
+        result = judge(lambda turn: self._draws(sizes, turn, lenient=False), sizes)
         if not result.ok:
-            result = judge(lambda turn: self._drawn(sizes, turn, lenient=True), sizes)
+            result = judge(lambda turn: self._draws(sizes, turn, lenient=True), sizes)
         if result.ok:
             self._note_worst(result.error, result.budget)
             return None
         return self._difference(sizes)
 
-    def _called(self, inputs: Arrays) -> list[np.ndarray]:
+    def _outputs_of(self, inputs: Arrays) -> list[np.ndarray]:
         try:
             outputs = self._run({name: array.copy() for name, array in inputs.items()})
         except MhsaError as error:
@@ -169,9 +169,9 @@ class _FileCheck:
             return None
         return exact
 
-    def _drawn(self, sizes: dict[str, int], turn: int, *, lenient: bool) -> list[Draw]:
+    def _draws(self, sizes: dict[str, int], turn: int, *, lenient: bool) -> list[Draw]:
         inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)
-        actual, rounded = self._called(inputs), self.evaluators.rounded(inputs)
+        actual, rounded = self._outputs_of(inputs), self.evaluators.rounded(inputs)
         exact = self._exact(inputs, rounded)
         yardstick = rounded if rounded is not None and not lenient else self._wider(exact, rounded, inputs)
         if exact is None or yardstick is None:
@@ -234,7 +234,7 @@ class _FileCheck:
             if seed >= _NUDGES and not unexplained:
                 break
             rng = np.random.default_rng(seed)
-            neighbours = {name: _nudged(array, rng) for name, array in inputs.items()}
+            neighbours = {name: _neighbour(array, rng) for name, array in inputs.items()}
             moved = self.evaluators.exact(neighbours)
             moved = self.evaluators.exact_of_canonical(neighbours) if moved is None else moved
             if moved is None or any(m.shape != p.shape for m, p in zip(moved, places, strict=True)):
@@ -263,11 +263,11 @@ class _FileCheck:
         """The output that is off by most of its budget, of the first draw in which one is."""
         for turn in range(8):
             inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)
-            actual, rounded = self._called(inputs), self.evaluators.rounded(inputs)
+            actual, rounded = self._outputs_of(inputs), self.evaluators.rounded(inputs)
             exact = self._exact(inputs, rounded)
             if exact is None:
                 continue
-            draws = self._drawn(sizes, turn, lenient=True)
+            draws = self._draws(sizes, turn, lenient=True)
             shares = [_share(draw) for draw in draws]
             if max(shares) > 1:
                 i = shares.index(max(shares))
@@ -316,7 +316,7 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind == "f" and array.dtype.itemsize == 8 else array.astype(np.float64)
 
 
-def _nudged(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _neighbour(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     name = str(array.dtype)
     if name not in FRACTION_BITS:
         return array

@@ -46,7 +46,7 @@ def first_difference(original: onnx.ModelProto, output: str, compile: Compile) -
             wrong = middle
         else:
             right = middle
-    last = _named(nodes[wrong])
+    last = _title(nodes[wrong])
     if right + 1 == wrong:
         return f"the first node whose value differs is {last}"
     return f"the first node whose value differs is {last} or one of the {wrong - right - 1} before it"
@@ -78,7 +78,7 @@ def _differs(original: onnx.ModelProto, nodes: list[onnx.NodeProto], compile: Co
     part.CopyFrom(original)
     del part.graph.node[:], part.graph.output[:], part.graph.value_info[:]
     last = nodes[-1]
-    part.graph.node.extend(_needed(nodes))
+    part.graph.node.extend(_cut(nodes))
     names = set().union(*map(_read, part.graph.node))
     for field in (part.graph.input, part.graph.initializer):
         entries = [entry for entry in field if entry.name in names]
@@ -101,7 +101,7 @@ def _differs(original: onnx.ModelProto, nodes: list[onnx.NodeProto], compile: Co
     return _ACQUITTED if evaluators.has_runtime else _RIGHT
 
 
-def _needed(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+def _cut(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
     names, ancestors = set(nodes[-1].output), []
     for node in reversed(nodes):
         if names & set(node.output):
@@ -110,7 +110,7 @@ def _needed(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
     return ancestors[::-1]
 
 
-def _named(node: onnx.NodeProto) -> str:
+def _title(node: onnx.NodeProto) -> str:
     kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
     return f"{(node.name or next(iter(node.output), ''))!r} ({kind})"
 

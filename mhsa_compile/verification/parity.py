@@ -101,12 +101,12 @@ def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseRes
     draws = [draw(0)]
     values = min(_different(truth) for truth, _, _ in draws[0])
     draws += map(draw, range(1, min(MOST_DRAWS, -(-ENOUGH_VALUES // max(1, values)))))
-    result = _judged(draws, dims)
+    result = _verdict(draws, dims)
     if result.ok or result.ratio > BEYOND_CHANCE:
         return result
     deciding = max(MOST_DRAWS, min(DECIDING_DRAWS, DECIDING_VALUES // max(1, values)))
     draws += map(draw, range(len(draws), deciding))
-    return _judged(draws, dims)
+    return _verdict(draws, dims)
 
 
 def _different(values: np.ndarray) -> int:
@@ -115,7 +115,7 @@ def _different(values: np.ndarray) -> int:
         return int(np.unique(values.astype(np.float32)).size)
 
 
-def _judged(draws: Sequence[Sequence[Draw]], dims: Mapping[str, int]) -> CaseResult:
+def _verdict(draws: Sequence[Sequence[Draw]], dims: Mapping[str, int]) -> CaseResult:
     results = []
     for output in zip(*draws, strict=True):
         expected, yardsticks = (np.concatenate([triple[i].ravel() for triple in output]) for i in (0, 1))

@@ -51,12 +51,12 @@ def repeated(
     seconds   the time after which fewer are made, but at least three
     """
     with ThreadPoolExecutor(1) as alone:
-        expected = alone.submit(lambda: _called(start(1), inputs)).result()
+        expected = alone.submit(lambda: _outputs_of(start(1), inputs)).result()
     ways = [*((count, 1) for count in threads), (2, CALLERS)]
-    return [_repeated(start, inputs, expected, count, callers, calls, seconds) for count, callers in ways]
+    return [_repeat(start, inputs, expected, count, callers, calls, seconds) for count, callers in ways]
 
 
-def _repeated(
+def _repeat(
     start: Callable[[int], Run],
     inputs: Arrays,
     expected: list[np.ndarray],
@@ -69,7 +69,7 @@ def _repeated(
         end = time.monotonic() + seconds
         differences: list[float] = []
         while len(differences) < calls // callers and (len(differences) < _FEWEST or time.monotonic() < end):
-            differences.append(_difference(expected, _called(run, inputs)))
+            differences.append(_difference(expected, _outputs_of(run, inputs)))
         return differences
 
     with ThreadPoolExecutor(callers) as executor:
@@ -83,7 +83,7 @@ def _repeated(
 _FEWEST = 3
 
 
-def _called(run: Run, inputs: Arrays) -> list[np.ndarray]:
+def _outputs_of(run: Run, inputs: Arrays) -> list[np.ndarray]:
     """The outputs of a call with copies of the inputs, since it may write into a cache."""
     return run({name: array.copy() for name, array in inputs.items()})
 

@@ -57,7 +57,7 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
             hint = "Name dims that are always equal alike in dynamic_shapes, or fix them in dims."
             raise ModelError("module", f"an exported graph that takes {at or 'its examples'}", got, hint) from error
         try:
-            exact = _outputs(wide, {name: _widened(array) for name, array in inputs.items()}, forward)
+            exact = _outputs(wide, {name: _wide(array) for name, array in inputs.items()}, forward)
         except RuntimeError:
             exact = []
         if len(exact) == len(actual) and all(map(_equally_finite, exact, actual)):
@@ -95,5 +95,5 @@ def _unseen_sizes(module: nn.Module, symbols: list[str], unseen: Mapping[str, in
     return sizes
 
 
-def _widened(array: np.ndarray) -> np.ndarray:
+def _wide(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "biu" else array.astype(np.float64)

@@ -43,7 +43,7 @@ def test_the_next_one_goes_on_when_a_holder_is_killed(tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGKILL)
         waiter.join(5)
         assert not waiter.is_alive()
-    assert not turn._taken()  # it is its own by now, and so nobody else's
+    assert not turn._try_lock()  # it is its own by now, and so nobody else's
     turn.over()
     assert list(tmp_path.iterdir()) == []
 

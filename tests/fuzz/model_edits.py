@@ -260,7 +260,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if given.blind:
         weight_state.SAMPLES = weight_state._LEAST_SAMPLES = 0
-        weight_state._joined = lambda places: []
+        weight_state._views = lambda places: []
     wrong = campaign(given.edits, given.seed)
     kinds = "".join(f"; {name} {times}" for name, times in wrong.items())
     print(f"{given.edits} edits, seed {given.seed}: {sum(wrong.values())} wrong{kinds}")

@@ -77,12 +77,12 @@ def test_code_is_mapped_from_the_first_folder_that_lets_it(
     mapping = tvm_runtime.Runtime(**{**vars(runtime), "_load": load})
     for place in places[:2]:
         place.mkdir()
-    assert mapping._mapped(b"code", "0f" * 32) == "a library"
+    assert mapping._map(b"code", "0f" * 32) == "a library"
     assert tried == places[:2] and not any(list(place.iterdir()) for place in places[:2])
     tried.clear()
     monkeypatch.setattr(tvm_runtime, "_SHARED_MEMORY", places[2])
     with pytest.raises(InstallationError, match=r"/proc: expected mounted.*first: failed to map.*noexec"):
-        mapping._mapped(b"code", "0f" * 32)
+        mapping._map(b"code", "0f" * 32)
 
 
 def test_what_is_said_in_proc_alone_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def _counted(model: nn.Module, inputs: Inputs) -> tuple[int, int]:
     calls: list[str] = []
     with (
         _noted(attention_operator, "attend", calls),
-        _noted(torch_attention.LayerForward, "_computed", calls),
+        _noted(torch_attention.LayerForward, "_compute", calls),
         _Softmaxes() as softmaxes,
         torch.no_grad(),
     ):

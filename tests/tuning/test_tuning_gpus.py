@@ -115,7 +115,7 @@ def test_a_device_says_which_gpu_it_has(monkeypatch: pytest.MonkeyPatch):
         raise InstallationError("NVIDIA driver", "one that starts", "none")
 
     monkeypatch.setattr(rpc_server.tvm_runtime, "start_cuda", broken)  # a driver, but nothing that launches
-    assert json.loads(rpc_server._said(False))["gpu"] is None
+    assert json.loads(rpc_server._description(False))["gpu"] is None
 
 
 @pytest.mark.thorough

@@ -87,7 +87,7 @@ def bench(
     stated = request.dims.stated()
     if request.predict:
         return _predict(source, request, stated)
-    peers = _checked(source, request, stated)
+    peers = _check(source, request, stated)
     attentions = _of_workloads(request, stated) if source is None else _of_source(source, request.dims, stated)
     sources.require_compiler()
     reports = _timed(attentions, peers, request)
@@ -114,7 +114,7 @@ def _predict(source: Path | None, request: BenchOptions, stated: dict[str, int])
     _show_predictions(cases, request.target or data_paths.NATIVE, request.json)
 
 
-def _checked(source: Path | None, request: BenchOptions, stated: dict[str, int]) -> tuple[str, ...]:
+def _check(source: Path | None, request: BenchOptions, stated: dict[str, int]) -> tuple[str, ...]:
     """The peers. Raises InputError and OutputError for what is wrong or does not go together, before the work."""
     if request.target is not None or request.weights is not None:
         option = "--target" if request.target is not None else "--weights"

@@ -76,7 +76,7 @@ def heads(
         with written(html, "--html") as file:
             file.write(page.encode())
     if json:
-        output.print_json({"layers": [_described(layer) for layer in model.layers], "html": html, "prune": [
+        output.print_json({"layers": [_description(layer) for layer in model.layers], "html": html, "prune": [
             {"heads": plan.heads, "relative_error": plan.relative_error, "refit_error": plan.refit_error}
             for plan in plans
         ]})  # fmt: skip
@@ -132,10 +132,10 @@ def _of_model(source: Path, text: Path | None) -> _Found:
     require_compiler()
     environment.require("transformers", "tokenizers", extra="examples")
     with output.stages() as stage:
-        return _measured(source, lines, stage)
+        return _measure(source, lines, stage)
 
 
-def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
+def _measure(source: Path, lines: Sequence[str], stage: Any) -> _Found:
     """The model runs on each text by itself, so there is no padding; its layers run again, compiled."""
     from mhsa_analysis.head_statistics import HeadStatistics
     from mhsa_analysis.heads_page import ShownLayer
@@ -235,7 +235,7 @@ def _rows(layer: ShownLayer) -> list[dict[str, Any]]:
     return rows
 
 
-def _described(layer: ShownLayer) -> dict[str, Any]:
+def _description(layer: ShownLayer) -> dict[str, Any]:
     return {"name": layer.name, "tokens": layer.report.tokens, "heads": _rows(layer)}
 
 

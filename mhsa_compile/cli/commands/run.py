@@ -79,7 +79,7 @@ def verify(artifact: options.ArtifactFolder, *, seed: options.Seed = 0, json: op
             {"dims": case.dims, "error": case.error, "budget": case.budget, "ok": case.ok, "note": case.note}
             for case in verdict.cases
         ]
-        checks = [_described(check) for check in verdict.checks]
+        checks = [_description(check) for check in verdict.checks]
         output.print_json({"ok": verdict.ok, "cases": cases, "self_checks": checks})
     else:
         rows = [
@@ -94,19 +94,19 @@ def verify(artifact: options.ArtifactFolder, *, seed: options.Seed = 0, json: op
         ]
         output.print_table(f"{artifact}: max error against float64", ("dims", "error>", "budget>", "", "note"), rows)
         columns = ("property", "difference>", "budget>", "", "note")
-        output.print_table("Runs against each other", columns, map(_shown, verdict.checks))
+        output.print_table("Runs against each other", columns, map(_cells, verdict.checks))
     if not verdict.ok:
         raise typer.Exit(1)
 
 
-def _described(check: SelfCheck) -> dict[str, object]:
+def _description(check: SelfCheck) -> dict[str, object]:
     """`ok` is null where the check does not apply."""
     verdict = check.ok if check.applies else None
     return {"name": check.name, "ok": verdict, "difference": check.difference, "budget": check.budget,
             "note": check.note}  # fmt: skip
 
 
-def _shown(check: SelfCheck) -> tuple[object, ...]:
+def _cells(check: SelfCheck) -> tuple[object, ...]:
     if check.difference is None or check.budget is None:
         return check.name, "", "", "-", f"does not apply: {check.note}"
     return check.name, f"{check.difference:.3g}", f"{check.budget:.3g}", output.ok_cell(check.ok), check.note

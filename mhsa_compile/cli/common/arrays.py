@@ -48,7 +48,7 @@ def complete(
         if info.name in arrays:
             sizes |= {str(dim): size for dim, size in zip(info.dims, arrays[info.name].shape, strict=False)}
     rng = np.random.default_rng(seed)
-    arrays = {**arrays, **_rounded(arrays, inputs)}
+    arrays = {**arrays, **_as_bfloat16(arrays, inputs)}
     missing = [info for info in inputs if info.name not in arrays]
     shapes = [tuple(_size(info.name, dim, sizes) for dim in info.dims) for info in missing]
     require_memory("inputs", sum(2 * _DRAWN_BYTES * math.prod(shape) for shape in shapes))
@@ -59,7 +59,7 @@ def complete(
     return {**arrays, **random_arrays}
 
 
-def _rounded(arrays: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo]) -> dict[str, np.ndarray]:
+def _as_bfloat16(arrays: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo]) -> dict[str, np.ndarray]:
     """float32 arrays for bfloat16 inputs: an .npy file has no word for bfloat16."""
     return {
         info.name: arrays[info.name].astype(ml_dtypes.bfloat16)

@@ -63,12 +63,12 @@ class CaseOptions:
 
     def cases(self) -> Iterator[Case]:
         """Yields the cases one after another, since each has its weights. Those of a spec are random."""
-        for case in self._given():
+        for case in self._own_cases():
             yield case
             if self.around:
                 yield from _beside(case)
 
-    def _given(self) -> Iterator[Case]:
+    def _own_cases(self) -> Iterator[Case]:
         import torch
 
         from mhsa_compile.bench.workloads import choose, module_of

@@ -53,16 +53,16 @@ class CompiledBefore:
         if self._state is None:
             return None
         self._key = self._asked.key_of_module(source, self._state, dims)
-        return self._found(self._key, partial(_write_weights, self._state))
+        return self._entry(self._key, partial(_write_weights, self._state))
 
     def of_model(self, model: onnx.ModelProto, dims: Mapping[str, int] | None) -> Artifact | None:
         """What a model gave, unless it is of a module that `of_module` was asked for."""
         if self._asked is None or self._key is not None:
             return None
         self._key = self._asked.key_of_model(model, dims)
-        return self._found(self._key)
+        return self._entry(self._key)
 
-    def _found(self, key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
+    def _entry(self, key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
         """An entry, also one that another process is making now: it is waited for. After None it is this one's turn."""
         if (artifact := kept_artifacts.find(key, make_weights)) is not None:
             return artifact

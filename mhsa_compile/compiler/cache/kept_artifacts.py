@@ -57,7 +57,7 @@ class Turn:
         with suppress(
             OSError
         ):  # a full disk, or a file system without locks: it is compiled at once, as often as asked
-            while not self._taken() and time.monotonic() < until:
+            while not self._try_lock() and time.monotonic() < until:
                 time.sleep(_PAUSE_SECONDS)
 
     def over(self) -> None:
@@ -68,7 +68,7 @@ class Turn:
             os.close(self._handle)
             self._handle = -1
 
-    def _taken(self) -> bool:
+    def _try_lock(self) -> bool:
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,7 +89,7 @@ def sweep(folder: Path, key: str) -> None:
     """Removes the lock of a process that died in its turn."""
     turn = Turn(folder, key)
     with suppress(OSError):
-        if _place(folder, key).exists() and turn._taken():
+        if _place(folder, key).exists() and turn._try_lock():
             turn.over()
 
 

@@ -50,9 +50,9 @@ class _Memory:
         self.places: dict[Any, Any] = {}  # storage, or an array of its own -> where it begins in the workspace
         self.outputs = self._outputs()
         for binding in self.bindings:
-            if _called(binding.value) == _STORAGE:
+            if _callee(binding.value) == _STORAGE:
                 self._place(binding.var, binding.value.args[0].values[0])
-            elif _called(binding.value) == _FRESH and not any(binding.var.same_as(output) for output in self.outputs):
+            elif _callee(binding.value) == _FRESH and not any(binding.var.same_as(output) for output in self.outputs):
                 self._place(binding.var, _bytes(binding.value.args[0].values, binding.var.ty.dtype))
 
     def _place(self, variable: Any, size: Any) -> None:
@@ -66,9 +66,9 @@ class _Memory:
         outputs: list[Any] = []
         for value in result.fields if isinstance(result, relax.Tuple) else [self.main.body.body]:
             variable = value
-            while (source := _aliased(values.get(variable), values)) is not None:
+            while (source := _alias_of(values.get(variable), values)) is not None:
                 variable = source
-            if _called(values.get(variable)) == _FRESH and not any(variable.same_as(other) for other in outputs):
+            if _callee(values.get(variable)) == _FRESH and not any(variable.same_as(other) for other in outputs):
                 outputs.append(variable)
             elif not any(variable.same_as(parameter) for parameter in self.main.params):
                 raise ModelError("outputs", "arrays of their own", f"{variable.name}, which is two of them")
@@ -87,7 +87,7 @@ class _Memory:
         arguments = dict(zip(self.outputs, arrays, strict=True))
         bindings: list[Any] = []
         for binding in self.bindings:
-            callee, value = _called(binding.value), binding.value
+            callee, value = _callee(binding.value), binding.value
             if callee == _STORAGE:
                 continue
             if callee == _TENSOR:
@@ -113,19 +113,19 @@ def _view(variable: Any, workspace: Any, offset: Any, shape: Any, dtype: Any) ->
     return [relax.VarBinding(place, view), relax.VarBinding(variable, without_offset)]
 
 
-def _called(value: Any) -> str:
+def _callee(value: Any) -> str:
     operator = value.op if isinstance(value, relax.Call) else None
     return str(operator.name) if isinstance(operator, tvm.ir.Op) else ""
 
 
-def _aliased(value: Any, values: dict[Any, Any]) -> Any:
+def _alias_of(value: Any, values: dict[Any, Any]) -> Any:
     """What `value` is another name or view of, or one of several results of; None if it is of none."""
     if isinstance(value, relax.Var):
         return value
     if isinstance(value, relax.TupleGetItem):
         several = values.get(value.tuple_value, value.tuple_value)
         return several.fields[value.index] if isinstance(several, relax.Tuple) else None
-    return value.args[0] if _called(value) == "relax.reshape" else None
+    return value.args[0] if _callee(value) == "relax.reshape" else None
 
 
 def _bytes(sizes: Any, dtype: str) -> Any:

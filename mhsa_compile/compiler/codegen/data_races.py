@@ -126,21 +126,21 @@ class _Iteration:
 
     def _view(self, statement: Statement) -> None:
         """Notes an array over memory that is there: it is the iteration's own, if that memory is."""
-        if homes := [self.home[one] for one in _used(statement.data) if one in self.home]:
+        if homes := [self.home[one] for one in _variables_in(statement.data) if one in self.home]:
             self.home[statement.buffer] = homes[0]
 
     def _call(self, call: Any) -> None:
         """A call is taken to write into every array that it is told of, but for a prefetch."""
-        arrays = [one for one in _used(call) if tirx.is_buffer_var(one) and one not in self.home]
+        arrays = [one for one in _variables_in(call) if tirx.is_buffer_var(one) and one not in self.home]
         if arrays and not self._follows(call) and "llvm.prefetch" not in str(call):
             self.shared += [str(one.name) for one in arrays]
 
     def _follows(self, *values: Any) -> bool:
-        variables = (self.home.get(one, one) for value in values for one in _used(value))
+        variables = (self.home.get(one, one) for value in values for one in _variables_in(value))
         return any(one in self.following for one in variables)
 
 
-def _used(value: Any) -> Iterable[Variable]:
+def _variables_in(value: Any) -> Iterable[Variable]:
     """The variables in an expression, pointers and arrays among them."""
     variables: Iterable[Variable] = tirx.analysis.undefined_vars(tirx.Evaluate(value))
     return variables

@@ -28,11 +28,11 @@ def guarded(module: Any) -> Any:
     builder = tvm.IRModule(dict(module.functions_items()), attrs=module.attrs)
     for variable, function in module.functions_items():
         if isinstance(function, tirx.PrimFunc):
-            builder[variable] = function.with_body(_guarded(function.body))
+            builder[variable] = function.with_body(_guard_launches(function.body))
     return builder
 
 
-def _guarded(body: Any) -> Any:
+def _guard_launches(body: Any) -> Any:
     """The body with guarded launches. Only outermost bindings begin one: what lies below one stays as it is."""
 
     def guard(statement: Any, mutator: Any) -> Any:

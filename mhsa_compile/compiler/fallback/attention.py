@@ -90,13 +90,13 @@ class _Plain:
 
     def capped(self, *at: Expr) -> Expr:
         """After the steps that change scores by themselves."""
-        return self._changed(self.raw(*at), Pair(*at), elementwise=True)
+        return self._after_steps(self.raw(*at), Pair(*at), elementwise=True)
 
     def masked(self, *at: Expr) -> Expr:
-        score = self._changed(self.capped(*at), Pair(*at), elementwise=False)
+        score = self._after_steps(self.capped(*at), Pair(*at), elementwise=False)
         return tirx.Select(self._sees(*at), score, _HIDDEN)
 
-    def _changed(self, score: Expr, pair: Pair, *, elementwise: bool) -> Expr:
+    def _after_steps(self, score: Expr, pair: Pair, *, elementwise: bool) -> Expr:
         for part in self.parts:
             if part.step.elementwise == elementwise:
                 score = part.score(score, pair)
@@ -128,9 +128,9 @@ class _Plain:
         exponents, sums = self._exponents
         total = sums[at[:3]]
         share = exponents[at] / tirx.Select(total == 0, tirx.const(1, EXACT), total)
-        return tirx.Select(self._is_left(*at), share, tirx.const(0, EXACT))
+        return tirx.Select(self._is_visible(*at), share, tirx.const(0, EXACT))
 
-    def _is_left(self, *at: Expr) -> Expr:
+    def _is_visible(self, *at: Expr) -> Expr:
         """Whether a query sees a key, and nothing that became of its score has hidden it."""
         if not any(part.score_hides for part in self.parts):
             return self._sees(*at)
@@ -178,7 +178,7 @@ class _Plain:
 
         def term(b: Expr, h: Expr, i: Expr, f: Expr) -> Expr:
             value = self._element(op.value, op.v_head_dim, b, h // self.group, along, f)
-            visible = self._is_left(b, h, i, along)
+            visible = self._is_visible(b, h, i, along)
             return te.sum(tirx.Select(visible, weights[b, h, i, along] * value, tirx.const(0, EXACT)), axis=along)
 
         heads = te.compute((*self.shape[:3], tirx.const(op.v_head_dim, "int64")), term, "heads")

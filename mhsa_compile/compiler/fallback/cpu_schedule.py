@@ -46,7 +46,7 @@ class Lowered:
 
 def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
     """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
-    lowered, lanes, reports = legalized(with_top_k(module), profile, _LEGALIZED), profile.vector_lanes("float32"), []
+    lowered, lanes, reports = legalize_all(with_top_k(module), profile, _LEGALIZED), profile.vector_lanes("float32"), []
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
             function = _as_arithmetic(function)
@@ -62,12 +62,12 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
 
 def primitives(module: Any, profile: CpuProfile, *, arithmetic: bool = True) -> dict[str, tirx.PrimFunc]:
     """The PrimFuncs of what no kernel claims, not scheduled; without `arithmetic` as TVM alone would write them."""
-    lowered = legalized(module, profile, _LEGALIZED if arithmetic else {})
+    lowered = legalize_all(module, profile, _LEGALIZED if arithmetic else {})
     functions = {str(v.name_hint): f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
     return {name: _as_arithmetic(f) for name, f in functions.items()} if arithmetic else functions
 
 
-def legalized(module: Any, profile: TargetProfile, arithmetic: dict[str, Any]) -> Any:
+def legalize_all(module: Any, profile: TargetProfile, arithmetic: dict[str, Any]) -> Any:
     """Every operator as a PrimFunc, not scheduled; `arithmetic` says how some are lowered, by name."""
     passes = [
         relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
@@ -113,7 +113,7 @@ def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
         value = call.args[0]
         if value.ty.dtype != "float32":
             return call.op.get_attr("FLegalize")(builder, call)
-        return builder.call_te(_computed(formula), value, primfunc_name_hint=call.op.name.rpartition(".")[2])
+        return builder.call_te(_formula(formula), value, primfunc_name_hint=call.op.name.rpartition(".")[2])
 
     return legalize
 
@@ -144,7 +144,7 @@ _CALLS: dict[str, Callable[[Expr], Expr]] = {
 }
 
 
-def _computed(formula: Callable[[Expr], Expr]) -> Callable[[Any], Any]:
+def _formula(formula: Callable[[Expr], Expr]) -> Callable[[Any], Any]:
     return lambda x: te.compute(x.shape, lambda *place: formula(x[place]), name=_ARITHMETIC)
 
 
@@ -154,7 +154,7 @@ def _power(builder: Any, call: Any) -> Any:
     stated = exponent.value.numpy() if isinstance(exponent, tvm.ir.GenericConst) else None
     if stated is None or stated.shape != () or float(stated) not in _PRODUCTS:
         return call.op.get_attr("FLegalize")(builder, call)
-    return builder.call_te(_computed(_PRODUCTS[float(stated)]), value, primfunc_name_hint="power")
+    return builder.call_te(_formula(_PRODUCTS[float(stated)]), value, primfunc_name_hint="power")
 
 
 def _of_zero(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

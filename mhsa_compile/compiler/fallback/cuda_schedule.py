@@ -39,7 +39,7 @@ def lower(module: Any, profile: CudaProfile) -> Any:
     """Every operator of Relax as scheduled PrimFuncs, without arrays of their own in the GPU's memory."""
     # GeneralReduction is not among them: it holds whole rows in shared memory, for which their length must be fixed.
     rules = (_Matmul(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.Fallback())
-    lowered = cpu_schedule.legalized(_without_host_checks(module), profile, {})
+    lowered = cpu_schedule.legalize_all(_without_host_checks(module), profile, {})
     _rewrite(lowered, hide_operands, wrap_without_sign)  # before schedules, which simplify
     with tvm.target.Target(profile.tvm_config()):
         lowered = dlight.ApplyDefaultSchedule(*rules)(lowered)
@@ -81,7 +81,7 @@ def _with_scratch_as_results(module: Any) -> Any:
     if not scratch:
         return module
     builder = relax.BlockBuilder(module)
-    opened = {name: builder.add_func(_opened(module[name], arrays), name) for name, arrays in scratch.items()}
+    opened = {name: builder.add_func(_with_parameters(module[name], arrays), name) for name, arrays in scratch.items()}
     calling = _call_with_scratch(builder.get(), opened, scratch)
     return relax.transform.DeadCodeElimination()(calling)
 
@@ -93,7 +93,7 @@ def _scratch_of(function: Any) -> list[Any]:
     return [array for array in body.block.alloc_buffers if array.scope() in ("", "global")]
 
 
-def _opened(function: Any, arrays: list[Any]) -> Any:
+def _with_parameters(function: Any, arrays: list[Any]) -> Any:
     """The function with these arrays as its last parameters."""
     root = function.body.block
     buffers = [array for array in root.alloc_buffers if not any(array.same_as(one) for one in arrays)]
@@ -118,7 +118,9 @@ def _call_with_scratch(module: Any, opened: dict[str, Any], scratch: dict[str, l
             kind, inputs = call.ty_args[0], call.args[1]
             own = list(kind.fields) if isinstance(kind, relax.TupleType) else [kind]
             sizes = _sizes(module[name], [value.ty for value in inputs.fields] + own)
-            types = [relax.TensorType([_known(size, sizes) for size in one.shape], one.dtype) for one in scratch[name]]
+            types = [
+                relax.TensorType([_value_of(size, sizes) for size in one.shape], one.dtype) for one in scratch[name]
+            ]
             results = self.builder_.emit(relax.call_tir(opened[name], inputs, [*own, *types]))
             firsts = [self.builder_.emit(relax.TupleGetItem(results, i)) for i in range(len(own))]
             return relax.Tuple(firsts) if isinstance(kind, relax.TupleType) else firsts[0]
@@ -130,7 +132,7 @@ def _call_with_scratch(module: Any, opened: dict[str, Any], scratch: dict[str, l
     return rewrite.builder_.get()
 
 
-def _known(size: Any, sizes: dict[Any, Any]) -> Any:
+def _value_of(size: Any, sizes: dict[Any, Any]) -> Any:
     return tvm_ffi.structural_map(size, (tvm.ir.Var, lambda symbol: sizes.get(symbol, symbol)), order="post")
 
 

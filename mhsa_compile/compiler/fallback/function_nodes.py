@@ -29,7 +29,7 @@ def hidden(nodes: Nodes, i: int) -> int:
     It is reinterpreted as another kind of as many bits, and back, which is no instruction. As what it is, a pass for
     floats of 8 bits would take that away.
     """
-    return _reinterpreted(nodes, _reinterpreted(nodes, i, _CARRIERS[dtype_of(nodes, i)]), dtype_of(nodes, i))
+    return _reinterpret(nodes, _reinterpret(nodes, i, _CARRIERS[dtype_of(nodes, i)]), dtype_of(nodes, i))
 
 
 def hidden_flag(nodes: Nodes, i: int) -> int:
@@ -45,7 +45,7 @@ def hidden_flag(nodes: Nodes, i: int) -> int:
 _ZERO = {"type": "int", "data": 0}
 
 
-def _reinterpreted(nodes: Nodes, i: int, dtype: str) -> int:
+def _reinterpret(nodes: Nodes, i: int, dtype: str) -> int:
     none = put(nodes, {"type": "None"})
     kind = put(nodes, {"type": "ir.PrimType", "data": {"span": none, "dtype": dtype}})
     op = put(nodes, {"type": "ir.Op", "data": "tirx.reinterpret"})

@@ -33,7 +33,7 @@ def with_top_k(module: Any) -> Any:
     class TopKRewrite(PyExprMutator):  # type: ignore[misc]
         def visit_call_(self, call: Any) -> Any:
             call = super().visit_call_(call)
-            return _called(self.builder_, call) if call.op == tvm.ir.Op.get("relax.topk") else call
+            return _call_of(self.builder_, call) if call.op == tvm.ir.Op.get("relax.topk") else call
 
     rewrite = TopKRewrite(module)
     for variable, function in module.functions_items():
@@ -42,7 +42,7 @@ def with_top_k(module: Any) -> Any:
     return rewrite.builder_.get()
 
 
-def _called(builder: Any, call: Any) -> Any:
+def _call_of(builder: Any, call: Any) -> Any:
     (x,), attributes, kinds = call.args, call.attrs, call.ty
     both = isinstance(kinds, relax.TupleType)
     values = kinds.fields[0] if both else kinds

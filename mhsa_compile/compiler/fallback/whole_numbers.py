@@ -25,7 +25,7 @@ _LLVM = "\n".join(
 
 def wrap_in_llvm(nodes: Nodes) -> None:
     """For a CPU, in place: calls of functions of LLVM's, which become part of their callers."""
-    if _rewrite(nodes, _called, _BITS):
+    if _rewrite(nodes, _make_call, _BITS):
         _import(nodes, _LLVM)
 
 
@@ -73,7 +73,7 @@ def _operands(nodes: Nodes, i: int) -> list[int]:
     ]
 
 
-def _called(nodes: Nodes, i: int) -> None:
+def _make_call(nodes: Nodes, i: int) -> None:
     data = nodes[i]["data"]
     name = f"mhsa_{_NAMES[nodes[i]['type']]}_{_BITS[dtype_of(nodes, i)]}"
     function = _string(nodes, name)

@@ -98,14 +98,14 @@ class Artifact:
             files = {name: _digest(folder / name) for name in names}
         except OSError as error:
             raise unwritable(folder, error) from error
-        return cls._sealed(folder.absolute(), manifest, files, owner)
+        return cls._seal(folder.absolute(), manifest, files, owner)
 
     def with_check(self, check: Check, owner: Unfinished) -> Artifact:
         """The same files, and what came of their check; `owner` removes them with the artifact. Raises OutputError."""
-        return self._sealed(self.path, msgspec.structs.replace(self.manifest, check=check), self.manifest.files, owner)
+        return self._seal(self.path, msgspec.structs.replace(self.manifest, check=check), self.manifest.files, owner)
 
     @classmethod
-    def _sealed(cls, folder: Path, manifest: Manifest, files: dict[str, str], owner: Unfinished | None) -> Artifact:
+    def _seal(cls, folder: Path, manifest: Manifest, files: dict[str, str], owner: Unfinished | None) -> Artifact:
         try:
             sealed, raw = seal(manifest, files)
             (folder / MANIFEST).write_bytes(raw)

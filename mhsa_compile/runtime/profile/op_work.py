@@ -70,11 +70,11 @@ def product_flops(shapes: Sequence[tuple[int, ...]]) -> int | None:
     """The FLOPs of a product by the shapes of A and B, whose axes may lie in any order, and of Y (batch, M, N). None
     where these leave open which axis is summed over."""
     left, right, (*batch, M, N) = shapes
-    inner = _summed(left, M, batch) & _summed(right, N, batch)
+    inner = _sum_sizes(left, M, batch) & _sum_sizes(right, N, batch)
     return 2 * math.prod(shapes[2]) * inner.pop() if len(inner) == 1 else None
 
 
-def _summed(shape: tuple[int, ...], other: int, batch: Sequence[int]) -> set[int]:
+def _sum_sizes(shape: tuple[int, ...], other: int, batch: Sequence[int]) -> set[int]:
     """The sizes that may be those of the axis of a factor that is summed over: `other` is that of its other one, and
     what remains are axes of the batch."""
     sizes = set()

@@ -100,7 +100,7 @@ def profile_call(
     """Times a call and its kernels, for about so many seconds. `kernels` are those of the call that `turns` makes,
     which uses at most so many threads."""
     _settle(kernels, turns)
-    times = _measured(kernels, turns, seconds)
+    times = _measure(kernels, turns, seconds)
     nothing = np.array([_of_nothing(runtime, kernel.arguments) for kernel in kernels])
     wall = np.maximum(times.kernels - nothing, 0.0) / 1e3
     arrays = [[array for array in kernel.arguments if isinstance(array, runtime.ffi.Tensor)] for kernel in kernels]
@@ -137,7 +137,7 @@ def _settle(kernels: Sequence[KernelRun], turns: Turns) -> None:
             return
 
 
-def _measured(kernels: Sequence[KernelRun], turns: Turns, seconds: float) -> _Times:
+def _measure(kernels: Sequence[KernelRun], turns: Turns, seconds: float) -> _Times:
     calls: list[int] = []
     functions: list[int] = []
     wall: list[list[int]] = []

@@ -185,12 +185,12 @@ def _load(threads: int, emulated: bool) -> None:
     import multiprocessing
 
     multiprocessing.set_start_method("fork", force=True)  # connections inherit what is registered here
-    runtime.ffi.register_global_func(DEVICE, lambda: _said(emulated), override=True)
+    runtime.ffi.register_global_func(DEVICE, lambda: _description(emulated), override=True)
     runtime.ffi.register_global_func(SECONDS, seconds, override=True)
     os.register_at_fork(after_in_child=_prepare_fork)
 
 
-def _said(emulated: bool) -> str:
+def _description(emulated: bool) -> str:
     """What this machine is, as JSON, asked in a connection's fork. What is loaded there may have kernels for a GPU, if
     there is one."""
     device = this_device(emulated, gpu=True)

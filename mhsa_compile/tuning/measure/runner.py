@@ -47,15 +47,15 @@ def timings(
     """
     end = perf_counter() + patience / 2
     device = remote.device(candidates[0].memory, 0)
-    inputs = [[_sent(array, device) for array in job.inputs] for _ in range(job.sets)]
-    weights = [_sent(array, device) for array in job.weights]
+    inputs = [[_send(array, device) for array in job.inputs] for _ in range(job.sets)]
+    weights = [_send(array, device) for array in job.weights]
     runners = []
     for position, candidate in enumerate(candidates):
-        with _blamed(position):
+        with _blame(position):
             runners.append(_Runner.loaded(remote, f"{position}.so", candidate, (inputs, weights), job))
     samples = _rounds(runners, seconds, end)
     for position, runner in enumerate(runners):
-        with _blamed(position):
+        with _blame(position):
             runner.check(job)
     return [
         Timing(tuple(1e6 * sample for sample in own), runner.share)
@@ -69,7 +69,7 @@ def _rounds(runners: Sequence[_Runner], seconds: float, end: float) -> list[list
     order = list(range(len(runners)))
 
     def turn(position: int) -> float:
-        with _blamed(position):
+        with _blame(position):
             return runners[position].turn()
 
     for position in order:
@@ -105,9 +105,9 @@ class _Runner:
         packed = [_empty(shape, dtype, device) for shape, dtype in candidate.packed]
         if packed:
             module["pack"](*weights, *packed)
-        output = _sent(_nonsense(*job.output), device)
+        output = _send(_nonsense(*job.output), device)
         room = [_empty(candidate.workspace, "float32", device)] if candidate.workspace else []
-        own = [*packed, *(_sent(array, device) for array in candidate.constants), output, *room]
+        own = [*packed, *(_send(array, device) for array in candidate.constants), output, *room]
         runner = cls(module, device, [[*arrays, *own] for arrays in inputs], output, 0.0, 0.0, _clock(remote, job))
         module["run"](*runner.arguments[0])
         runner.check(job)
@@ -168,7 +168,7 @@ class Wrong(RuntimeError):
 
 
 @contextmanager
-def _blamed(position: int) -> Iterator[None]:
+def _blame(position: int) -> Iterator[None]:
     """Whatever goes wrong inside is a Fault of the candidate there. Every error of TVM's RPC is a RuntimeError."""
     from tvm.error import RPCError
 
@@ -195,7 +195,7 @@ def last_words(error: Exception) -> str:
     return " ".join(str(error).split())[-300:]
 
 
-def _sent(array: np.ndarray, device: Any) -> Any:
+def _send(array: np.ndarray, device: Any) -> Any:
     tensor = _empty(array.shape, str(array.dtype), device)
     return tensor.copyfrom(np.ascontiguousarray(array).reshape(array.shape))
 

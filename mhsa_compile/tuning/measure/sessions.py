@@ -127,14 +127,14 @@ class RpcSession:
         self._patience = patience
         rpc_connections.rpc()  # the import may take a while, which counts for nobody
         try:
-            self._within(patience, self._connected)
+            self._within(patience, self._connection)
         except (_Lost, RuntimeError) as error:
             hint = "Look whether it still runs: `mhsa serve` there."
             raise DeviceError("device", "one that answers", runner.last_words(error), hint) from error
 
-    def _connected(self, patience: float | None = None) -> Any:
+    def _connection(self, patience: float | None = None) -> Any:
         remote = self._way.connect(self._patience if patience is None else patience)
-        self.device, self.threads = _described(remote), int(remote.get_function("runtime.NumThreads")())
+        self.device, self.threads = _device_of(remote), int(remote.get_function("runtime.NumThreads")())
         return remote
 
     def measure(self, job: MeasureJob, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
@@ -147,7 +147,7 @@ class RpcSession:
                     outcomes |= zip(company, result, strict=True)
                     break
                 suspect = company[result.position]
-                again = self._confirmed(job, candidates[suspect], result, seconds)
+                again = self._confirm(job, candidates[suspect], result, seconds)
                 if isinstance(again, Failure):
                     outcomes[suspect] = again
                     company.remove(suspect)
@@ -165,9 +165,9 @@ class RpcSession:
         result = self._attempt(job, [candidate], seconds)
         if not isinstance(result, Fault):
             return result[0]
-        return self._confirmed(job, candidate, result, seconds)
+        return self._confirm(job, candidate, result, seconds)
 
-    def _confirmed(self, job: MeasureJob, candidate: Candidate, fault: Fault, seconds: float) -> Outcome:
+    def _confirm(self, job: MeasureJob, candidate: Candidate, fault: Fault, seconds: float) -> Outcome:
         """A fault is believed when it happens again, alone: it may have been the device's, or another candidate's. Time
         that ran out is not spent twice."""
         if fault.failure.reason == TIMEOUT:
@@ -181,7 +181,7 @@ class RpcSession:
 
         def attempt() -> list[Timing]:
             try:
-                remote = self._connected(patience)
+                remote = self._connection(patience)
             except DeviceError as error:
                 raise _Lost(str(error)) from None
             for candidate in candidates:
@@ -236,7 +236,7 @@ class _Lost(Exception):
     """The device is gone, or nobody was free."""
 
 
-def _described(remote: Any) -> Device:
+def _device_of(remote: Any) -> Device:
     try:
         describe = remote.get_function(rpc_server.DEVICE)
     except AttributeError:  # TVM's own server

@@ -146,7 +146,7 @@ def create(path: str | os.PathLike[str], order: WorkOrder) -> Iterator[Callable[
             for which, candidate in enumerate(task.candidates):
                 put(_library(number, which), candidate.library)
                 if candidate.constants:
-                    put(_constants(number, which), _packed(_numbered("", candidate.constants)))
+                    put(_constants(number, which), _packed(_by_number("", candidate.constants)))
             tasks.append(_entry(task))
 
         yield add
@@ -171,11 +171,11 @@ class WorkBundle:
         with ExitStack() as stack:
             file = stack.enter_context(files.opened(path, BundleError, what, "a file that can be read"))
             with reading(BundleError, what, "a zip of `mhsa tune --on bundle`", COPY_AGAIN):
-                work = cls._checked(what, stack.enter_context(zipfile.ZipFile(file)), os.fstat(file.fileno()).st_size)
+                work = cls._check(what, stack.enter_context(zipfile.ZipFile(file)), os.fstat(file.fileno()).st_size)
             yield work
 
     @classmethod
-    def _checked(cls, what: str, bundle: zipfile.ZipFile, size: int) -> WorkBundle:
+    def _check(cls, what: str, bundle: zipfile.ZipFile, size: int) -> WorkBundle:
         # A reader unfolds no more than an entry states, so what all of them state bounds what a bundle can ask for.
         if (total := sum(entry.file_size for entry in bundle.infolist())) > _FOLDED * size:
             raise BundleError(what, f"at most {_FOLDED} times the {size:,} bytes of the file in it", f"{total:,}")
@@ -199,8 +199,8 @@ class WorkBundle:
         entry = self.tasks[number]
         arrays = self._arrays(_job_file(number))
         return MeasureJob(
-            inputs=_listed(arrays, "input", entry.inputs),
-            weights=_listed(arrays, "weight", entry.weights),
+            inputs=_in_order(arrays, "input", entry.inputs),
+            weights=_in_order(arrays, "weight", entry.weights),
             output=entry.output,
             checked=_one(arrays, "checked"),
             expected=_one(arrays, "expected"),
@@ -214,7 +214,7 @@ class WorkBundle:
         arrays = self._arrays(_constants(number, which)) if entry.constants else {}
         library = self._bundle.read(_library(number, which))
         memory = "cuda" if self.order.isa.gpu else "cpu"
-        constants = _listed(arrays, "", entry.constants)
+        constants = _in_order(arrays, "", entry.constants)
         return Candidate(library, entry.packed, constants, entry.workspace, memory)
 
     def _arrays(self, name: str) -> dict[str, np.ndarray]:
@@ -259,14 +259,14 @@ def _entry(task: BundleTask) -> _TaskEntry:
 
 def _arrays_of(job: MeasureJob) -> dict[str, np.ndarray]:
     stated = {"checked": job.checked, "expected": job.expected}
-    return {**_numbered("input", job.inputs), **_numbered("weight", job.weights), **stated}
+    return {**_by_number("input", job.inputs), **_by_number("weight", job.weights), **stated}
 
 
-def _numbered(name: str, arrays: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
+def _by_number(name: str, arrays: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
     return {f"{name}{i}": array for i, array in enumerate(arrays)}
 
 
-def _listed(arrays: Mapping[str, np.ndarray], name: str, count: int) -> tuple[np.ndarray, ...]:
+def _in_order(arrays: Mapping[str, np.ndarray], name: str, count: int) -> tuple[np.ndarray, ...]:
     return tuple(_one(arrays, f"{name}{i}") for i in range(count))
 
 

@@ -66,22 +66,20 @@ def measure(
         sessions.require(device, work.order.isa)
         if device.cores < work.order.threads:
             raise DeviceError(f"device {device.cpu!r}", f"{work.order.threads} CPUs, one a thread", str(device.cores))
-        outcome = _begun(Path(results), work, device)
+        outcome = _earlier_results(Path(results), work, device)
         _write(Path(results), outcome)  # what cannot be written is known before hours of measuring
         progress(outcome)
         if not (pairs := work.pairs[len(outcome.measured) :]):
             return outcome
         with sessions.local(work.order.threads) as session:
             for pair in pairs:
-                outcome = msgspec.structs.replace(
-                    outcome, measured=(*outcome.measured, _measured(work, session, *pair))
-                )
+                outcome = msgspec.structs.replace(outcome, measured=(*outcome.measured, _measure(work, session, *pair)))
                 _write(Path(results), outcome)
                 progress(outcome)
     return outcome
 
 
-def _measured(work: WorkBundle, session: sessions.Session, number: int, which: int) -> Measured:
+def _measure(work: WorkBundle, session: sessions.Session, number: int, which: int) -> Measured:
     entry = work.tasks[number]
     candidates = [work.candidate(number, i) for i in dict.fromkeys((0, which))]
     outcomes = session.measure(work.job(number), candidates, work.order.seconds)
@@ -137,7 +135,7 @@ def _summary(task: str, rows: list[Measured]) -> Summary:
     )
 
 
-def _begun(path: Path, work: WorkBundle, device: Device) -> Results:
+def _earlier_results(path: Path, work: WorkBundle, device: Device) -> Results:
     """The results that are there already, or new ones."""
     versions = {name: environment.installed_version(name) or "" for name in ("apache-tvm", "mhsa-compile")}
     fresh = Results(work=work.digest, order=work.order, device=device, versions=versions, total=len(work.pairs))

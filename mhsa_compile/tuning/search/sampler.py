@@ -62,7 +62,7 @@ class Trial:
     result: Found | Failure
 
 
-def found_in(trials: Iterable[Trial]) -> list[tuple[Found, Point]]:
+def results_of(trials: Iterable[Trial]) -> list[tuple[Found, Point]]:
     """(what it found, its point) of each trial that found something, the best first."""
     pairs = [(trial.result, trial.point) for trial in trials if isinstance(trial.result, Found)]
     return sorted(pairs, key=lambda pair: pair[0].score)
@@ -104,7 +104,7 @@ class Sampler:
         with quiet():
             for _ in range(TRIES):
                 trial = self._study.ask()
-                point = self.suggested(trial)
+                point = self.suggestion(trial)
                 if self.space.why_not(point) is not None:
                     self._study.tell(trial, state=TrialState.PRUNED)  # which it learns from
                 elif point in points:
@@ -114,7 +114,7 @@ class Sampler:
                     return point
         return None
 
-    def suggested(self, trial: Any) -> Point:
+    def suggestion(self, trial: Any) -> Point:
         """The point that an Optuna trial comes to."""
         names = list(self.space.kernels)
         kernel = trial.suggest_categorical(_KERNEL, names) if len(names) > 1 else names[0]
@@ -126,7 +126,7 @@ class Sampler:
         return Point(kernel, tuple(knobs))
 
     def params(self, point: Point) -> dict[str, Any]:
-        """What `suggested` asks for, so that it comes to this point."""
+        """What `suggestion` asks for, so that it comes to this point."""
         choices = self.space.values[point.kernel]
         places = {knob: choices[knob].index(value) for knob, value in point.knobs if len(choices[knob]) > 1}
         kernel = {_KERNEL: point.kernel} if len(self.space.kernels) > 1 else {}

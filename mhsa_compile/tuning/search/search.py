@@ -36,8 +36,8 @@ from mhsa_compile.tuning.search.sampler import (
     STARTUP,
     Found,
     Trial,
-    found_in,
     ratios,
+    results_of,
 )
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study import Drawn, Study
@@ -111,7 +111,7 @@ class Search:
 
     def begin(self) -> None:
         """Measures the default against itself. Raises DeviceError where it cannot be measured, and BuildError."""
-        first, second = map(_required, self._outcomes([self.default, self.default], FIRST))
+        first, second = map(_require_timing, self._outcomes([self.default, self.default], FIRST))
         self.default_us = median(first.samples_us)
         self.noise = noise_of(first, second)
 
@@ -135,7 +135,7 @@ class Search:
                 return "no gain beyond the noise"
             others = 0 if trials is None else self.study.running_elsewhere()
             wanted = BATCH if trials is None else min(BATCH, trials - len(done) - others)
-            drawn = self._drawn(wanted)
+            drawn = self._draw(wanted)
             if not drawn and wanted > 0 and self.study.is_settled():
                 return "nothing left"
             if not drawn:
@@ -143,7 +143,7 @@ class Search:
                 continue
             lost = lost + 1 if self._measure(drawn) else 0
             if lost >= MOST_LOST:
-                _required(Failure(LOST, f"{lost} times in a row"))
+                _require_timing(Failure(LOST, f"{lost} times in a row"))
 
     def sweep(self, end: float = float("inf")) -> str:
         """Measures everything that is left, also what other processes are at and do not come through with."""
@@ -151,7 +151,7 @@ class Search:
             if self.clock() >= end:
                 return "time"
             self.study.guess(rest[:BATCH])
-            if batch := self._drawn(BATCH):
+            if batch := self._draw(BATCH):
                 self._measure(batch)
             else:
                 sleep(ELSEWHERE)
@@ -162,12 +162,12 @@ class Search:
         """Measures the best against the default, longer. With `before`, the trials before a sweep, also the best of
         those."""
         trials = self.study.trials()
-        own = [point for _, point in found_in(before or ())][:1]
+        own = [point for _, point in results_of(before or ())][:1]
         finalists = list(dict.fromkeys([*own, *self._finalists(trials)]))
         candidates = {point: self.build(point) for point in finalists}
         everyone = [self.default, *candidates.values(), self.default]
         outcomes = self._outcomes(everyone, LAST)
-        first, again = map(_required, (outcomes[0], outcomes[-1]))
+        first, again = map(_require_timing, (outcomes[0], outcomes[-1]))
         self.noise = noise_of(first, again)
         timings = dict(zip(candidates, outcomes[1:-1], strict=True))
         right = {point: timing for point, timing in timings.items() if isinstance(timing, Timing)}
@@ -185,7 +185,7 @@ class Search:
 
     def _finalists(self, trials: Sequence[Trial]) -> list[Point]:
         """The best few, of those that may be faster than the default."""
-        return [point for result, point in found_in(trials) if result.score < 1 and point != self.space.default][
+        return [point for result, point in results_of(trials) if result.score < 1 and point != self.space.default][
             :FINALISTS
         ]
 
@@ -193,10 +193,12 @@ class Search:
         """Whether PATIENCE trials after the first STARTUP gained less than the noise."""
         if len(trials) < STARTUP + PATIENCE:
             return False
-        before, all_ = (min((f.score for f, _ in found_in(some)), default=1.0) for some in (trials[:-PATIENCE], trials))
+        before, all_ = (
+            min((f.score for f, _ in results_of(some)), default=1.0) for some in (trials[:-PATIENCE], trials)
+        )
         return before - all_ < self.noise * before
 
-    def _drawn(self, count: int) -> list[Drawn]:
+    def _draw(self, count: int) -> list[Drawn]:
         batch: list[Drawn] = []
         while len(batch) < count and (one := self.study.ask()) is not None:
             batch.append(one)
@@ -217,7 +219,7 @@ class Search:
         if isinstance(first, Failure) and first.reason == LOST:
             outcomes = [first] * len(outcomes)
         else:
-            incumbent = _required(first)
+            incumbent = _require_timing(first)
         for one, outcome in zip(candidates, outcomes, strict=True):
             self.study.tell(one, outcome, incumbent)
         return any(isinstance(outcome, Failure) and outcome.reason == LOST for outcome in outcomes)
@@ -226,7 +228,7 @@ class Search:
         return self.session.measure(self.job, candidates, seconds)
 
     def _report(self, trials: Sequence[Trial]) -> None:
-        best = min((result.score for result, _ in found_in(trials)), default=1.0)
+        best = min((result.score for result, _ in results_of(trials)), default=1.0)
         self.tell(Progress(self.default_us, min(best, 1.0), len(trials), failures_of(trials), self.noise))
 
 
@@ -250,7 +252,7 @@ def no_slower(first: Outcome, outcome: Outcome, again: Outcome) -> bool:
     for one in (first, outcome, again):
         if isinstance(one, Failure):
             if one.reason == LOST:
-                _required(one)
+                _require_timing(one)
             return False
     assert isinstance(first, Timing) and isinstance(outcome, Timing) and isinstance(again, Timing)
     return Found.of(outcome, first).score <= 1 + noise_of(first, again)
@@ -280,7 +282,7 @@ class Unmeasurable(DeviceError):
     """The default config did not come through: there is nothing to compare with."""
 
 
-def _required(outcome: Outcome) -> Timing:
+def _require_timing(outcome: Outcome) -> Timing:
     """The timing of a default. Raises Unmeasurable, and DeviceError where it was the device that went away."""
     if isinstance(outcome, Timing):
         return outcome

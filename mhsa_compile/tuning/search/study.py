@@ -35,9 +35,9 @@ from mhsa_compile.tuning.search.sampler import (
     Found,
     Sampler,
     Trial,
-    found_in,
     plain,
     point_of,
+    results_of,
 )
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study_storage import (
@@ -132,7 +132,7 @@ class Study:
     def guess(self, points: Iterable[Point]) -> None:
         """Draws these points before all others, but for those that are known."""
         with named(self._url):
-            points_on_record = _known(self._all())
+            points_on_record = _points_of(self._all())
             for point in dict.fromkeys(points):
                 if point not in points_on_record:
                     self._enqueue(point)
@@ -144,10 +144,10 @@ class Study:
             while True:
                 trials = self._all()
                 waits = any(trial.state.name == "WAITING" for trial in trials)
-                point = None if waits else self._proposed(_done(trials), _known(trials))
+                point = None if waits else self._proposal(_trials_of(trials), _points_of(trials))
                 if not waits and point is None:
                     return None
-                if (proposal := self._dequeued() if point is None else self._claimed(point)) is not None:
+                if (proposal := self._dequeue() if point is None else self._claim(point)) is not None:
                     return proposal
 
     def proposals(self, count: int) -> list[Point]:
@@ -155,8 +155,8 @@ class Study:
         with named(self._url):
             trials = self._all()
         points: dict[Point, None] = {}
-        done, known = _done(trials), _known(trials)
-        while len(points) < count and (point := self._proposed(done, known | points.keys())) is not None:
+        done, known = _trials_of(trials), _points_of(trials)
+        while len(points) < count and (point := self._proposal(done, known | points.keys())) is not None:
             points[point] = None
         return list(points)
 
@@ -182,7 +182,7 @@ class Study:
     def left(self) -> list[Point]:
         """What was not drawn yet, in the space's order."""
         with named(self._url):
-            return _left(self.space, _known(self._all()))
+            return _rest(self.space, _points_of(self._all()))
 
     def tell(self, drawn: Drawn, outcome: Outcome, incumbent: Timing) -> None:
         """Writes down what became of a draw. `incumbent` is the default, timed in the same rounds. What was lost is
@@ -192,7 +192,7 @@ class Study:
         result = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
         with named(self._url):
             try:
-                self._storage.set_trial_user_attr(self._open[drawn.number], *_said(outcome, result))
+                self._storage.set_trial_user_attr(self._open[drawn.number], *_attribute(outcome, result))
                 self._finish(drawn.number, None if result is None else result.score)
             except UpdateFinishedTrialError:
                 return  # it was taken from this process, which was thought to be dead
@@ -204,16 +204,16 @@ class Study:
     def add(self, point: Point, outcome: Outcome, incumbent: Timing) -> None:
         """Writes down what was measured elsewhere, without a draw; nothing where it is known, or was lost."""
         with named(self._url):
-            if point in _known(self._all()) or (isinstance(outcome, Failure) and outcome.reason == LOST):
+            if point in _points_of(self._all()) or (isinstance(outcome, Failure) and outcome.reason == LOST):
                 return
             result = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
-            score, (name, value) = None if result is None else result.score, _said(outcome, result)
+            score, (name, value) = None if result is None else result.score, _attribute(outcome, result)
             self._study.add_trial(self._sampler.trial(point, score, {name: value}, done=True))
 
     def trials(self) -> list[Trial]:
         """All trials that are done, but for those that were lost, in the order in which they were drawn."""
         with named(self._url):
-            return _done(self._all())
+            return _trials_of(self._all())
 
     def _all(self) -> list[Any]:
         return list(self._study.get_trials(deepcopy=False))
@@ -221,36 +221,36 @@ class Study:
     def _enqueue(self, point: Point) -> None:
         self._study.enqueue_trial(self._sampler.params(point), {CONFIG: plain(point)})
 
-    def _proposed(self, done: list[Trial], known: set[Point]) -> Point | None:
+    def _proposal(self, done: list[Trial], known: set[Point]) -> Point | None:
         """The sampler's next, or what is left nearest to the best: by how many steps of knobs, and then as chance has
         it. None where nothing is left."""
         self._sampler.learn(done)
         if (point := self._sampler.draw(known)) is not None:
             return point
-        rest = _left(self.space, known)
+        rest = _rest(self.space, known)
         self._random.shuffle(rest)
-        pairs = found_in(done)
+        pairs = results_of(done)
         return min(rest, key=lambda p: self.space.steps(p, pairs[0][1]) if pairs else 0.0, default=None)
 
-    def _claimed(self, point: Point) -> Drawn | None:
+    def _claim(self, point: Point) -> Drawn | None:
         """A trial for a point; None where another process was faster."""
         trial_id = self._storage.create_new_trial(self._id, self._sampler.trial(point, None, {}, done=False))
-        return self._begun(trial_id, point)
+        return self._begin(trial_id, point)
 
-    def _dequeued(self) -> Drawn | None:
+    def _dequeue(self) -> Drawn | None:
         """A trial that waited; None where another process was faster, or has drawn the same."""
         trial = self._study.ask()
         if CONFIG not in trial.user_attrs:  # nothing waits any more: this one is new
             self._finish(trial.number)
             return None
         point = point_of(trial.user_attrs[CONFIG])
-        self._sampler.suggested(trial)
-        return self._begun(trial._trial_id, point)
+        self._sampler.suggestion(trial)
+        return self._begin(trial._trial_id, point)
 
-    def _begun(self, trial_id: int, point: Point) -> Drawn | None:
+    def _begin(self, trial_id: int, point: Point) -> Drawn | None:
         self._heart.add(trial_id)
         number = self._storage.get_trial_number_from_id(trial_id)
-        if point in _known(trial for trial in self._all() if trial.number < number):
+        if point in _points_of(trial for trial in self._all() if trial.number < number):
             self._heart.remove(trial_id)
             self._finish(number)
             return None
@@ -268,21 +268,21 @@ class Study:
             self._study.tell(number, score, state=state, skip_if_finished=True)
 
 
-def _said(outcome: Outcome, result: Found | None) -> tuple[str, Any]:
+def _attribute(outcome: Outcome, result: Found | None) -> tuple[str, Any]:
     """The attribute, its name and its value, that says what became of a trial."""
     return (_FAILED, msgspec.to_builtins(outcome)) if result is None else (_FOUND, msgspec.to_builtins(result))
 
 
-def _known(trials: Iterable[Any]) -> set[Point]:
+def _points_of(trials: Iterable[Any]) -> set[Point]:
     """The points that were measured, failed, wait or run: they need not be drawn."""
     return {point_of(t.user_attrs[CONFIG]) for t in trials if CONFIG in t.user_attrs and _counts(t)}
 
 
-def _left(space: Space, known: set[Point]) -> list[Point]:
+def _rest(space: Space, known: set[Point]) -> list[Point]:
     return [point for point in space.points if point not in known]
 
 
-def _done(trials: Iterable[Any]) -> list[Trial]:
+def _trials_of(trials: Iterable[Any]) -> list[Trial]:
     results = ((trial, _result(trial)) for trial in trials)
     return [Trial(t.number, point_of(t.user_attrs[CONFIG]), result) for t, result in results if result is not None]
 
