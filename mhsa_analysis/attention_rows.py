@@ -37,10 +37,10 @@ class RowSums:
         entropy: np.ndarray | None,
         valid: np.ndarray,
         separators: np.ndarray | None,
-        placed: bool,
+        is_self_attention: bool,
     ) -> None:
-        """weights (B, H, L, S); entropy (B, H, L); valid, separators (B, L) bool; placed: queries and keys are of one
-        sequence, so that places mean something."""
+        """weights (B, H, L, S); entropy (B, H, L); valid, separators (B, L) bool; is_self_attention: queries and keys
+        are of one sequence, so that places mean something."""
         seeing = valid & (weights.sum(axis=3) > 0).all(axis=1)
         rows = weights.transpose(0, 2, 1, 3)[seeing].astype(np.float64)  # (n, H, S)
         total = rows.sum(axis=-1, keepdims=True)
@@ -56,7 +56,7 @@ class RowSums:
         step = max(_MOST // max(rows[0].size, 1), 1) if len(rows) else 1
         for first in range(0, len(rows), step):
             self.apart += _jensen_shannon(rows[first : first + step])
-        if placed:
+        if is_self_attention:
             self._add_places(weights, seeing, valid, separators)
 
     def _add_places(

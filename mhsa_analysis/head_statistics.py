@@ -68,10 +68,10 @@ class HeadStatistics:
         Raises InputError: shapes, NaN, outputs of another layer, a mask that hides everything.
         """
         spec = self.spec
-        given = as_array(x)
-        if given.ndim != 3 or given.shape[2] != spec.embed_dim:
-            raise InputError("x", f"shape (B, L, {spec.embed_dim})", str(given.shape))
-        B, L = given.shape[:2]
+        x_array = as_array(x)
+        if x_array.ndim != 3 or x_array.shape[2] != spec.embed_dim:
+            raise InputError("x", f"shape (B, L, {spec.embed_dim})", str(x_array.shape))
+        B, L = x_array.shape[:2]
         counts = _tokens("valid", valid, (B, L))
         if not counts.any():
             raise InputError("valid", "at least one valid token", f"none of {B} x {L}: the mask hides everything")
@@ -82,16 +82,16 @@ class HeadStatistics:
         weights = self._of_shape(arrays, "weights", (B, spec.num_heads, L, length))
         entropy = self._of_shape(arrays, "entropy", (B, spec.num_heads, L)) if "entropy" in arrays else None
         by_token = heads.transpose(0, 2, 1, 3)[counts].astype(np.float64)  # (n, H, F)
-        checked = {"x": given[counts], "outputs.heads": by_token, "outputs.weights": weights.swapaxes(1, 2)[counts]}
-        for name, array in checked.items():
+        by_name = {"x": x_array[counts], "outputs.heads": by_token, "outputs.weights": weights.swapaxes(1, 2)[counts]}
+        for name, array in by_name.items():
             if not np.isfinite(array).all():
                 raise InputError(
                     name, "finite numbers at all valid tokens", "NaN or infinities", "Say in `valid` what is padding."
                 )
         if "y" in arrays:
-            self._check_layer(by_token, self._of_shape(arrays, "y", given.shape)[counts])
+            self._check_layer(by_token, self._of_shape(arrays, "y", x_array.shape)[counts])
         self._moments.add(by_token.reshape(len(by_token), -1))
-        self._rows.add(weights, entropy, counts, apart, placed=not spec.is_cross)
+        self._rows.add(weights, entropy, counts, apart, is_self_attention=not spec.is_cross)
         return self
 
     def report(self) -> HeadReport:
@@ -126,8 +126,8 @@ class HeadStatistics:
 
     def _check_layer(self, heads: np.ndarray, y: np.ndarray) -> None:
         """Raises InputError unless y (n, D) is what heads (n, H, F) give by this layer's W_O."""
-        made = np.einsum("nhf,hfd->nd", heads, self._layer.out_blocks, optimize=True) + self._layer.out_bias
-        if np.linalg.norm(made - y) > _OTHER_LAYER * np.linalg.norm(y):
+        own = np.einsum("nhf,hfd->nd", heads, self._layer.out_blocks, optimize=True) + self._layer.out_bias
+        if np.linalg.norm(own - y) > _OTHER_LAYER * np.linalg.norm(y):
             expected = "outputs of this layer: y = sum of heads[i] W_O[i] + b"
             raise InputError(
                 "outputs", expected, "a y that this layer's W_O does not give", "Are the weights the same?"

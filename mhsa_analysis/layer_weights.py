@@ -53,8 +53,8 @@ def weights_of(layer: Any) -> LayerWeights:
         arrays = {} if spec is None else layer.weights()
     else:
         spec = getattr(layer, "spec", None)
-        found = layer.named_parameters() if hasattr(layer, "named_parameters") else ()
-        arrays = {name: as_array(value) for name, value in found}
+        parameters = layer.named_parameters() if hasattr(layer, "named_parameters") else ()
+        arrays = {name: as_array(value) for name, value in parameters}
     if not isinstance(spec, AttentionSpec) or "out_proj.weight" not in arrays:
         expected = "a MultiHeadAttention, or an artifact that was compiled from one"
         raise ModelError("layer", expected, type(layer).__name__, "from_torch and from_transformers make one.")

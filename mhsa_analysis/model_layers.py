@@ -61,10 +61,10 @@ class TrainedLayer:
     def check(self, call: int, y: Tensor) -> None:
         """Raises ModelError unless y (B, L, D), of `attention` or of its artifact, is what the model computed: as close
         to float64 as PyTorch's own error allows, in the model's operators or in ours, where queries see a key."""
-        given, rows = self.arguments(call), self.seen[call]
-        exact = {name: value if value.dtype == torch.bool else value.double() for name, value in given.items()}
+        arguments, rows = self.arguments(call), self.seen[call]
+        exact = {name: value if value.dtype == torch.bool else value.double() for name, value in arguments.items()}
         same, in_float64 = self._eager
-        expected, ours = in_float64(**exact), same(**given)
+        expected, ours = in_float64(**exact), same(**arguments)
         if not any(agrees(expected[rows], own[rows], y[rows]) for own in (self.results[call], ours)):
             got = f"{self.name}, a {type(self.module).__name__}, whose own result is another"
             raise ModelError("model", KNOWN, got, "Its heads would be described wrongly.")
@@ -97,34 +97,34 @@ def trained_layers(model: nn.Module, inputs: Sequence[Mapping[str, Any]]) -> lis
         raise InputError("model", "eval mode: dropout would be in the way", "training mode", "Call model.eval() first.")
     runs = [_run(model, one) for one in inputs]
     names = {module: name for name, module in model.named_modules()}
-    found: list[TrainedLayer] = []
+    layers: list[TrainedLayer] = []
     for place, times in _places(runs).items():
         calls = [run[place] for run in runs if place in run]
         name = names[place[0]] + (f", call {place[1] + 1}" if times > 1 and place[1] else "")
         if len(calls) < len(runs):
             raise ModelError("model", "attention that every input runs through", f"{name}, which some do not call")
         if calls[0].context is None:
-            found.append(_layer(name, calls))
-    if not found:
+            layers.append(_layer(name, calls))
+    if not layers:
         raise ModelError("model", KNOWN, *_why_none(model))
-    return found
+    return layers
 
 
 Place = tuple[nn.Module, int]  # a module, and how often it was called before in the same run
 
 
-def _run(model: nn.Module, given: Mapping[str, Any]) -> dict[Place, Any]:
+def _run(model: nn.Module, inputs: Mapping[str, Any]) -> dict[Place, Any]:
     """The calls of attention in one run."""
     with torch.no_grad(), ExitStack() as noting:
-        noted: list[Any] = [noting.enter_context(torch_calls(model))]
+        call_lists: list[Any] = [noting.enter_context(torch_calls(model))]
         if asks_by_name(model):
-            noted.append(noting.enter_context(attention_calls(model)))
-        model(**given)
-    found: dict[Place, Any] = {}
-    for call in (one for calls in noted for one in calls):
-        times = sum(module is call.module for module, _ in found)
-        found[call.module, times] = call
-    return found
+            call_lists.append(noting.enter_context(attention_calls(model)))
+        model(**inputs)
+    by_place: dict[Place, Any] = {}
+    for call in (one for calls in call_lists for one in calls):
+        times = sum(module is call.module for module, _ in by_place)
+        by_place[call.module, times] = call
+    return by_place
 
 
 def _places(runs: Sequence[Mapping[Place, Any]]) -> dict[Place, int]:
@@ -137,10 +137,10 @@ def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
     module = calls[0].module
     try:
         if isinstance(calls[0], TorchCall):
-            attention, seen = attention_of(calls), [call.seen for call in calls]
+            attention, masks = attention_of(calls), [call.seen for call in calls]
         else:
             attention = NotedLayer(calls, dtype_of(next(module.parameters()))).attention()
-            seen = [seen_by(call) for call in calls]
+            masks = [seen_by(call) for call in calls]
     except ModelError as error:
         raise ModelError("model", KNOWN, f"{name}, {error.got}", error.next_step) from error
     return TrainedLayer(
@@ -148,9 +148,9 @@ def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
         module=module,
         attention=attention,
         inputs=[call.x for call in calls],
-        masks=[mask_for(attention.spec, one, calls[0].y.dtype) for one in seen],
+        masks=[mask_for(attention.spec, one, calls[0].y.dtype) for one in masks],
         results=[call.y for call in calls],
-        seen=[one.rows(len(call.x)) for one, call in zip(seen, calls, strict=True)],
+        seen=[one.rows(len(call.x)) for one, call in zip(masks, calls, strict=True)],
     )
 
 

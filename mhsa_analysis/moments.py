@@ -65,8 +65,8 @@ def whitener(covariance: np.ndarray) -> np.ndarray:
     """(n, r): what makes rows of that covariance uncorrelated, of variance 1, in the r directions that vary."""
     values, vectors = np.linalg.eigh(covariance)
     varying = values > LEAST_VARIANCE * max(values[-1], np.finfo(float).tiny)
-    found: np.ndarray = vectors[:, varying] / np.sqrt(values[varying])
-    return found
+    directions: np.ndarray = vectors[:, varying] / np.sqrt(values[varying])
+    return directions
 
 
 def information(cross: np.ndarray, whitener_a: np.ndarray, whitener_b: np.ndarray) -> float:
@@ -99,8 +99,8 @@ class HeadMoments:
         """G (H, H): the mean of <C_i - mean, C_j - mean> over the tokens, C_i = heads[i] W_O^(i)."""
         blocks = self.layer.out_blocks
         gram = np.einsum("ifd,jgd->ijfg", blocks, blocks, optimize=True)
-        found: np.ndarray = np.einsum("ijfg,ijfg->ij", blocked(self.covariance, self.heads), gram, optimize=True)
-        return found
+        cost: np.ndarray = np.einsum("ijfg,ijfg->ij", blocked(self.covariance, self.heads), gram, optimize=True)
+        return cost
 
     @cached_property
     def size(self) -> float:
@@ -113,21 +113,21 @@ class HeadMoments:
         F = self.layer.spec.v_head_dim
         return (np.asarray(heads, int)[:, None] * F + np.arange(F)).reshape(-1)
 
-    def refit(self, kept: Sequence[int]) -> np.ndarray:
-        """W (len(kept) F, D): what makes of the kept heads, around their means, the nearest to y in the mean square."""
-        columns = self.columns(kept)
+    def refit(self, heads: Sequence[int]) -> np.ndarray:
+        """W (len(heads) F, D): what makes of these heads, around their means, the nearest to y in the mean square."""
+        columns = self.columns(heads)
         own = self.covariance[np.ix_(columns, columns)]
         inverse = np.linalg.pinv(own, rcond=LEAST_VARIANCE, hermitian=True)
-        found: np.ndarray = inverse @ (self.covariance[columns] @ self.out)
-        return found
+        weights: np.ndarray = inverse @ (self.covariance[columns] @ self.out)
+        return weights
 
-    def refit_cost(self, kept: Sequence[int]) -> float:
+    def refit_cost(self, heads: Sequence[int]) -> float:
         """The mean square of what the refit misses, on the tokens that it was fitted on."""
-        columns, fitted = self.columns(kept), self.refit(kept)
-        explained = np.einsum("kd,kd->", fitted, self.covariance[columns] @ self.out)
-        return max(float(self.cost.sum() - explained), 0.0)
+        columns, weights = self.columns(heads), self.refit(heads)
+        part = np.einsum("kd,kd->", weights, self.covariance[columns] @ self.out)
+        return max(float(self.cost.sum() - part), 0.0)
 
-    def bias(self, kept: Sequence[int], out: np.ndarray) -> np.ndarray:
-        """(D,): the bias with which the kept heads, by `out` (len(kept) F, D), have y's mean."""
-        found: np.ndarray = self.layer.out_bias + self.mean @ self.out - self.mean[self.columns(kept)] @ out
-        return found
+    def bias(self, heads: Sequence[int], out: np.ndarray) -> np.ndarray:
+        """(D,): the bias with which these heads, by `out` (len(heads) F, D), have y's mean."""
+        bias: np.ndarray = self.layer.out_bias + self.mean @ self.out - self.mean[self.columns(heads)] @ out
+        return bias

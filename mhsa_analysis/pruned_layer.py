@@ -39,36 +39,36 @@ def pruned(layer: MultiHeadAttention, heads: Sequence[int], *, refit: bool = Fal
     if spec.alibi:
         got = "alibi=True"
         raise SpecError("layer", "heads that do not know how many there are", got, "ALiBi's slopes would all change.")
-    removed = checked_heads(heads, spec.num_heads, spec.num_kv_heads)
-    kept = [head for head in range(spec.num_heads) if head not in removed]
+    removal = checked_heads(heads, spec.num_heads, spec.num_kv_heads)
+    rest = [head for head in range(spec.num_heads) if head not in removal]
     group = spec.num_heads // spec.num_kv_heads
-    moments = _moments_of(layer, heads, refit, len(kept))
+    moments = _moments_of(layer, heads, refit, len(rest))
     small = MultiHeadAttention(
         msgspec.structs.replace(
             spec,
-            num_heads=len(kept),
-            num_kv_heads=len(kept) // group,
+            num_heads=len(rest),
+            num_kv_heads=len(rest) // group,
             bias=spec.bias or moments is not None,
             outputs=("y",),
         )
     )
-    columns = _columns(kept, spec.v_head_dim)
+    columns = _columns(rest, spec.v_head_dim)
     state = {name: value.detach() for name, value in layer.named_parameters()}
-    found = _projections(state, kept, group, (spec.head_dim, spec.v_head_dim))
-    found["out_proj.weight"] = state["out_proj.weight"][:, columns]
+    projections = _projections(state, rest, group, (spec.head_dim, spec.v_head_dim))
+    projections["out_proj.weight"] = state["out_proj.weight"][:, columns]
     if "out_proj.bias" in state:
-        found["out_proj.bias"] = state["out_proj.bias"]
+        projections["out_proj.bias"] = state["out_proj.bias"]
     if moments is not None:
-        out = moments.refit(kept) if refit else moments.out[moments.columns(kept)]
-        found["out_proj.weight"] = torch.from_numpy(np.ascontiguousarray(out.T))
-        found["out_proj.bias"] = torch.from_numpy(moments.bias(kept, out))
+        out = moments.refit(rest) if refit else moments.out[moments.columns(rest)]
+        projections["out_proj.weight"] = torch.from_numpy(np.ascontiguousarray(out.T))
+        projections["out_proj.bias"] = torch.from_numpy(moments.bias(rest, out))
     with torch.no_grad():
         for name, parameter in small.named_parameters():
-            parameter.copy_(found[name] if name in found else torch.zeros_like(parameter))
+            parameter.copy_(projections[name] if name in projections else torch.zeros_like(parameter))
     return small.to(layer.out_proj.weight.device).eval()
 
 
-def _moments_of(layer: MultiHeadAttention, heads: Sequence[int], refit: bool, kept: int) -> HeadMoments | None:
+def _moments_of(layer: MultiHeadAttention, heads: Sequence[int], refit: bool, count: int) -> HeadMoments | None:
     """What was measured, if it is of this layer and enough. Raises InputError."""
     moments = heads.moments if isinstance(heads, HeadSet) else None
     if moments is None:
@@ -80,26 +80,26 @@ def _moments_of(layer: MultiHeadAttention, heads: Sequence[int], refit: bool, ke
     ours = layer.out_proj.weight.detach().cpu().double().numpy()
     if not np.array_equal(ours, moments.layer.arrays["out_proj.weight"]):
         raise InputError("heads", "a plan for this layer", "one for a layer with other weights")
-    needed = _TOKENS_PER_COLUMN * kept * layer.spec.v_head_dim
-    if refit and moments.tokens < needed:
-        expected = f"statistics of at least {needed} tokens, {_TOKENS_PER_COLUMN} for each column of W_O that is kept"
+    least = _TOKENS_PER_COLUMN * count * layer.spec.v_head_dim
+    if refit and moments.tokens < least:
+        expected = f"statistics of at least {least} tokens, {_TOKENS_PER_COLUMN} for each column of W_O that is kept"
         raise InputError("refit", expected, str(moments.tokens), "Add more batches, or do without a refit.")
     return moments
 
 
 def _projections(
-    state: dict[str, Tensor], kept: Sequence[int], group: int, widths: tuple[int, int]
+    state: dict[str, Tensor], heads: Sequence[int], group: int, widths: tuple[int, int]
 ) -> dict[str, Tensor]:
     """The rows of the kept heads in what makes queries, keys and values, and their sinks."""
-    shared = [head // group for head in kept[::group]]
-    rows = {"q": _columns(kept, widths[0]), "k": _columns(shared, widths[0]), "v": _columns(shared, widths[1])}
-    found = {
+    shared = [head // group for head in heads[::group]]
+    rows = {"q": _columns(heads, widths[0]), "k": _columns(shared, widths[0]), "v": _columns(shared, widths[1])}
+    projections = {
         name: state[name][rows[part]]
         for part in rows
         for name in (f"{part}_proj.weight", f"{part}_proj.bias")
         if name in state
     }
-    return found | ({"sinks": state["sinks"][list(kept)]} if "sinks" in state else {})
+    return projections | ({"sinks": state["sinks"][list(heads)]} if "sinks" in state else {})
 
 
 def _columns(heads: Sequence[int], width: int) -> Tensor:

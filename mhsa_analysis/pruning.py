@@ -51,60 +51,60 @@ def plan_for(moments: HeadMoments, k: int) -> PruningPlan:
         hint = "" if group == 1 else f"{group} heads share one key/value head, and go together."
         raise InputError("k", expected, repr(k), hint)
     units = moments.cost.reshape(spec.num_kv_heads, group, spec.num_kv_heads, group).sum(axis=(1, 3))
-    chosen = (_best if len(units) <= _EXACT else _greedy)(units, k // group)
-    return plan_of(moments, [unit * group + i for unit in chosen for i in range(group)])
+    best = (_best if len(units) <= _EXACT else _greedy)(units, k // group)
+    return plan_of(moments, [unit * group + i for unit in best for i in range(group)])
 
 
 def plan_of(moments: HeadMoments, heads: Sequence[int]) -> PruningPlan:
     """The plan that removes `heads`. Raises InputError."""
-    removed = HeadSet(checked_heads(heads, moments.heads, moments.layer.spec.num_kv_heads))
-    removed.moments = moments
-    kept = tuple(head for head in range(moments.heads) if head not in removed)
-    cost = float(moments.cost[np.ix_(removed, removed)].sum())
-    return PruningPlan(removed, kept, _relative(moments, cost), moments)
+    removal = HeadSet(checked_heads(heads, moments.heads, moments.layer.spec.num_kv_heads))
+    removal.moments = moments
+    rest = tuple(head for head in range(moments.heads) if head not in removal)
+    cost = float(moments.cost[np.ix_(removal, removal)].sum())
+    return PruningPlan(removal, rest, _relative(moments, cost), moments)
 
 
 def checked_heads(heads: Sequence[int], H: int, G: int) -> tuple[int, ...]:
     """`heads` in order. Raises InputError: not there, twice, all, a part of a group."""
-    found = sorted(heads) if all(isinstance(head, int | np.integer) for head in heads) else []
-    if len(found) != len(heads) or any(not 0 <= head < H for head in found) or len(set(found)) < len(found):
+    order = sorted(heads) if all(isinstance(head, int | np.integer) for head in heads) else []
+    if len(order) != len(heads) or any(not 0 <= head < H for head in order) or len(set(order)) < len(order):
         raise InputError("heads", f"heads from 0 to {H - 1}, each once", repr(list(heads)))
-    if len(found) == H:
+    if len(order) == H:
         raise InputError("heads", "some heads to be kept", f"all {H} of them", "A layer has at least one head.")
     group = H // G
     for first in range(0, H, group):
-        inside = [head for head in found if first <= head < first + group]
+        inside = [head for head in order if first <= head < first + group]
         if 0 < len(inside) < group:
             expected = f"whole groups of {group} heads, which share one key/value head"
             raise InputError("heads", expected, f"{inside} of {list(range(first, first + group))}")
-    return tuple(map(int, found))
+    return tuple(map(int, order))
 
 
 def _best(cost: np.ndarray, k: int) -> tuple[int, ...]:
     """The cheapest of all sets of k."""
     sets = np.array(list(combinations(range(len(cost)), k)), int).reshape(-1, k)
-    chosen = np.zeros((len(sets), len(cost)))
-    np.put_along_axis(chosen, sets, 1.0, axis=1)
-    costs = np.einsum("si,ij,sj->s", chosen, cost, chosen, optimize=True)
+    rows = np.zeros((len(sets), len(cost)))
+    np.put_along_axis(rows, sets, 1.0, axis=1)
+    costs = np.einsum("si,ij,sj->s", rows, cost, rows, optimize=True)
     return tuple(sets[costs.argmin()])
 
 
 def _greedy(cost: np.ndarray, k: int) -> tuple[int, ...]:
     """One after the other, each the cheapest beside those before; then swapped as long as that is cheaper."""
-    chosen: list[int] = []
-    while len(chosen) < k:
-        rest = [i for i in range(len(cost)) if i not in chosen]
-        chosen.append(min(rest, key=lambda i: cost[i, i] + 2 * cost[i, chosen].sum()))
+    units: list[int] = []
+    while len(units) < k:
+        rest = [i for i in range(len(cost)) if i not in units]
+        units.append(min(rest, key=lambda i: cost[i, i] + 2 * cost[i, units].sum()))
     while True:
-        best, swapped = _sum(cost, chosen), None
-        for place in range(len(chosen)):
-            for other in set(range(len(cost))) - set(chosen):
-                tried = [*chosen[:place], other, *chosen[place + 1 :]]
-                if (found := _sum(cost, tried)) < best * (1 - 1e-12):
-                    best, swapped = found, tried
-        if swapped is None:
-            return tuple(chosen)
-        chosen = swapped
+        best, better = _sum(cost, units), None
+        for place in range(len(units)):
+            for other in set(range(len(cost))) - set(units):
+                swap = [*units[:place], other, *units[place + 1 :]]
+                if (cost_of_swap := _sum(cost, swap)) < best * (1 - 1e-12):
+                    best, better = cost_of_swap, swap
+        if better is None:
+            return tuple(units)
+        units = better
 
 
 def _sum(cost: np.ndarray, heads: Sequence[int]) -> float:

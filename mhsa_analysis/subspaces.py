@@ -51,5 +51,5 @@ def subspace_overlap(layer: Any, projection: str) -> np.ndarray:
 def _basis(columns: np.ndarray) -> np.ndarray:
     """Orthonormal columns of the same span."""
     left, values, _ = np.linalg.svd(columns, full_matrices=False)
-    found: np.ndarray = left[:, values > values.max(initial=0.0) * max(columns.shape) * np.finfo(float).eps]
-    return found
+    basis: np.ndarray = left[:, values > values.max(initial=0.0) * max(columns.shape) * np.finfo(float).eps]
+    return basis

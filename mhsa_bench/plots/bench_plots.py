@@ -45,11 +45,11 @@ LABEL_PLACES = (
 
 def shares(reports: Mapping[str, BenchReport], path: Path) -> None:
     """A line for each workload: ours as a bar, every peer as a dot, at their shares of the machine's limit."""
-    bounded = {name: report for name, report in reports.items() if report.floor is not None}
-    with figure(path, (8.4, 1.3 + 0.3 * max(1, len(bounded)))) as axes:
-        for place, report in enumerate(bounded.values()):
+    with_floor = {name: report for name, report in reports.items() if report.floor is not None}
+    with figure(path, (8.4, 1.3 + 0.3 * max(1, len(with_floor)))) as axes:
+        for place, report in enumerate(with_floor.values()):
             _share_line(axes, place, report)
-        names = [name for name in PEERS if any(_ran(report, name) for report in bounded.values())]
+        names = [name for name in PEERS if any(_ran(report, name) for report in with_floor.values())]
         handles = [axes.plot([], [], "s", color=OURS, markersize=8, label="mhsa_compile")[0]]
         handles += [axes.plot([], [], "o", color=PEERS[n], markersize=6, label=n)[0] for n in names]
         axes.legend(
@@ -63,14 +63,14 @@ def shares(reports: Mapping[str, BenchReport], path: Path) -> None:
             handletextpad=0.2,
             borderaxespad=0.2,
         )
-        axes.set_yticks(range(len(bounded)), bounded, fontsize=9)
-        axes.set_ylim(len(bounded) - 0.4, -0.9)
+        axes.set_yticks(range(len(with_floor)), with_floor, fontsize=9)
+        axes.set_ylim(len(with_floor) - 0.4, -0.9)
         axes.set_xlim(0, 1.0)
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "the limit"])
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", color=GRID)
         axes.spines["left"].set_visible(False)
-        axes.set_title(_title("Share of this machine's limit", bounded), pad=28, x=-0.13)
+        axes.set_title(_title("Share of this machine's limit", with_floor), pad=28, x=-0.13)
         axes.text(1.02, -0.75, "fastest peer / ours", color=FAINT, fontsize=8, transform=axes.get_yaxis_transform())
 
 
@@ -157,31 +157,31 @@ def roofline(reports: Mapping[str, BenchReport], path: Path) -> None:
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
-    bounded = {name: report for name, report in reports.items() if report.floor is not None}
+    with_floor = {name: report for name, report in reports.items() if report.floor is not None}
     with figure(path, (7.6, 5.2)) as axes:
         axes.set_xscale("log")
         axes.set_yscale("log")
         points = {
             name: (r.floor.flops / r.floor.bytes, r.ours.gflops or 0.0)
-            for name, r in bounded.items()
+            for name, r in with_floor.items()
             if r.floor is not None
         }
         intensities = [x for x, _ in points.values()] or [1.0]
         left, right = min(intensities) * 0.25, max(intensities) * 2.5
-        for dtype in dict.fromkeys(report.dtype for report in bounded.values()):
-            _roof(axes, [report for report in bounded.values() if report.dtype == dtype], left, right)
-        for name, report in bounded.items():
+        for dtype in dict.fromkeys(report.dtype for report in with_floor.values()):
+            _roof(axes, [report for report in with_floor.values() if report.dtype == dtype], left, right)
+        for name, report in with_floor.items():
             best, x = report.best_peer, points[name][0]
             if best is not None and best.gflops:
                 axes.plot([x, x], [best.gflops, points[name][1]], "-", color="#d0d0d0", linewidth=1, zorder=1)
                 axes.plot(x, best.gflops, "o", color=PEERS[best.name], markersize=4, zorder=2)
             axes.plot(*points[name], "o", color=OURS, markersize=6, markeredgecolor="white", zorder=3)
-        names = dict.fromkeys(r.best_peer.name for r in bounded.values() if r.best_peer is not None)
+        names = dict.fromkeys(r.best_peer.name for r in with_floor.values() if r.best_peer is not None)
         handles = [axes.plot([], [], "o", color=OURS, markersize=6, label="mhsa_compile")[0]]
         handles += [axes.plot([], [], "o", color=PEERS[n], markersize=4, label=f"{n}, where fastest")[0] for n in names]
         axes.legend(handles=handles, loc="lower right", frameon=False)
         axes.set_xlim(left, right)
-        axes.set_ylim(top=1.3 * max(report.peak_gflops for report in bounded.values()))
+        axes.set_ylim(top=1.3 * max(report.peak_gflops for report in with_floor.values()))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_minor_locator(NullLocator())
@@ -189,7 +189,7 @@ def roofline(reports: Mapping[str, BenchReport], path: Path) -> None:
         axes.set_xlabel("useful operations for each byte of inputs, weights and outputs")
         axes.set_ylabel("GFLOP/s")
         axes.grid(color=GRID)
-        axes.set_title(_title("Roofline", bounded), pad=12)
+        axes.set_title(_title("Roofline", with_floor), pad=12)
         _labels(axes, points)
 
 

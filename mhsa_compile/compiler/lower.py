@@ -54,8 +54,8 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     choices = {name: choice for name, choice in choice_of.items() if isinstance(choice, _Chosen)}
     plain = {name: op for name, op in imported.ops.items() if name not in choices}
     fallbacks = _fallbacks(imported.module["main"], choices)
-    written = _write_out(imported.module, plain) if plain else imported.module
-    others, reports = _lower_others(written, profile, shelf)
+    plain_module = _write_out(imported.module, plain) if plain else imported.module
+    others, reports = _lower_others(plain_module, profile, shelf)
     slow = slow_operations(others, imported, profile) if isinstance(profile, CpuProfile) else ()
     builder = relax.BlockBuilder(others)
     run = {name: builder.add_func(c.emitted.run, f"{c.op.kind}_{name}") for name, c in choices.items()}

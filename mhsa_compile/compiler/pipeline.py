@@ -124,22 +124,22 @@ def compile(
     environment.check_compiler()
     user_folders.let_tvm_load()
     tell("export")
-    source, added = with_outputs(as_module(source, example_inputs), outputs)
+    source, extra_outputs = with_outputs(as_module(source, example_inputs), outputs)
     if in_place:
         source = _in_place(source)
-    asked = Asked(profile, weights, at_hand, tuple(map(str, added)), is_checked)
-    with CompiledBefore(asked if use_cache else None) as before:
+    question = Asked(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked)
+    with CompiledBefore(question if use_cache else None) as before:
         if example_inputs is None and dynamic_shapes is None:
             check_dims(dims)
-            if (found := before.of_module(source, dims)) is not None:
-                return found
+            if (entry := before.of_module(source, dims)) is not None:
+                return entry
         read = read_source(source, dims, example_inputs, dynamic_shapes)
-        if (found := before.of_model(read.original, dims)) is not None:
-            if not found.manifest.attention and without_attention != "accept":
-                _canonical(read, added, without_attention)
-            return found
+        if (entry := before.of_model(read.original, dims)) is not None:
+            if not entry.manifest.attention and without_attention != "accept":
+                _canonical(read, extra_outputs, without_attention)
+            return entry
         tell("import")
-        canonical = _canonical(read, added, without_attention)
+        canonical = _canonical(read, extra_outputs, without_attention)
         read, imported = _import(read, canonical, weights)
         tell("schedule")
         code = _Code(canonical.model, profile, RecordSet(at_hand, profile), weights)
@@ -150,7 +150,9 @@ def compile(
         with _temporary_folder() as owner:
             tell("build")
             with ThreadPoolExecutor(1) as beside:  # both take a second, and LLVM runs on one thread
-                written = beside.submit(_write_weights, owner.path, read, scheduled.weights, with_source=not added)
+                written = beside.submit(
+                    _write_weights, owner.path, read, scheduled.weights, with_source=not extra_outputs
+                )
                 code.build(scheduled, owner.path / MODULE)
                 written.result()
             unchecked, outcome = Artifact.assemble(owner.path, manifest), proof.OFF
@@ -304,8 +306,8 @@ def _records(source: str | Path | Iterable[Record] | None, profile: TargetProfil
         if wrong := [one for one in records if not isinstance(one, Record)]:
             raise InputError("records", "a file of records, or Record objects", type(wrong[0]).__name__)
         return records
-    shelf, torn = record_files.gather(profile.records() if source is None else [Path(source)])
-    for sentence in torn:
+    shelf, warnings_of_files = record_files.gather(profile.records() if source is None else [Path(source)])
+    for sentence in warnings_of_files:
         warnings.warn(sentence, stacklevel=3)
     return shelf
 

@@ -100,10 +100,10 @@ class CallTable:
             return compiled
         with self._lock, torch.random.fork_rng(devices=()):
             for kind in siblings(call, causal=causal, windowed=windowed):
-                for wanted, one in ((kind, False), (kind.of_one_query, True)):
-                    if (wanted, one) not in self._loaded:
-                        artifact = pipeline.compile(graph_of(wanted, one_query=one), self._target)
-                        self._loaded[wanted, one] = load(artifact)
+                for variant, one in ((kind, False), (kind.of_one_query, True)):
+                    if (variant, one) not in self._loaded:
+                        artifact = pipeline.compile(graph_of(variant, one_query=one), self._target)
+                        self._loaded[variant, one] = load(artifact)
             compiled = self._loaded[(call.of_one_query, True) if one_query else (call, False)]
             self._asked[key] = compiled
             return compiled

@@ -74,17 +74,17 @@ def compile_graph(
     if mode != "default":
         raise InputError("mode", 'none: the backend "mhsa" has no modes', repr(mode), "Leave it out, or use options.")
     read = BackendOptions.read(options or {})
-    captured = CapturedGraph.read(graph, example_inputs)
-    if isinstance(captured, str):
-        return _left(graph, captured, read)
-    bound = _Bound(captured, read)
+    program = CapturedGraph.read(graph, example_inputs)
+    if isinstance(program, str):
+        return _left(graph, program, read)
+    bound = _Bound(program, read)
     try:
         bound.compiled(example_inputs)
     except MhsaError as error:
         if read.is_strict:
             raise
         return _left(graph, f"{error.argument}: expected {error.expected}, got {error.got}", read)
-    inputs = captured.with_numbers(example_inputs)
+    inputs = program.with_numbers(example_inputs)
     if read.check and (why := _difference(graph, bound, inputs)):
         return _left(graph, why, read)
     if (ratio := _time_by_eager(graph, bound, inputs)) > _SLOWER:
@@ -135,8 +135,8 @@ class _Bound:
                 return artifact
             states = WeightStates(self.captured.weights_of(inputs), read_alike=True)  # by Dynamo's guards
             with torch.random.fork_rng(devices=()):
-                artifact, joined = self._compile(inputs)
-            entry = _Entry(states, self.captured.numbers_of(inputs), artifact, joined)
+                artifact, dims = self._compile(inputs)
+            entry = _Entry(states, self.captured.numbers_of(inputs), artifact, dims)
             self._entries = (entry, *self._entries[: _MOST_WEIGHTS - 1])
             return artifact
 
@@ -150,13 +150,13 @@ class _Bound:
 
     def _compile(self, inputs: Sequence[Any]) -> tuple[CompiledAttention, dict[str, dict[int, str]] | None]:
         """The artifact, with all dims free, or else with those joined that are of one size here."""
-        free, joined = self.captured.free_dims(), self.captured.joined_dims(inputs)
+        free, alike = self.captured.free_dims(), self.captured.joined_dims(inputs)
         try:
             return self._compiled(inputs, free), None
         except ModelError:
-            if joined == free:
+            if alike == free:
                 raise
-        return self._compiled(inputs, joined), joined
+        return self._compiled(inputs, alike), alike
 
     def _compiled(self, inputs: Sequence[Any], dims: Mapping[str, Mapping[int, str]]) -> CompiledAttention:
         # The exporter would add its guards to those of the graph that is being compiled, and they never hold.

@@ -83,10 +83,10 @@ def chosen(manifest: Manifest, device: str | None) -> Gpu:
         raise InputError("device", f"cuda:0{last}", f"cuda:{index}")
     gpu = nvidia.gpu(index)
     _check_target(manifest, gpu)
-    needed, free = _weight_bytes(manifest), nvidia.free_bytes(index)
-    if free < needed:
+    least, free = _weight_bytes(manifest), nvidia.free_bytes(index)
+    if free < least:
         raise DeviceError(
-            f"device {gpu}", f"{needed / 2**20:,.0f} MiB free for the weights", f"{free / 2**20:,.0f} MiB",
+            f"device {gpu}", f"{least / 2**20:,.0f} MiB free for the weights", f"{free / 2**20:,.0f} MiB",
             "Free some, or load it on another GPU: device=\"cuda:1\".",
         )  # fmt: skip
     return gpu

@@ -112,9 +112,9 @@ class Launches(threading.local):
 
     def _stream(self, of_torch: bool) -> AbstractContextManager[Any]:
         """Inside, TVM launches on PyTorch's current stream, if `of_torch`; it is told one for each thread and GPU."""
-        torch, unchanged = torch_of_cuda(), nullcontext()
+        torch, same = torch_of_cuda(), nullcontext()
         if not of_torch or torch is None:
-            return unchanged
+            return same
         stream = torch.cuda.current_stream(self._gpu.index).cuda_stream
         context: AbstractContextManager[Any] = self._runtime.ffi.use_raw_stream(self._device, stream)
         return context

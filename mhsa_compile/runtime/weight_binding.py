@@ -77,13 +77,13 @@ def is_made(name: str) -> bool:
 
 
 def weight_arrays(
-    manifest: Manifest, stored: Mapping[str, Any], weights: Weights | None, make: Callable[..., Argument]
+    manifest: Manifest, own: Mapping[str, Any], weights: Weights | None, make: Callable[..., Argument]
 ) -> list[Any]:
-    """The weights in the manifest's order, checked. `stored` are those of the artifact that are needed. Raises
+    """The weights in the manifest's order, checked. `own` are those of the artifact that are needed. Raises
     InputError."""
-    arrays = stored
+    arrays = own
     if weights is not None:
-        arrays = {**stored, **(weights if isinstance(weights, Mapping) else _read(weights))}
+        arrays = {**own, **(weights if isinstance(weights, Mapping) else _read(weights))}
     names = {info.name for info in manifest.weights}
     if missing := sorted(names - arrays.keys()):
         raise InputError(

@@ -238,11 +238,11 @@ def _best(
     """The result of the best candidate: each was measured beside a default of its own, so each is judged by that."""
     noise = noise_of(incumbent, again)
     point, best = chosen(space.default, incumbent, {}, noise)
-    found = best[point]
+    result = best[point]
     for candidate, pair in pairs.items():
         both = _both(pair)
         if both is not None:
             faster, its = chosen(space.default, both[0], {candidate: both[1]}, noise)
-            if its[faster].score < found.score:
-                point, found = faster, its[faster]
-    return SearchResult(point, found, noise, tuple(study.trials()), "results")
+            if its[faster].score < result.score:
+                point, result = faster, its[faster]
+    return SearchResult(point, result, noise, tuple(study.trials()), "results")

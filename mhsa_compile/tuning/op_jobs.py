@@ -94,10 +94,10 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
     shapes = [(K, n) if transposed else (n, K) for n, transposed in zip(op.widths, op.transposed, strict=True)]
     weights = [_draw(rng, shape, op.dtype, K**-0.5) for shape in shapes]
     biases = [_draw(rng, (n,), op.dtype) if biased else None for n, biased in zip(op.widths, op.biased, strict=True)]
-    checked = _some(count, ROWS)
+    checked_rows = _some(count, ROWS)
 
     def product(dtype: torch.dtype, rounded: bool) -> np.ndarray:
-        factor = to_torch(x.reshape(count, K)[checked]).to(dtype)
+        factor = to_torch(x.reshape(count, K)[checked_rows]).to(dtype)
         results = []
         for weight, bias, transposed in zip(weights, biases, op.transposed, strict=True):
             w = to_torch(weight if transposed else weight.T).to(dtype)
@@ -107,11 +107,11 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
 
     expected = product(torch.float64, False)
     most = budget(expected, product(to_torch(x).dtype, op.int8_weights), op.dtype)
-    places = checked[:, None] * op.pitch + np.arange(N)
-    given_biases = [bias for bias in biases if bias is not None]
+    places = checked_rows[:, None] * op.pitch + np.arange(N)
+    present = [bias for bias in biases if bias is not None]
     return MeasureJob(
         inputs=(x,),
-        weights=(*weights, *given_biases),
+        weights=(*weights, *present),
         output=((*rows, op.pitch), op.dtype),
         checked=places.reshape(-1),
         expected=expected.reshape(-1),

@@ -114,7 +114,7 @@ class Pairs:
             return SelfCheck(name, np.inf, 0.0, "another shape than the oracle's")
         at_base = (self._in_weights(base, base_results), expected, yardstick)
         infos = {i: info for i, info in enumerate(self.manifest.outputs) if self._is_comparable(i, info)}
-        found: dict[int, list[tuple[np.ndarray, ...]]] = {i: [] for i in infos}
+        pieces_of: dict[int, list[tuple[np.ndarray, ...]]] = {i: [] for i in infos}
         for variant in variants:
             exact = None if self.own else self.truth(variant.inputs)
             results = self.run(variant.inputs)
@@ -123,10 +123,10 @@ class Pairs:
                 parts = [variant.base_part(arrays[i], info) for arrays in at_base]
                 if exact is not None and not _same(variant.part(exact[i], info), parts[1]):
                     raise Meaningless("the model itself is not so, says the oracle")
-                got = of_keys[i] if i in of_keys else variant.part(results[i], info)
-                found[i].append((got, *parts))
-        judged = (_judged(name, pieces) for pieces in found.values())
-        return max(judged, key=lambda check: (check.ratio, check.note != SAME))
+                ours = of_keys[i] if i in of_keys else variant.part(results[i], info)
+                pieces_of[i].append((ours, *parts))
+        verdicts = (_judged(name, pieces) for pieces in pieces_of.values())
+        return max(verdicts, key=lambda check: (check.ratio, check.note != SAME))
 
     def _weights_of_keys(
         self, variant: Variant, results: list[np.ndarray], base: list[np.ndarray], weights: list[np.ndarray]

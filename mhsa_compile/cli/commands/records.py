@@ -185,9 +185,9 @@ def _shipped_target(name: str, records: Iterable[Record]) -> str:
     )
     from mhsa_compile.records.record import why_not_on
 
-    if (known := shipped_name(name)) is not None:
-        return known
-    profiles = map(load_profile, (known for known in profile_names() if known != NATIVE))
+    if (file_name := shipped_name(name)) is not None:
+        return file_name
+    profiles = map(load_profile, (file_name for file_name in profile_names() if file_name != NATIVE))
     fitting = [profile.name for profile in profiles if not any(why_not_on(record, profile) for record in records)]
     hint = f"State one, such as --target {fitting[-1]}: all of them fit {', '.join(fitting)}." if fitting else ""
     raise RecordsError("--target", "a target that is shipped", repr(name), hint or "`mhsa targets` lists them.")

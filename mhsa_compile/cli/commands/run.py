@@ -57,11 +57,11 @@ def run(
         report = [dict(zip(keys, row, strict=True)) for row in rows]
         output.print_json({"outputs": report, "seconds": seconds, "threads": attention.threads, "saved": out})
         return
-    shown = (
+    cells = (
         (name, output.dims_text(dims), dtype, f"{low:.4g}", f"{high:.4g}") for name, dims, dtype, low, high in rows
     )
     title = f"{artifact}: first call {seconds * 1e3:.2f} ms, {attention.threads} threads"
-    output.print_table(title, ("output", "dims", "dtype", "min>", "max>"), shown)
+    output.print_table(title, ("output", "dims", "dtype", "min>", "max>"), cells)
 
 
 def verify(artifact: options.ArtifactFolder, *, seed: options.Seed = 0, json: options.Json = False) -> None:

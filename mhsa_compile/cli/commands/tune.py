@@ -303,14 +303,14 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
     if not isinstance(profile, CpuProfile):  # for GPUs what no kernel claims has its schedules by rules
         with tune_view.live(case.name, settings.seconds, peers) as watch:
             return TunedSource(tune(imported.ops, profile, session, request, watch=watch), None, peers)
-    left = fallback_jobs.fallback_tasks(lower.prepared(imported, profile).module, profile)
-    for_rest = REST_SHARE * settings.seconds if any(not task.reason for task in left) else 0.0
+    tasks = fallback_jobs.fallback_tasks(lower.prepared(imported, profile).module, profile)
+    for_rest = REST_SHARE * settings.seconds if any(not task.reason for task in tasks) else 0.0
     request = replace(request, seconds=settings.seconds - for_rest)
     with tune_view.live(case.name, settings.seconds - for_rest, peers) as watch:
         report = tune(imported.ops, profile, session, request, watch=watch)
     with output.stages() as stage:
         rest = metaschedule.tune_functions(
-            left,
+            tasks,
             profile,
             session,
             for_rest,
@@ -319,7 +319,7 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
             seed=settings.seed,
             tell=lambda name: stage(f"tune {name} with MetaSchedule"),
         )
-    return TunedSource(report, None, peers, left, rest)
+    return TunedSource(report, None, peers, tasks, rest)
 
 
 def search_here(case: Case, settings: Settings, session: Session, peers: tuple[str, ...]) -> TunedSource:

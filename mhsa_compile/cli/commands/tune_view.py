@@ -59,7 +59,7 @@ def _failures(failures: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in failures.items())
 
 
-def _table(name: str, states: list[TaskState], seconds: float, left: float | None, peers: Mapping[str, float]) -> Any:
+def _table(name: str, states: list[TaskState], seconds: float, rest: float | None, peers: Mapping[str, float]) -> Any:
     from rich import box
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -71,7 +71,7 @@ def _table(name: str, states: list[TaskState], seconds: float, left: float | Non
         table.add_column(column, justify="left" if column in ("operation", "phase", "failures") else "right")
     for state in states:
         table.add_row(*map(output.text, _live_cells(state)))
-    remaining = max(0.0, left or 0.0)
+    remaining = max(0.0, rest or 0.0)
     bar = ProgressBar(total=seconds, completed=seconds - remaining, width=40)
     return Group(output.text(f"{name}{_overall(states, peers)}", "bold"), table, bar, Text(f"{remaining:.0f} s left"))
 

@@ -57,8 +57,8 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
     """The records of several files; of a torn last line, one line on stderr. Raises RecordsError."""
     from mhsa_compile.records import record_files
 
-    records, torn = record_files.gather(paths)
-    for sentence in torn:
+    records, sentences = record_files.gather(paths)
+    for sentence in sentences:
         output.line(f"Warning: {sentence}", err=True)
     return records
 

@@ -123,27 +123,27 @@ class Search:
 
     def run(self, end: float, trials: int | None = None) -> str:
         """Draws and measures until `end` on the clock, a batch at least. Returns why it stopped."""
-        lost = 0
+        losses = 0
         while True:
-            done = self.study.trials()
-            self._report(done)
-            if self.clock() >= end and len(done) >= BATCH:
+            trials_before = self.study.trials()
+            self._report(trials_before)
+            if self.clock() >= end and len(trials_before) >= BATCH:
                 return "time"
-            if trials is not None and len(done) >= trials:
+            if trials is not None and len(trials_before) >= trials:
                 return "trials"
-            if self._is_exhausted(done):
+            if self._is_exhausted(trials_before):
                 return "no gain beyond the noise"
             others = 0 if trials is None else self.study.running_elsewhere()
-            wanted = BATCH if trials is None else min(BATCH, trials - len(done) - others)
-            drawn = self._draw(wanted)
-            if not drawn and wanted > 0 and self.study.is_settled():
+            count = BATCH if trials is None else min(BATCH, trials - len(trials_before) - others)
+            batch = self._draw(count)
+            if not batch and count > 0 and self.study.is_settled():
                 return "nothing left"
-            if not drawn:
+            if not batch:
                 sleep(ELSEWHERE)  # others are at the last ones, or died over them
                 continue
-            lost = lost + 1 if self._measure(drawn) else 0
-            if lost >= MOST_LOST:
-                _require_timing(Failure(LOST, f"{lost} times in a row"))
+            losses = losses + 1 if self._measure(batch) else 0
+            if losses >= MOST_LOST:
+                _require_timing(Failure(LOST, f"{losses} times in a row"))
 
     def sweep(self, end: float = float("inf")) -> str:
         """Measures everything that is left, also what other processes are at and do not come through with."""

@@ -155,8 +155,8 @@ class Study:
         with named(self._url):
             trials = self._all()
         points: dict[Point, None] = {}
-        done, known = _trials_of(trials), _points_of(trials)
-        while len(points) < count and (point := self._proposal(done, known | points.keys())) is not None:
+        complete, points_before = _trials_of(trials), _points_of(trials)
+        while len(points) < count and (point := self._proposal(complete, points_before | points.keys())) is not None:
             points[point] = None
         return list(points)
 
@@ -221,15 +221,15 @@ class Study:
     def _enqueue(self, point: Point) -> None:
         self._study.enqueue_trial(self._sampler.params(point), {CONFIG: plain(point)})
 
-    def _proposal(self, done: list[Trial], known: set[Point]) -> Point | None:
+    def _proposal(self, trials: list[Trial], points: set[Point]) -> Point | None:
         """The sampler's next, or what is left nearest to the best: by how many steps of knobs, and then as chance has
         it. None where nothing is left."""
-        self._sampler.learn(done)
-        if (point := self._sampler.draw(known)) is not None:
+        self._sampler.learn(trials)
+        if (point := self._sampler.draw(points)) is not None:
             return point
-        rest = _rest(self.space, known)
+        rest = _rest(self.space, points)
         self._random.shuffle(rest)
-        pairs = results_of(done)
+        pairs = results_of(trials)
         return min(rest, key=lambda p: self.space.steps(p, pairs[0][1]) if pairs else 0.0, default=None)
 
     def _claim(self, point: Point) -> Drawn | None:
@@ -278,8 +278,8 @@ def _points_of(trials: Iterable[Any]) -> set[Point]:
     return {point_of(t.user_attrs[CONFIG]) for t in trials if CONFIG in t.user_attrs and _counts(t)}
 
 
-def _rest(space: Space, known: set[Point]) -> list[Point]:
-    return [point for point in space.points if point not in known]
+def _rest(space: Space, others: set[Point]) -> list[Point]:
+    return [point for point in space.points if point not in others]
 
 
 def _trials_of(trials: Iterable[Any]) -> list[Trial]:
