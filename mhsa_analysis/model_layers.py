@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from mhsa_compile.conversion.attention_calls import attention_calls
 from mhsa_compile.conversion.from_torch import dtype_of
 from mhsa_compile.conversion.from_transformers import asks_by_name
-from mhsa_compile.conversion.noted_layer import NotedLayer, seen_by
-from mhsa_compile.conversion.seen_keys import mask_for
+from mhsa_compile.conversion.layer_calls import LayerCalls, visible_keys_of
 from mhsa_compile.conversion.torch_calls import TorchCall, attention_of, torch_calls
+from mhsa_compile.conversion.visible_keys import mask_for
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.verification.error_budget import agrees
@@ -139,8 +139,8 @@ def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
         if isinstance(calls[0], TorchCall):
             attention, masks = attention_of(calls), [call.seen for call in calls]
         else:
-            attention = NotedLayer(calls, dtype_of(next(module.parameters()))).attention()
-            masks = [seen_by(call) for call in calls]
+            attention = LayerCalls(calls, dtype_of(next(module.parameters()))).attention()
+            masks = [visible_keys_of(call) for call in calls]
     except ModelError as error:
         raise ModelError("model", KNOWN, f"{name}, {error.got}", error.next_step) from error
     return TrainedLayer(

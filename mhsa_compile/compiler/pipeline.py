@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from mhsa_compile.compiler import proof, tvm_compiler
-from mhsa_compile.compiler.cache import kept_artifacts
-from mhsa_compile.compiler.cache.cache_key import Asked
-from mhsa_compile.compiler.cache.compiled_before import CompiledBefore
+from mhsa_compile.compiler.cache import artifact_store
+from mhsa_compile.compiler.cache.cache_key import CacheRequest
+from mhsa_compile.compiler.cache.lookup import CacheLookup
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
 from mhsa_compile.files import atomic_write, places, user_folders
@@ -119,7 +119,7 @@ def compile(
     if dump is not None:
         places.made(dump, OutputError, "dump")  # before the work, not after it
     is_checked = proof.is_on(check)
-    use_cache = cache and dump is None and kept_artifacts.is_on()
+    use_cache = cache and dump is None and artifact_store.is_on()
 
     environment.check_compiler()
     user_folders.let_tvm_load()
@@ -127,8 +127,8 @@ def compile(
     source, extra_outputs = with_outputs(as_module(source, example_inputs), outputs)
     if in_place:
         source = _in_place(source)
-    question = Asked(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked)
-    with CompiledBefore(question if use_cache else None) as before:
+    question = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked)
+    with CacheLookup(question if use_cache else None) as before:
         if example_inputs is None and dynamic_shapes is None:
             check_dims(dims)
             if (entry := before.of_module(source, dims)) is not None:

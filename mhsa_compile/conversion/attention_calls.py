@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.seen_keys import bool_where_it_hides
+from mhsa_compile.conversion.visible_keys import bool_where_it_hides
 from mhsa_compile.errors import InstallationError, ModelError
 
 NAME = "mhsa_noted"
@@ -37,7 +37,7 @@ _SILENT = frozenset({
 
 
 @dataclass(eq=False)
-class NotedCall:
+class LayerCall:
     """One call of attention by `module`, and what became of its result.
 
     x, context    what the module was called with, (B, L, D) and, in cross-attention, (B, S, kv_embed_dim)
@@ -99,7 +99,7 @@ class NotedCall:
 
 
 @contextmanager
-def attention_calls(root: nn.Module) -> Iterator[list[NotedCall]]:
+def attention_calls(root: nn.Module) -> Iterator[list[LayerCall]]:
     """While it lasts, the calls of attention in `root`, in their order. Its config says another attention meanwhile.
 
     Raises InstallationError without transformers, version 5 or later.
@@ -123,7 +123,7 @@ class _Watch:
     """What is under way in one model: which module was called with what, and which result is on its way."""
 
     def __init__(self) -> None:
-        self.calls: list[NotedCall] = []
+        self.calls: list[LayerCall] = []
         self._given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def begins(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ class _Watch:
         mask = None if mask is None else mask[..., : k.shape[2]]
         heads, weights = _eager(module)(module, q, k, v, _bias_of(mask, q), **words)
         self.calls.append(
-            NotedCall(
+            LayerCall(
                 module, x.detach(), None if context is None else context.detach(), arguments, q.detach(), k.detach(),
                 v.detach(), bool_where_it_hides(mask), dict(words), weights.detach(), heads.detach(),
             )

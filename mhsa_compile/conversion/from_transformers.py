@@ -19,9 +19,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.attention_calls import CONTEXTS, NotedCall, attention_calls, refused
+from mhsa_compile.conversion.attention_calls import CONTEXTS, LayerCall, attention_calls, refused
 from mhsa_compile.conversion.from_torch import dtype_of
-from mhsa_compile.conversion.noted_layer import NotedLayer
+from mhsa_compile.conversion.layer_calls import LayerCalls
 from mhsa_compile.conversion.rotary import tables_by_its_file
 from mhsa_compile.errors import MhsaError, ModelError
 from mhsa_compile.files.foreign_errors import first_line
@@ -72,7 +72,7 @@ def from_transformers(
     if not asks_by_name(layer):
         raise refused(layer, "it computes attention itself, and asks for none by name")
     call = _trial_call(layer)
-    layer_calls = NotedLayer([call], dtypes.pop())
+    layer_calls = LayerCalls([call], dtypes.pop())
     attention = layer_calls.attention(
         max_length=max_length, window=None if window is None else tuple(window), states_mask=True
     )
@@ -130,7 +130,7 @@ def _files(model: nn.Module, prefix: str) -> list[Any]:
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
 
-def _trial_call(layer: nn.Module) -> NotedCall:
+def _trial_call(layer: nn.Module) -> LayerCall:
     """The call of attention that a copy of `layer`, in float64, makes on random numbers. Raises ModelError."""
     try:
         with torch.no_grad():
@@ -186,7 +186,7 @@ def _width(layer: nn.Module, projection: str = "q") -> int:
     raise refused(layer, "it has no weights with two axes")
 
 
-def _check_mask(call: NotedCall, mask: str | None) -> None:
+def _check_mask(call: LayerCall, mask: str | None) -> None:
     """Raises ModelError where the model adds to the scores, and calls have no way to say it."""
     if call.said.get("position_bias") is not None and mask != "additive":
         hint = 'Give mask="additive", and call it with the bias as the mask.'

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from mhsa_compile.conversion.attention_calls import bound, refused
 from mhsa_compile.conversion.from_torch import from_torch, joined
-from mhsa_compile.conversion.seen_keys import Band, SeenKeys, bool_where_it_hides, constant_band, mask_for, mask_kind
+from mhsa_compile.conversion.visible_keys import (
+    Band,
+    VisibleKeys,
+    bool_where_it_hides,
+    constant_band,
+    mask_for,
+    mask_kind,
+)
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.verification.error_budget import agrees
 
@@ -29,7 +36,7 @@ class TorchCall:
     module: Any
     x: Tensor
     context: Tensor | None
-    seen: SeenKeys
+    seen: VisibleKeys
     y: Tensor
     exact: Tensor
 
@@ -92,7 +99,7 @@ def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     L, S = query.shape[1], query.shape[1] if context is None else context.shape[1]
     full = (query.shape[0], layer.num_heads, L, S)
     mask = joined(arguments.get("attn_mask"), arguments.get("key_padding_mask"), full, query.dtype)
-    mask_of_call = SeenKeys(bool_where_it_hides(mask), L, S)
+    mask_of_call = VisibleKeys(bool_where_it_hides(mask), L, S)
     return TorchCall(
         layer, query.detach(), None if context is None else context.detach(), mask_of_call, y.detach(), exact
     )

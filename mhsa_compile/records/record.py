@@ -101,7 +101,7 @@ def isa_of(profile: TargetProfile) -> Isa:
     )
 
 
-def as_kept(device: Device, profile: TargetProfile) -> Device:
+def for_record(device: Device, profile: TargetProfile) -> Device:
     """A device without its list of features, long and apt to change with the system's kernel: a record's `isa` says
     which of them its code may use. Without its GPU, where that took no part. One that does not tell its
     microarchitecture is of that for which whoever measured there chose the target."""

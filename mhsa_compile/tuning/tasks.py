@@ -19,7 +19,7 @@ from mhsa_compile.hardware import environment
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records.device import Device
-from mhsa_compile.records.record import Record, as_kept, isa_of
+from mhsa_compile.records.record import Record, for_record, isa_of
 from mhsa_compile.tuning.search.sampler import Found, Trial
 from mhsa_compile.tuning.search.search import SearchResult
 from mhsa_compile.tuning.search.study import Study, StudyIdentity, digest
@@ -213,7 +213,7 @@ def make_record(
         error_share=result.error_share,
         threads=on.threads,
         isa=isa_of(on.profile),
-        device=as_kept(on.device, on.profile),
+        device=for_record(on.device, on.profile),
         versions=on.versions,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 import mhsa_compile as mhsa
 from mhsa_compile.cli.app import app
 from mhsa_compile.compiler import pipeline
-from mhsa_compile.compiler.cache import cache_key, kept_artifacts
-from mhsa_compile.compiler.cache.cache_key import Asked
+from mhsa_compile.compiler.cache import artifact_store, cache_key
+from mhsa_compile.compiler.cache.cache_key import CacheRequest
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.errors import InputError
 from mhsa_compile.frontend.export.export import export
@@ -48,7 +48,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", os.environ.get("ZIG_GLOBAL_CACHE_DIR") or f"{home}/zig")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(kept_artifacts.SWITCH, "1")
+    monkeypatch.setenv(artifact_store.SWITCH, "1")
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def key_number(number: int) -> str:
     return f"{number:064x}"
 
 
-def asked(**changes: Any) -> Asked:
-    return Asked(**{"profile": load_profile("x86-64-v3"), "weights": None, "records": (), **changes})
+def asked(**changes: Any) -> CacheRequest:
+    return CacheRequest(**{"profile": load_profile("x86-64-v3"), "weights": None, "records": (), **changes})
 
 
 @pytest.mark.thorough
@@ -154,11 +154,11 @@ def test_any_other_module_is_known_by_what_it_exports_to(builds: list[int]) -> N
 def test_off_nothing_is_read_or_kept(builds: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mhsa.compile(SPEC, cache=False)
     mhsa.compile(SPEC, dump=tmp_path / "stages")
-    monkeypatch.setenv(kept_artifacts.SWITCH, "0")
+    monkeypatch.setenv(artifact_store.SWITCH, "0")
     mhsa.compile(SPEC)
     assert len(builds) == 3
     assert not data_paths.artifact_cache().exists()
-    monkeypatch.setenv(kept_artifacts.SWITCH, "off")
+    monkeypatch.setenv(artifact_store.SWITCH, "off")
     with pytest.raises(InputError, match="MHSA_CACHE"):
         mhsa.compile(SPEC)
 
@@ -168,7 +168,7 @@ def test_off_nothing_is_read_or_kept(builds: list[int], monkeypatch: pytest.Monk
 def test_a_damaged_entry_is_compiled_again_and_replaced(name: str, builds: list[int]) -> None:
     model = export(MultiHeadAttention(SPEC))
     expected = contents(mhsa.compile(model))
-    (entry,) = kept_artifacts.entries()
+    (entry,) = artifact_store.entries()
     data = (entry.path / name).read_bytes()
     (entry.path / name).write_bytes(bytes([data[0] ^ 1]) + data[1:])
     assert contents(mhsa.compile(model)) == expected
@@ -298,30 +298,30 @@ def test_the_key_holds_what_the_bytes_hang_on(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     artifact = made(tmp_path / "one", b"x" * 1000)
-    kept_artifacts.keep(key_number(0), artifact)
-    (entry,) = kept_artifacts.entries()
-    monkeypatch.setattr(kept_artifacts, "LIMIT", 3 * entry.size)
+    artifact_store.keep(key_number(0), artifact)
+    (entry,) = artifact_store.entries()
+    monkeypatch.setattr(artifact_store, "LIMIT", 3 * entry.size)
     for number in (1, 2):
-        kept_artifacts.keep(key_number(number), artifact)
+        artifact_store.keep(key_number(number), artifact)
     for number in range(3):
         os.utime(data_paths.artifact_cache() / key_number(number), (number, number))
-    assert kept_artifacts.find(key_number(0)) is not None  # and is used now
-    kept_artifacts.keep(key_number(3), artifact)
-    assert {entry.path.name for entry in kept_artifacts.entries()} == {key_number(n) for n in (0, 2, 3)}
-    monkeypatch.setattr(kept_artifacts, "LIMIT", entry.size - 1)
-    kept_artifacts.keep(key_number(4), artifact)
-    assert key_number(4) not in {entry.path.name for entry in kept_artifacts.entries()}
+    assert artifact_store.find(key_number(0)) is not None  # and is used now
+    artifact_store.keep(key_number(3), artifact)
+    assert {entry.path.name for entry in artifact_store.entries()} == {key_number(n) for n in (0, 2, 3)}
+    monkeypatch.setattr(artifact_store, "LIMIT", entry.size - 1)
+    artifact_store.keep(key_number(4), artifact)
+    assert key_number(4) not in {entry.path.name for entry in artifact_store.entries()}
 
 
 def test_code_is_not_taken_from_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
     artifact = made(tmp_path / "one")
-    kept_artifacts.keep(key_number(0), artifact)
+    artifact_store.keep(key_number(0), artifact)
     root = data_paths.artifact_cache()
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     root.chmod(0o777)
-    assert kept_artifacts.find(key_number(0)) is None
-    kept_artifacts.keep(key_number(1), artifact)
-    assert len(kept_artifacts.entries()) == 1
+    assert artifact_store.find(key_number(0)) is None
+    artifact_store.keep(key_number(1), artifact)
+    assert len(artifact_store.entries()) == 1
 
 
 @pytest.mark.thorough
@@ -333,8 +333,8 @@ def test_a_folder_that_cannot_be_made_costs_nothing(
     for _ in range(2):
         assert contents(mhsa.compile(SPEC))[MODULE] == b"code"
     assert len(builds) == 2
-    assert kept_artifacts.entries() == []
-    assert kept_artifacts.clear() == []
+    assert artifact_store.entries() == []
+    assert artifact_store.clear() == []
 
 
 def churn(folder: Path, seed: int, rounds: int) -> None:
@@ -345,10 +345,10 @@ def churn(folder: Path, seed: int, rounds: int) -> None:
         number = draw.randrange(3)
         act = draw.choice(("keep", "find", "find", "drop"))
         if act == "keep":
-            kept_artifacts.keep(key_number(number), artifacts[number])
+            artifact_store.keep(key_number(number), artifacts[number])
         elif act == "drop":
-            kept_artifacts.drop(data_paths.artifact_cache() / key_number(number))
-        elif (found := kept_artifacts.find(key_number(number))) is not None:
+            artifact_store.drop(data_paths.artifact_cache() / key_number(number))
+        elif (found := artifact_store.find(key_number(number))) is not None:
             assert contents(found) == contents(artifacts[number])
 
 
@@ -376,7 +376,7 @@ def test_several_threads_and_processes_share_it(tmp_path: Path) -> None:
     _, said = child.communicate(timeout=120)
     assert not failures
     assert child.returncode == 0, said.decode()
-    kept_artifacts.keep(key_number(7), made(tmp_path / "last"))  # sweeps what is left of others, if anything is
+    artifact_store.keep(key_number(7), made(tmp_path / "last"))  # sweeps what is left of others, if anything is
     assert not [entry.name for entry in data_paths.artifact_cache().iterdir() if entry.name.startswith(".")]
 
 
@@ -384,7 +384,7 @@ def test_the_command_shows_and_clears_it(monkeypatch: pytest.MonkeyPatch, tmp_pa
     run = CliRunner().invoke
     assert json.loads(run(app, ["cache", "--json"]).stdout)["entries"] == []
     for number in range(2):
-        kept_artifacts.keep(key_number(number), made(tmp_path / str(number)))
+        artifact_store.keep(key_number(number), made(tmp_path / str(number)))
     said = json.loads(run(app, ["cache", "--json"]).stdout)
     assert (said["folder"], said["on"]) == (str(data_paths.artifact_cache()), True)
     assert said["bytes"] == sum(entry["size"] for entry in said["entries"]) > 0
@@ -392,7 +392,7 @@ def test_the_command_shows_and_clears_it(monkeypatch: pytest.MonkeyPatch, tmp_pa
     shown = run(app, ["cache"])
     assert shown.exit_code == 0
     assert "2 artifacts" in shown.stdout and "damaged" in shown.stdout
-    monkeypatch.setenv(kept_artifacts.SWITCH, "0")
+    monkeypatch.setenv(artifact_store.SWITCH, "0")
     assert "It is off: MHSA_CACHE=0" in run(app, ["cache"]).stdout
     assert json.loads(run(app, ["cache", "clear", "--json"]).stdout)["deleted"] == 2
-    assert kept_artifacts.entries() == []
+    assert artifact_store.entries() == []

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from mhsa_compile.compiler.cache import kept_artifacts
-from mhsa_compile.compiler.cache.kept_artifacts import Turn
+from mhsa_compile.compiler.cache import artifact_store
+from mhsa_compile.compiler.cache.artifact_store import Turn
 
 KEY = "0" * 64
 HOLDER = """
 import sys, time
 from pathlib import Path
-from mhsa_compile.compiler.cache.kept_artifacts import Turn
+from mhsa_compile.compiler.cache.artifact_store import Turn
 turn = Turn(Path(sys.argv[1]), sys.argv[2])
 turn.take()
 print("taken", flush=True)
@@ -49,7 +49,7 @@ def test_the_next_one_goes_on_when_a_holder_is_killed(tmp_path: Path) -> None:
 
 
 def test_one_that_hangs_is_waited_for_no_longer_than_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_artifacts, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(artifact_store, "WAIT_SECONDS", 0.2)
     with holder(tmp_path) as child:
         begin = time.monotonic()
         turn = Turn(tmp_path, KEY)

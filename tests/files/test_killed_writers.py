@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support import tiny_artifact
 
-from mhsa_compile.compiler.cache import kept_artifacts
+from mhsa_compile.compiler.cache import artifact_store
 from mhsa_compile.files.atomic_write import Unfinished, written
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle
@@ -44,16 +44,16 @@ elif kind == "bundle":
     from mhsa_compile.runtime.standalone.bundle import bundle
     bundle(source, place / "a.mhsa", force=True)
 elif kind == "entry":
-    from mhsa_compile.compiler.cache import kept_artifacts
-    kept_artifacts.keep("5" * 64, source)
+    from mhsa_compile.compiler.cache import artifact_store
+    artifact_store.keep("5" * 64, source)
 elif kind == "turn":
-    from mhsa_compile.compiler.cache import kept_artifacts
-    kept_artifacts.turn("5" * 64).take()
+    from mhsa_compile.compiler.cache import artifact_store
+    artifact_store.turn("5" * 64).take()
     stop()
 elif kind == "dropped":
-    from mhsa_compile.compiler.cache import kept_artifacts
+    from mhsa_compile.compiler.cache import artifact_store
     shutil.rmtree = stop
-    kept_artifacts.drop(kept_artifacts.data_paths.artifact_cache() / ("5" * 64))
+    artifact_store.drop(artifact_store.data_paths.artifact_cache() / ("5" * 64))
 elif kind == "file":
     from mhsa_compile.files.atomic_write import written
     with written(place / "a.mhsa", "-o") as file:
@@ -125,21 +125,21 @@ def test_a_kill_leaves_what_was_there(artifact: Artifact, tmp_path: Path) -> Non
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return kept_artifacts.data_paths.artifact_cache()
+    return artifact_store.data_paths.artifact_cache()
 
 
 @pytest.mark.parametrize("kind", ["entry", "turn", "dropped"])
 def test_the_cache_is_cleared_of_the_dead_as_anything_is_kept(kind: str, artifact: Artifact, cache: Path) -> None:
     if kind == "dropped":
-        kept_artifacts.keep(KEY, artifact)
+        artifact_store.keep(KEY, artifact)
     with writer(kind, artifact, cache) as process:
         (left,) = names(cache)
         assert left.startswith(".")
-        kept_artifacts.keep("6" * 64, artifact)
+        artifact_store.keep("6" * 64, artifact)
         assert names(cache) == {left, "6" * 64}
         process.kill()
         process.wait()
-        kept_artifacts.keep("7" * 64, artifact)
+        artifact_store.keep("7" * 64, artifact)
         assert names(cache) == {"6" * 64, "7" * 64}
 
 

@@ -21,9 +21,9 @@ from mhsa_compile.records.record import (
     FORMAT,
     Record,
     RecordSet,
-    as_kept,
     does_not_tell,
     encoded,
+    for_record,
     isa_of,
     why_doubtful,
     why_not_on,
@@ -41,7 +41,7 @@ def native(monkeypatch: pytest.MonkeyPatch, name: str) -> TargetProfile:
 def measured_here(monkeypatch: pytest.MonkeyPatch, name: str) -> Record:
     """What tuning for `native` writes on one of CPUS."""
     profile = native(monkeypatch, name)
-    return made(isa=isa_of(profile), device=as_kept(rpc_server.this_device(), profile))
+    return made(isa=isa_of(profile), device=for_record(rpc_server.this_device(), profile))
 
 
 @pytest.mark.parametrize("here", CPUS)
@@ -94,10 +94,10 @@ def test_an_old_record_of_an_arm_cpu_tells_by_its_numbers() -> None:
 
 
 def test_a_device_that_does_not_tell_is_what_its_target_says() -> None:
-    assert as_kept(EPYC, load_profile("znver4")).microarchitecture == "zen4"
-    assert as_kept(EPYC, load_profile("x86-64-v4")).microarchitecture == ""
+    assert for_record(EPYC, load_profile("znver4")).microarchitecture == "zen4"
+    assert for_record(EPYC, load_profile("x86-64-v4")).microarchitecture == ""
     told = msgspec.structs.replace(EPYC, microarchitecture="zen5")
-    assert as_kept(told, load_profile("znver4")).microarchitecture == "zen5"
+    assert for_record(told, load_profile("znver4")).microarchitecture == "zen5"
 
 
 def old_file(path: Path, *records: Record) -> Path:

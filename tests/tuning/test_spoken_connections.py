@@ -16,7 +16,7 @@ from support.rpc_processes import TRACKER, process
 
 from mhsa_compile.tuning.measure import rpc_connections, rpc_server, sessions
 from mhsa_compile.tuning.measure.job import Timing
-from mhsa_compile.tuning.measure.spoken_connections import Nobody, SpokenConnections
+from mhsa_compile.tuning.measure.ready_connections import Nobody, ReadyConnections
 
 MAGIC = 0xFF271  # of TVM's RPC
 WORDS = {
@@ -32,14 +32,14 @@ NO_CLIENTS = {
 }
 
 
-Accepting = Callable[[float], tuple[SpokenConnections, int]]
+Accepting = Callable[[float], tuple[ReadyConnections, int]]
 
 
 @pytest.fixture
 def accepting() -> Iterator[Accepting]:
     """Makes connections that are accepted, with their port, by the seconds that they may be silent."""
     with rpc_server.bind() as listening, ExitStack() as stack:
-        yield lambda silence: (stack.enter_context(SpokenConnections(listening, silence)), listening.getsockname()[1])
+        yield lambda silence: (stack.enter_context(ReadyConnections(listening, silence)), listening.getsockname()[1])
 
 
 def connected(port: int, words: bytes) -> socket.socket:
@@ -89,7 +89,7 @@ def test_who_is_no_client_is_cut_at_once_and_who_leaves_is_forgotten(accepting: 
 
 
 def test_a_crowd_of_the_silent_has_a_bound(accepting: Accepting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mhsa_compile.tuning.measure.spoken_connections._MOST", 3)
+    monkeypatch.setattr("mhsa_compile.tuning.measure.ready_connections._MOST", 3)
     spoken, port = accepting(600)
     crowd = [connected(port, b"") for _ in range(8)]
     assert isinstance(spoken.accept()[0], Nobody)

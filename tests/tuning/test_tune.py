@@ -20,7 +20,7 @@ from mhsa_compile.hardware.profile import detect, load_profile
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.records import record_files
-from mhsa_compile.records.record import as_kept
+from mhsa_compile.records.record import for_record
 from mhsa_compile.tuning import offline_tuner
 from mhsa_compile.tuning.measure import sessions, work_results
 from mhsa_compile.tuning.measure.job import (
@@ -83,7 +83,7 @@ def test_the_fastest_is_found_and_recorded(request_: Request):
     assert op.speedup == pytest.approx(far(DEFAULT) / far(Point.of(op.kernel, op.config)))
     (record,) = record_files.read(request_.records).records
     assert (record.kernel, record.config, record.threads) == (op.kernel, op.config, 2)
-    assert record.device == as_kept(DEVICE, PROFILE)
+    assert record.device == for_record(DEVICE, PROFILE)
     assert record.median_us < record.default_us and record.sizes == {"rows": 3}
     assert len(session.measured) - len(set(session.measured)) <= 2 + search.FINALISTS  # beside noise and confirmation
 

@@ -16,30 +16,30 @@ def show(context: typer.Context, *, json: options.Json = False) -> None:
     """Show where artifacts are kept, how many there are, and how large they are. MHSA_CACHE=0 switches it off."""
     if context.invoked_subcommand is not None:
         return
-    from mhsa_compile.compiler.cache import kept_artifacts
+    from mhsa_compile.compiler.cache import artifact_store
     from mhsa_compile.hardware.data_paths import artifact_cache
 
-    place, on, entries = artifact_cache(), kept_artifacts.is_on(), kept_artifacts.entries()
+    place, on, entries = artifact_cache(), artifact_store.is_on(), artifact_store.entries()
     total = sum(entry.size for entry in entries)
     if json:
-        summary = {"folder": place, "on": on, "bytes": total, "limit_bytes": kept_artifacts.LIMIT, "entries": entries}
+        summary = {"folder": place, "on": on, "bytes": total, "limit_bytes": artifact_store.LIMIT, "entries": entries}
         output.print_json(summary)
         return
-    title = f"{place}: {len(entries)} artifacts, {_mib(total)} of at most {_mib(kept_artifacts.LIMIT)}"
+    title = f"{place}: {len(entries)} artifacts, {_mib(total)} of at most {_mib(artifact_store.LIMIT)}"
     now = time.time()
     rows = [(entry.path.name[:12], _what(entry.path), _mib(entry.size), _ago(now - entry.used)) for entry in entries]
     output.print_table(title, ("key", "what", "size>", "last used>"), rows[:_SHOWN])
     if len(rows) > _SHOWN:
         output.line(f"and {len(rows) - _SHOWN} more")
     if not on:
-        output.line(f"It is off: {kept_artifacts.SWITCH}=0")
+        output.line(f"It is off: {artifact_store.SWITCH}=0")
 
 
 def clear(*, json: options.Json = False) -> None:
     """Delete all artifacts that the cache keeps."""
-    from mhsa_compile.compiler.cache import kept_artifacts
+    from mhsa_compile.compiler.cache import artifact_store
 
-    entries = kept_artifacts.clear()
+    entries = artifact_store.clear()
     total = sum(entry.size for entry in entries)
     if json:
         output.print_json({"deleted": len(entries), "bytes": total})

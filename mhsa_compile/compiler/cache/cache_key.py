@@ -36,7 +36,7 @@ _DISTRIBUTIONS = ("apache-tvm", "apache-tvm-ffi", "ml-dtypes", "msgspec", "numpy
 
 
 @dataclass(frozen=True)
-class Asked:
+class CacheRequest:
     """What `compile` was asked for beside the source."""
 
     profile: TargetProfile

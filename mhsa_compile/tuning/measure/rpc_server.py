@@ -31,7 +31,7 @@ from mhsa_compile.errors import DeviceError, InstallationError
 from mhsa_compile.hardware import environment, host
 from mhsa_compile.records.device import Device, GpuDevice
 from mhsa_compile.runtime import cuda_devices, tvm_runtime
-from mhsa_compile.tuning.measure.spoken_connections import SpokenConnections
+from mhsa_compile.tuning.measure.ready_connections import ReadyConnections
 
 LOOPBACK = "127.0.0.1"
 DEVICE = "mhsa.device"
@@ -148,7 +148,7 @@ def serve(
     home = os.getcwd()
     address, port = listening.getsockname()[:2]
     own_address = None if ip_address(address).is_unspecified else address  # or what the tracker sees
-    with SpokenConnections(listening) as connections:
+    with ReadyConnections(listening) as connections:
         while True:
             try:
                 # The body of TVM's own server. It returns by an exception: when a connection's fork ended badly, when

@@ -35,7 +35,7 @@ class Band:
 
 
 @dataclass(frozen=True, eq=False)
-class SeenKeys:
+class VisibleKeys:
     """The mask of one call with L queries and S keys: bool, True takes part, or added; broadcastable to (B, H, L, S).
 
     window   how many keys back the caller says a query sees, itself among them
@@ -67,12 +67,12 @@ def bool_where_it_hides(mask: Tensor | None) -> Tensor | None:
     return ~hidden if bool((hidden | (mask == 0)).all()) else mask.detach()
 
 
-def mask_kind(calls: Sequence[SeenKeys]) -> str:
+def mask_kind(calls: Sequence[VisibleKeys]) -> str:
     """Returns "additive" where one of the masks is added, else "bool"."""
     return "bool" if all(call.mask is None or call.mask.dtype == torch.bool for call in calls) else "additive"
 
 
-def mask_for(spec: AttentionSpec, call: SeenKeys, dtype: torch.dtype) -> Tensor | None:
+def mask_for(spec: AttentionSpec, call: VisibleKeys, dtype: torch.dtype) -> Tensor | None:
     """What a call of a module with this spec takes as `mask=`."""
     if spec.mask is None:
         return None
@@ -85,7 +85,7 @@ def mask_for(spec: AttentionSpec, call: SeenKeys, dtype: torch.dtype) -> Tensor 
     return call.mask.to(dtype)
 
 
-def constant_band(calls: Sequence[SeenKeys]) -> Band | None:
+def constant_band(calls: Sequence[VisibleKeys]) -> Band | None:
     """The band that explains all masks; None if there is none, so that each call has to bring its own."""
     if mask_kind(calls) == "additive":
         return None

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors.numpy import save, save_file
 
-from mhsa_compile.compiler.cache import kept_artifacts
-from mhsa_compile.compiler.cache.cache_key import Asked
-from mhsa_compile.compiler.cache.kept_artifacts import MakeWeights, Turn
+from mhsa_compile.compiler.cache import artifact_store
+from mhsa_compile.compiler.cache.artifact_store import MakeWeights, Turn
+from mhsa_compile.compiler.cache.cache_key import CacheRequest
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from mhsa_compile.frontend.export.module_state import State
 
 
-class CompiledBefore:
+class CacheLookup:
     """One compilation's dealings with the cache: it is asked first for a module of ours, then for the model; then given
     what was compiled. Without `asked` it knows and keeps nothing.
 
     A context manager: inside, whoever else asks for the same thing waits, once this one was told that there is nothing.
     """
 
-    def __init__(self, asked: Asked | None) -> None:
+    def __init__(self, asked: CacheRequest | None) -> None:
         self._asked = asked
         self._key: str | None = None
         self._state: State | None = None
         self._turn: Turn | None = None
 
-    def __enter__(self) -> CompiledBefore:
+    def __enter__(self) -> CacheLookup:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,18 +64,18 @@ class CompiledBefore:
 
     def _entry(self, key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
         """An entry, also one that another process is making now: it is waited for. After None it is this one's turn."""
-        if (artifact := kept_artifacts.find(key, make_weights)) is not None:
+        if (artifact := artifact_store.find(key, make_weights)) is not None:
             return artifact
-        self._turn = kept_artifacts.turn(key)
+        self._turn = artifact_store.turn(key)
         if self._turn is None:
             return None
         self._turn.take()
-        return kept_artifacts.find(key, make_weights)
+        return artifact_store.find(key, make_weights)
 
     def keep(self, artifact: Artifact) -> None:
         """Keeps an artifact for the next time; of a module of ours only what its state alone could have made."""
         if self._key is not None and (self._state is None or _fits(self._state, artifact)):
-            kept_artifacts.keep(self._key, artifact)
+            artifact_store.keep(self._key, artifact)
 
 
 def _write_weights(state: State, manifest: Manifest, path: Path) -> None:

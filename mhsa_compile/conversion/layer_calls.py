@@ -15,10 +15,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.attention_calls import CONTEXTS, NotedCall, attention_calls, refused
+from mhsa_compile.conversion.attention_calls import CONTEXTS, LayerCall, attention_calls, refused
 from mhsa_compile.conversion.from_torch import loaded
 from mhsa_compile.conversion.rotary import Tables, check_tables, halved, rope_of
-from mhsa_compile.conversion.seen_keys import Band, SeenKeys, constant_band, mask_for, mask_kind
+from mhsa_compile.conversion.visible_keys import Band, VisibleKeys, constant_band, mask_for, mask_kind
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.nn.functional import rotate
@@ -33,7 +33,7 @@ _TRIED = 5  # random rows on which a map has to be linear
 _ROWS = 1024  # of an identity that are given at once
 
 
-def seen_by(call: NotedCall) -> SeenKeys:
+def visible_keys_of(call: LayerCall) -> VisibleKeys:
     """What a call hides, and what it adds by distance."""
     L, S = call.weights.shape[2:]
     mask, bias = call.mask, call.said.get("position_bias")
@@ -44,16 +44,16 @@ def seen_by(call: NotedCall) -> SeenKeys:
                 sum_of_masks.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else sum_of_masks + mask
             )
         mask = sum_of_masks
-    return SeenKeys(mask, L, S, call.window)
+    return VisibleKeys(mask, L, S, call.window)
 
 
-class NotedLayer:
+class LayerCalls:
     """What `calls`, all of one module, say about it. `dtype` is of its weights.
 
     Raises ModelError: what an AttentionSpec has no words for, and calls whose result is not what it would be.
     """
 
-    def __init__(self, calls: Sequence[NotedCall], dtype: str) -> None:
+    def __init__(self, calls: Sequence[LayerCall], dtype: str) -> None:
         self.module: nn.Module = calls[0].module
         for call in calls:
             if call.unknown:
@@ -86,7 +86,7 @@ class NotedLayer:
             raise refused(self.module, f"it cannot be run on numbers of our choice: {first_line(error)}") from error
         tables = halved(self.module, self.longest.arguments.get("position_embeddings"))
         rope = self._rope(maps, tables, max_length)
-        masks = [seen_by(call) for call in self.calls]
+        masks = [visible_keys_of(call) for call in self.calls]
         band = self._stated_band(window) if states_mask else constant_band(masks)
         call = self.longest
         heads, width = call.q.shape[1], call.q.shape[3]
@@ -112,7 +112,7 @@ class NotedLayer:
         return self._loaded(spec, maps)
 
     @torch.no_grad()
-    def _in_float64(self, call: NotedCall) -> NotedCall:
+    def _in_float64(self, call: LayerCall) -> LayerCall:
         """The same call again, without rounding. Raises ModelError unless the call's own result is that, rounded."""
         pair = []
         for module, out, dtype in (
@@ -128,7 +128,7 @@ class NotedLayer:
             pair.append(calls[-1])
         exact, again = pair
         assert exact.y is not None and again.y is not None and call.y is not None
-        sees = seen_by(call).rows(len(call.x))
+        sees = visible_keys_of(call).rows(len(call.x))
         if not agrees(exact.y[sees], again.y[sees], call.y[sees]):
             raise refused(self.module, "called again with the same, without a cache, it gives another result")
         return exact
@@ -264,10 +264,10 @@ class NotedLayer:
             raise refused(self.module, f"it says a window of {call.window}, and not to which side: give window=")
         return Band(causal, (call.window - 1, 0))
 
-    def _check(self, spec: AttentionSpec, maps: Mapping[str, LinearMap], call: NotedCall) -> None:
+    def _check(self, spec: AttentionSpec, maps: Mapping[str, LinearMap], call: LayerCall) -> None:
         """Raises ModelError unless this spec, with all that is masked as a mask, gives the call's own result where a
         query sees a key."""
-        spec = msgspec.structs.replace(spec, causal=None, window=None, mask=mask_kind([seen_by(call)]))
+        spec = msgspec.structs.replace(spec, causal=None, window=None, mask=mask_kind([visible_keys_of(call)]))
         if spec.rope is not None:  # no longer than it has to be
             spec = msgspec.structs.replace(spec, rope=msgspec.structs.replace(spec.rope, max_length=call.x.shape[1]))
         module = self._loaded(spec, maps)
@@ -279,9 +279,9 @@ class NotedLayer:
                 assert theirs is not None
                 same.rope_cos, same.rope_sin = (table.to(dtype) for table in theirs)
             inputs = [one.to(dtype) for one in (call.x, call.context) if one is not None]
-            results.append(same(*inputs, mask=mask_for(spec, seen_by(call), dtype)))
+            results.append(same(*inputs, mask=mask_for(spec, visible_keys_of(call), dtype)))
         assert call.y is not None
-        sees = seen_by(call).rows(len(call.x))
+        sees = visible_keys_of(call).rows(len(call.x))
         if not agrees(results[0][sees], results[1][sees], call.y[sees]):
             raise refused(self.module, "its own result is another than that of its projections, masks and scale")
 

@@ -30,7 +30,7 @@ class _Waiting:
     until: float
 
 
-class SpokenConnections:
+class ReadyConnections:
     """A listening socket, as far as TVM's server uses one: to be selected, and to be accepted from. A context manager
     that cuts whoever waits still."""
 
@@ -41,7 +41,7 @@ class SpokenConnections:
         self._events = select.epoll()
         self._events.register(listening, select.EPOLLIN)
 
-    def __enter__(self) -> SpokenConnections:
+    def __enter__(self) -> ReadyConnections:
         return self
 
     def __exit__(self, *_: object) -> None:

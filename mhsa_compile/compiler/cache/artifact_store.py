@@ -98,7 +98,7 @@ def _place(folder: Path, key: str) -> Path:
 
 
 @dataclass(frozen=True)
-class KeptArtifact:
+class CacheEntry:
     """An entry: its folder, its bytes, and when it was last used, in seconds since 1970."""
 
     path: Path
@@ -166,18 +166,18 @@ def keep(key: str, artifact: Artifact) -> None:
             _bound(root)
 
 
-def entries() -> list[KeptArtifact]:
+def entries() -> list[CacheEntry]:
     """All entries, the one that was used last first."""
     artifacts = []
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         for place in data_paths.artifact_cache().iterdir():
             if _is_key(place.name):
                 with suppress(OSError):  # another process drops it at this moment
-                    artifacts.append(KeptArtifact(place, _size(place), place.stat().st_mtime))
+                    artifacts.append(CacheEntry(place, _size(place), place.stat().st_mtime))
     return sorted(artifacts, key=lambda entry: -entry.used)
 
 
-def clear() -> list[KeptArtifact]:
+def clear() -> list[CacheEntry]:
     """Drops all entries. Returns those that are gone."""
     artifacts = entries()
     for entry in artifacts:
