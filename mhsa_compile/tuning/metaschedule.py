@@ -36,7 +36,7 @@ from mhsa_compile.tuning.measure.job import (
     Timing,
 )
 from mhsa_compile.tuning.measure.sessions import Session
-from mhsa_compile.tuning.search.sampler import Found
+from mhsa_compile.tuning.search.sampler import TrialResult
 from mhsa_compile.tuning.search.search import (
     BATCH,
     LAST,
@@ -125,8 +125,8 @@ def tune_function(
         for (trace, candidate), outcome in zip(candidates, others, strict=True):
             if not isinstance(outcome, Timing):
                 result.failures[outcome.reason] += 1
-            elif best is None or Found.of(outcome, first).score < best[0]:
-                best = Found.of(outcome, first).score, trace, candidate
+            elif best is None or TrialResult.of(outcome, first).score < best[0]:
+                best = TrialResult.of(outcome, first).score, trace, candidate
     return _confirm(result, job, default, best, profile, session)
 
 
@@ -162,11 +162,11 @@ def _confirm(
     first, last = outcomes[0], outcomes[-1]
     if not (isinstance(first, Timing) and isinstance(last, Timing)):
         raise RuntimeError(f"the default schedule of {result.task.name} could not be measured")
-    result.noise, result.default_us = noise_of(first, last), Found.of(first, first).us
+    result.noise, result.default_us = noise_of(first, last), TrialResult.of(first, first).us
     result.best_us = result.default_us
     if best is None or not isinstance(outcomes[1], Timing):
         return result
-    gain = Found.of(outcomes[1], first)
+    gain = TrialResult.of(outcomes[1], first)
     if gain.score < 1 - result.noise:
         result.best_us = gain.default_us * gain.score
         on, key = MeasuredOn(profile, session.threads, session.device), result.task.key

@@ -30,9 +30,9 @@ from mhsa_compile.tuning.measure.job import (
     Timing,
 )
 from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkOrder
-from mhsa_compile.tuning.measure.work_results import Measured, Results
+from mhsa_compile.tuning.measure.work_results import Measurement, Results
 from mhsa_compile.tuning.search.sampler import (
-    Found,
+    TrialResult,
     plain,
     point_of,
     results_of,
@@ -136,7 +136,7 @@ def _places(task: TuningTask, request: Request) -> list[tuple[str, Mapping[str, 
     return [(word(sizes), sizes) for sizes in (request.sizes, *elsewhere(task.op, request.sizes))]
 
 
-def _of_task(results: Results, place: str) -> dict[Point, Measured]:
+def _of_task(results: Results, place: str) -> dict[Point, Measurement]:
     with reading(BundleError, "results", "the labels of its bundle", work_bundle.COPY_AGAIN):
         return {point_of(msgspec.json.decode(one.label)): one for one in results.measured if one.task == place}
 
@@ -190,7 +190,7 @@ def _check(results: Results, path: Path, word: str, profile: TargetProfile) -> N
 def _unpacked(
     task: TuningTask,
     study: Study,
-    own: list[dict[Point, Measured]],
+    own: list[dict[Point, Measurement]],
     profile: TargetProfile,
     results: Results,
     request: Request,
@@ -212,20 +212,20 @@ def _unpacked(
     return task_result(task, study, result)
 
 
-def _both(pair: Measured) -> tuple[Timing, Timing] | None:
+def _both(pair: Measurement) -> tuple[Timing, Timing] | None:
     """(the incumbent, the candidate), if both ran."""
     incumbent, outcome = pair.incumbent, pair.outcome
     return (incumbent, outcome) if isinstance(incumbent, Timing) and isinstance(outcome, Timing) else None
 
 
-def _lasts(point: Point, elsewhere: Mapping[Point, Measured]) -> bool:
+def _lasts(point: Point, elsewhere: Mapping[Point, Measurement]) -> bool:
     """Whether a point is right, and no slower than the default, at lengths where that was to be measured."""
     default = next(iter(elsewhere.values()), None)  # beside itself: it is the first of its task
     if default is None or point not in elsewhere:
         return False
     its = elsewhere[point]
     own, noise = _both(its), _both(default)
-    return own is not None and noise is not None and Found.of(own[1], own[0]).score <= 1 + noise_of(*noise)
+    return own is not None and noise is not None and TrialResult.of(own[1], own[0]).score <= 1 + noise_of(*noise)
 
 
 def _why(outcome: Outcome) -> str:
@@ -233,7 +233,7 @@ def _why(outcome: Outcome) -> str:
 
 
 def _best(
-    space: Space, incumbent: Timing, again: Timing, pairs: Mapping[Point, Measured], study: Study
+    space: Space, incumbent: Timing, again: Timing, pairs: Mapping[Point, Measurement], study: Study
 ) -> SearchResult:
     """The result of the best candidate: each was measured beside a default of its own, so each is judged by that."""
     noise = noise_of(incumbent, again)

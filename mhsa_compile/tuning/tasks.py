@@ -20,7 +20,7 @@ from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record, for_record, isa_of
-from mhsa_compile.tuning.search.sampler import Found, Trial
+from mhsa_compile.tuning.search.sampler import Trial, TrialResult
 from mhsa_compile.tuning.search.search import SearchResult
 from mhsa_compile.tuning.search.study import Study, StudyIdentity, digest
 
@@ -189,7 +189,7 @@ def record_of(task: TuningTask, result: SearchResult, on: MeasuredOn) -> Record:
 
 
 def make_record(
-    result: Found,
+    result: TrialResult,
     on: MeasuredOn,
     *,
     op: str,
@@ -262,4 +262,4 @@ def not_measured(task: TuningTask, study: Study, why: str) -> TaskResult:
 
 
 def history(trials: tuple[Trial, ...]) -> tuple[float | None, ...]:
-    return tuple(trial.result.score if isinstance(trial.result, Found) else None for trial in trials)
+    return tuple(trial.result.score if isinstance(trial.result, TrialResult) else None for trial in trials)

@@ -38,7 +38,7 @@ from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.tuning.measure import work_bundle, work_results
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob, Timing
 from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkBundle, WorkOrder
-from mhsa_compile.tuning.measure.work_results import Measured, Results
+from mhsa_compile.tuning.measure.work_results import Measurement, Results
 
 Case = Callable[[], object]
 LARGEST_CALL = 1 << 16
@@ -337,7 +337,7 @@ def result() -> Results:
     isa = Isa(architecture="x86_64", vector_bits=256, vector_registers=16)
     order = WorkOrder(study="s", target="native", isa=isa, threads=1, seconds=0.1)
     timing = Timing((1.0, 2.0), 0.5)
-    one = Measured(task="linear", label="{}", outcome=timing, incumbent=timing)
+    one = Measurement(task="linear", label="{}", outcome=timing, incumbent=timing)
     return Results(work="0" * 64, order=order, device=DEVICE, versions={"a": "1"}, total=2, measured=(one, one))
 
 

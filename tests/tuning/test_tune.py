@@ -33,7 +33,7 @@ from mhsa_compile.tuning.measure.job import (
     Outcome,
     Timing,
 )
-from mhsa_compile.tuning.measure.work_results import Measured
+from mhsa_compile.tuning.measure.work_results import Measurement
 from mhsa_compile.tuning.search import search
 from mhsa_compile.tuning.search.search import BATCH
 from mhsa_compile.tuning.search.space import Point, Space
@@ -216,7 +216,7 @@ def test_a_bundle_measures_symbolic_lengths_at_others(request_: Request, tmp_pat
         """What is recorded where the candidate takes so long at so many rows, and the default 100."""
         default = came.measured[0].label
 
-        def changed(one: Measured) -> Measured:
+        def changed(one: Measurement) -> Measurement:
             us = 100.0 if one.label == default else times[one.task.split()[1].replace("=", "")]
             timings = [Timing((time,) * 5, 0.5) for time in (us, 100.0)]
             return msgspec.structs.replace(one, outcome=timings[0], incumbent=timings[1])

@@ -22,7 +22,7 @@ _WORDS = ("y", "heads", "entropy", "weights")
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Model:
     """What is known of each layer; `texts` are the tokens that its maps are of."""
 
     title: str
@@ -91,7 +91,7 @@ def heads(
         output.line(f"{html} shows all of it")
 
 
-def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, seed: int) -> _Found:
+def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, seed: int) -> _Model:
     from mhsa_analysis.head_statistics import HeadStatistics
     from mhsa_analysis.heads_page import ShownLayer
     from mhsa_compile.cli.common import arrays
@@ -110,10 +110,10 @@ def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, 
     names = [str(place) for place in range(arguments["x"].shape[1])]
     maps = [] if stats.spec.is_cross else list(outputs.weights[:_SHOWN_TEXTS])
     title = f"Heads of {source.name}" + ("" if "x" in arrays_by_name else ", on random numbers")
-    return _Found(title, [ShownLayer("layer", stats.report(), maps)], [names] * len(maps))
+    return _Model(title, [ShownLayer("layer", stats.report(), maps)], [names] * len(maps))
 
 
-def _of_model(source: Path, text: Path | None) -> _Found:
+def _of_model(source: Path, text: Path | None) -> _Model:
     from mhsa_compile.cli.common.sources import require_compiler
     from mhsa_compile.files import input_files
     from mhsa_compile.hardware import environment
@@ -135,7 +135,7 @@ def _of_model(source: Path, text: Path | None) -> _Found:
         return _measure(source, lines, stage)
 
 
-def _measure(source: Path, lines: Sequence[str], stage: Any) -> _Found:
+def _measure(source: Path, lines: Sequence[str], stage: Any) -> _Model:
     """The model runs on each text by itself, so there is no padding; its layers run again, compiled."""
     from mhsa_analysis.head_statistics import HeadStatistics
     from mhsa_analysis.heads_page import ShownLayer
@@ -177,7 +177,7 @@ def _measure(source: Path, lines: Sequence[str], stage: Any) -> _Found:
             if len(maps) < _SHOWN_TEXTS:
                 maps.append(outputs.weights[0])
         pages.append(ShownLayer(layer.name, stats.report(), maps))
-    return _Found(f"Heads of {source.resolve().name}", pages, [one.tokens for one in encoded[:_SHOWN_TEXTS]])
+    return _Model(f"Heads of {source.resolve().name}", pages, [one.tokens for one in encoded[:_SHOWN_TEXTS]])
 
 
 def _check_texts(model: Any, lines: Sequence[str], encoded: Sequence[Any]) -> None:

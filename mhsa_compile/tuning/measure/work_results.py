@@ -30,7 +30,7 @@ from mhsa_compile.tuning.measure.job import (
 from mhsa_compile.tuning.measure.work_bundle import WorkBundle, WorkOrder
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What became of one candidate, and of the incumbent in the same rounds (of the incumbent alone: the same)."""
 
     task: str
@@ -48,7 +48,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     device: Device
     versions: dict[str, str]
     total: int
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[Measurement, ...] = ()
 
 
 def measure(
@@ -79,7 +79,7 @@ def measure(
     return outcome
 
 
-def _measure(work: WorkBundle, session: sessions.Session, number: int, which: int) -> Measured:
+def _measure(work: WorkBundle, session: sessions.Session, number: int, which: int) -> Measurement:
     entry = work.tasks[number]
     candidates = [work.candidate(number, i) for i in dict.fromkeys((0, which))]
     outcomes = session.measure(work.job(number), candidates, work.order.seconds)
@@ -88,7 +88,7 @@ def _measure(work: WorkBundle, session: sessions.Session, number: int, which: in
             hint = "What was measured is kept: begin again, and it goes on."
             raise DeviceError("the measuring process", "one that stays", outcome.detail, hint)
     label = entry.candidates[which].label
-    return Measured(task=entry.label, label=label, outcome=outcomes[-1], incumbent=outcomes[0])
+    return Measurement(task=entry.label, label=label, outcome=outcomes[-1], incumbent=outcomes[0])
 
 
 def read(path: str | os.PathLike[str]) -> Results:
@@ -110,13 +110,13 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summary(results: Results) -> list[Summary]:
-    by_task: dict[str, list[Measured]] = {}
+    by_task: dict[str, list[Measurement]] = {}
     for row in results.measured:
         by_task.setdefault(row.task, []).append(row)
     return [_summary(task, rows) for task, rows in by_task.items()]
 
 
-def _summary(task: str, rows: list[Measured]) -> Summary:
+def _summary(task: str, rows: list[Measurement]) -> Summary:
     incumbents = [m.incumbent.samples_us for m in rows if isinstance(m.incumbent, Timing)]
     pairs = [
         (median(a / b for a, b in zip(m.incumbent.samples_us, m.outcome.samples_us, strict=False)), m.outcome)

@@ -32,7 +32,7 @@ def ratios(one: Timing, other: Timing) -> list[float]:
     return [a / b for a, b in zip(one.samples_us, other.samples_us, strict=True)]
 
 
-class Found(msgspec.Struct, frozen=True):
+class TrialResult(msgspec.Struct, frozen=True):
     """What a trial measured: `score` is the median over the rounds of its time by the default's; the rest as in a
     record."""
 
@@ -43,7 +43,7 @@ class Found(msgspec.Struct, frozen=True):
     error_share: float
 
     @classmethod
-    def of(cls, timing: Timing, incumbent: Timing) -> Found:
+    def of(cls, timing: Timing, incumbent: Timing) -> TrialResult:
         return cls(
             score=median(ratios(timing, incumbent)),
             us=median(timing.samples_us),
@@ -59,12 +59,12 @@ class Trial:
 
     number: int
     point: Point
-    result: Found | Failure
+    result: TrialResult | Failure
 
 
-def results_of(trials: Iterable[Trial]) -> list[tuple[Found, Point]]:
+def results_of(trials: Iterable[Trial]) -> list[tuple[TrialResult, Point]]:
     """(what it found, its point) of each trial that found something, the best first."""
-    pairs = [(trial.result, trial.point) for trial in trials if isinstance(trial.result, Found)]
+    pairs = [(trial.result, trial.point) for trial in trials if isinstance(trial.result, TrialResult)]
     return sorted(pairs, key=lambda pair: pair[0].score)
 
 
@@ -91,7 +91,7 @@ class Sampler:
             if trial.point in self._seen:
                 continue
             self._seen.add(trial.point)
-            score = trial.result.score if isinstance(trial.result, Found) else None
+            score = trial.result.score if isinstance(trial.result, TrialResult) else None
             if (own := self._drawn.pop(trial.point, None)) is not None:
                 self._study.tell(own, score, state=TrialState.FAIL if score is None else None)
             elif score is not None:

@@ -34,13 +34,13 @@ from mhsa_compile.tuning.measure.job import (
 from mhsa_compile.tuning.measure.sessions import Session
 from mhsa_compile.tuning.search.sampler import (
     STARTUP,
-    Found,
     Trial,
+    TrialResult,
     ratios,
     results_of,
 )
 from mhsa_compile.tuning.search.space import Point, Space
-from mhsa_compile.tuning.search.study import Drawn, Study
+from mhsa_compile.tuning.search.study import OpenTrial, Study
 
 BATCH = 4
 """Candidates that are measured together, beside the default: connecting and sending arrays costs as much as one."""
@@ -82,11 +82,11 @@ class SearchResult:
     """
 
     point: Point
-    best: Found
+    best: TrialResult
     noise: float
     trials: tuple[Trial, ...]
     stopped: str
-    swept: Found | None = None
+    swept: TrialResult | None = None
 
     @property
     def failures(self) -> dict[str, int]:
@@ -198,15 +198,15 @@ class Search:
         )
         return before - all_ < self.noise * before
 
-    def _draw(self, count: int) -> list[Drawn]:
-        batch: list[Drawn] = []
+    def _draw(self, count: int) -> list[OpenTrial]:
+        batch: list[OpenTrial] = []
         while len(batch) < count and (one := self.study.ask()) is not None:
             batch.append(one)
         return batch
 
-    def _measure(self, batch: Sequence[Drawn]) -> bool:
+    def _measure(self, batch: Sequence[OpenTrial]) -> bool:
         """Builds and measures these, and tells the study. Returns whether the device was lost."""
-        candidates: dict[Drawn, Candidate] = {}
+        candidates: dict[OpenTrial, Candidate] = {}
         incumbent = Timing((self.default_us,), 0.0)
         for one in batch:
             try:
@@ -234,13 +234,13 @@ class Search:
 
 def chosen(
     default: Point, incumbent: Timing, timings: Mapping[Point, Timing], noise: float
-) -> tuple[Point, dict[Point, Found]]:
+) -> tuple[Point, dict[Point, TrialResult]]:
     """(the fastest of those that gain more than the noise and the error of their own, else the default; what each
     found). All were timed in the same rounds."""
-    results = {default: Found.of(incumbent, incumbent)}
+    results = {default: TrialResult.of(incumbent, incumbent)}
     clear = [default]
     for point, timing in timings.items():
-        results[point] = Found.of(timing, incumbent)
+        results[point] = TrialResult.of(timing, incumbent)
         if 1 - results[point].score > max(noise, _error(ratios(timing, incumbent))):
             clear.append(point)
     return min(clear, key=lambda point: results[point].score), results
@@ -255,7 +255,7 @@ def no_slower(first: Outcome, outcome: Outcome, again: Outcome) -> bool:
                 _require_timing(one)
             return False
     assert isinstance(first, Timing) and isinstance(outcome, Timing) and isinstance(again, Timing)
-    return Found.of(outcome, first).score <= 1 + noise_of(first, again)
+    return TrialResult.of(outcome, first).score <= 1 + noise_of(first, again)
 
 
 def noise_of(first: Timing, second: Timing) -> float:

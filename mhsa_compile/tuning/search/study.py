@@ -32,9 +32,9 @@ from mhsa_compile.tuning.measure.job import (
 )
 from mhsa_compile.tuning.search.sampler import (
     CONFIG,
-    Found,
     Sampler,
     Trial,
+    TrialResult,
     plain,
     point_of,
     results_of,
@@ -52,7 +52,7 @@ _ABOUT, _SOURCE = "about", "source"  # a study's
 
 
 @dataclass(frozen=True)
-class Drawn:
+class OpenTrial:
     """A trial that waits for its outcome."""
 
     number: int
@@ -137,7 +137,7 @@ class Study:
                 if point not in points_on_record:
                     self._enqueue(point)
 
-    def ask(self) -> Drawn | None:
+    def ask(self) -> OpenTrial | None:
         """What to measure next; None where everything was measured, or somebody is at it."""
         with named(self._url), quiet():
             self._take_from_the_dead()
@@ -184,12 +184,12 @@ class Study:
         with named(self._url):
             return _rest(self.space, _points_of(self._all()))
 
-    def tell(self, drawn: Drawn, outcome: Outcome, incumbent: Timing) -> None:
+    def tell(self, drawn: OpenTrial, outcome: Outcome, incumbent: Timing) -> None:
         """Writes down what became of a draw. `incumbent` is the default, timed in the same rounds. What was lost is
         drawn again."""
         from optuna.exceptions import UpdateFinishedTrialError
 
-        result = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
+        result = TrialResult.of(outcome, incumbent) if isinstance(outcome, Timing) else None
         with named(self._url):
             try:
                 self._storage.set_trial_user_attr(self._open[drawn.number], *_attribute(outcome, result))
@@ -206,7 +206,7 @@ class Study:
         with named(self._url):
             if point in _points_of(self._all()) or (isinstance(outcome, Failure) and outcome.reason == LOST):
                 return
-            result = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
+            result = TrialResult.of(outcome, incumbent) if isinstance(outcome, Timing) else None
             score, (name, value) = None if result is None else result.score, _attribute(outcome, result)
             self._study.add_trial(self._sampler.trial(point, score, {name: value}, done=True))
 
@@ -232,12 +232,12 @@ class Study:
         pairs = results_of(trials)
         return min(rest, key=lambda p: self.space.steps(p, pairs[0][1]) if pairs else 0.0, default=None)
 
-    def _claim(self, point: Point) -> Drawn | None:
+    def _claim(self, point: Point) -> OpenTrial | None:
         """A trial for a point; None where another process was faster."""
         trial_id = self._storage.create_new_trial(self._id, self._sampler.trial(point, None, {}, done=False))
         return self._begin(trial_id, point)
 
-    def _dequeue(self) -> Drawn | None:
+    def _dequeue(self) -> OpenTrial | None:
         """A trial that waited; None where another process was faster, or has drawn the same."""
         trial = self._study.ask()
         if CONFIG not in trial.user_attrs:  # nothing waits any more: this one is new
@@ -247,7 +247,7 @@ class Study:
         self._sampler.suggestion(trial)
         return self._begin(trial._trial_id, point)
 
-    def _begin(self, trial_id: int, point: Point) -> Drawn | None:
+    def _begin(self, trial_id: int, point: Point) -> OpenTrial | None:
         self._heart.add(trial_id)
         number = self._storage.get_trial_number_from_id(trial_id)
         if point in _points_of(trial for trial in self._all() if trial.number < number):
@@ -255,7 +255,7 @@ class Study:
             self._finish(number)
             return None
         self._open[number] = trial_id
-        return Drawn(number, point)
+        return OpenTrial(number, point)
 
     def _finish(self, number: int, score: float | None = None) -> None:
         """Ends a trial, as failed if it has no score. Does nothing where it was taken from this process, which was
@@ -268,7 +268,7 @@ class Study:
             self._study.tell(number, score, state=state, skip_if_finished=True)
 
 
-def _attribute(outcome: Outcome, result: Found | None) -> tuple[str, Any]:
+def _attribute(outcome: Outcome, result: TrialResult | None) -> tuple[str, Any]:
     """The attribute, its name and its value, that says what became of a trial."""
     return (_FAILED, msgspec.to_builtins(outcome)) if result is None else (_FOUND, msgspec.to_builtins(result))
 
@@ -292,11 +292,11 @@ def _counts(trial: Any) -> bool:
     return trial.state.name in ("RUNNING", "WAITING") or _result(trial) is not None
 
 
-def _result(trial: Any) -> Found | Failure | None:
+def _result(trial: Any) -> TrialResult | Failure | None:
     """What a trial found, or how it failed; None for one that is not done, was lost with its device or its process, or
     gave way."""
     if trial.state.name == "COMPLETE":
-        return msgspec.convert(trial.user_attrs[_FOUND], Found)
+        return msgspec.convert(trial.user_attrs[_FOUND], TrialResult)
     attribute = trial.user_attrs.get(_FAILED) if trial.state.name == "FAIL" else None
     failure = None if attribute is None else msgspec.convert(attribute, Failure)
     return None if failure is None or failure.reason == LOST else failure
