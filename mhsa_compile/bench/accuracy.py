@@ -18,7 +18,7 @@ import torch
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
 from mhsa_compile.nn.score_features import Scoring
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.error_budget import budget, in_float64, max_error, share_of_budget
 from mhsa_compile.verification.oracle.evaluate import eager, oracle
 from mhsa_compile.verification.random_inputs import Arrays
 from mhsa_compile.verification.stored_model import stored_model
@@ -68,7 +68,7 @@ class Truth:
     def share(self, outputs: list[np.ndarray]) -> float:
         """The largest error as a share of its budget: above 1 is wrong."""
         pairs = zip(self.expected, outputs, self.budgets, strict=True)
-        return max(_share(max_error(truth, self._sample(output)), budget) for truth, output, budget in pairs)
+        return max(share_of_budget(max_error(truth, self._sample(output)), budget) for truth, output, budget in pairs)
 
     @property
     def budget(self) -> float:
@@ -95,7 +95,7 @@ def truth(artifact: Artifact, inputs: Arrays, weights: Arrays, seed: int = 0) ->
     B, L = query.shape[0], query.shape[-2]
     entries = sorted({0, B - 1})
     rows = _sampled_rows(L, seed)
-    rounded, exact = ({**inputs, **weights}, {n: _wide(a) for n, a in {**inputs, **weights}.items()})
+    rounded, exact = ({**inputs, **weights}, {n: in_float64(a) for n, a in {**inputs, **weights}.items()})
     expected, yardstick = (np.stack([_rows(spec, arrays, e, rows) for e in entries]) for arrays in (exact, rounded))
     return Truth((expected,), (budget(expected, yardstick, spec.dtype),), entries, rows)
 
@@ -114,10 +114,6 @@ def _sampled_rows(L: int, seed: int) -> list[int]:
         return list(range(L))
     between = 1 + np.random.default_rng(seed).choice(L - 2, ROWS - 2, replace=False)
     return [0, *sorted(int(row) for row in between), L - 1]
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype.kind in "biu" else array.astype(np.float64)
 
 
 def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> np.ndarray:
@@ -176,7 +172,3 @@ def _band_row(L: int, S: int, row: int, left: int, right: int, alignment: str) -
     if right >= 0:
         visible &= keys <= place + right
     return visible
-
-
-def _share(error: float, budget: float) -> float:
-    return error / budget if budget else (0.0 if error == 0 else float("inf"))

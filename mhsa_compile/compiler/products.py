@@ -17,6 +17,7 @@ from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.frontend.relax.imported_module import DimNames, ImportedModule
+from mhsa_compile.frontend.relax.sizes.broadcasting import dims_of, equal
 from mhsa_compile.kernels.interface.ops import Op, ProductOp, ProductOperand
 
 _NARROW = ("float16", "bfloat16")
@@ -62,14 +63,14 @@ class _Stored:
 def _product(builder: Any, call: Any, sizes: DimNames) -> tuple[ProductOp, list[Expr]] | None:
     """(the operation, its inputs) of a matmul, or None where it is none of two matrices of floats."""
     values = list(call.args)
-    shapes = [shape for shape in map(_shape, (*values, call)) if shape is not None and len(shape) > 1]
+    shapes = [shape for shape in map(dims_of, (*values, call)) if shape is not None and len(shape) > 1]
     kinds = [str(value.ty.dtype) for value in values]
     if len(shapes) < 3 or kinds[0] != kinds[1]:
         return None
     if kinds[0] not in ("float32", *_NARROW) or str(call.ty.dtype) not in ("float32", *_NARROW):
         return None
     left, right, result = shapes
-    if not _same(left[-1], right[-2]) or (isinstance(left[-1], tirx.IntImm) and left[-1].value == 1):
+    if not equal(left[-1], right[-2]) or (isinstance(left[-1], tirx.IntImm) and left[-1].value == 1):
         return None  # an outer product, which is arithmetic on elements, goes into what follows it
     sources = [_stored_operand(builder, value) for value in values]
     if sources[0].array.ty.dtype != sources[1].array.ty.dtype:
@@ -100,15 +101,6 @@ def _product(builder: Any, call: Any, sizes: DimNames) -> tuple[ProductOp, list[
     return op, [one.array for one in sources]
 
 
-def _shape(value: Expr) -> list[Expr] | None:
-    shape = getattr(value.ty, "shape", None)
-    return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
-
-
-def _same(one: Expr, other: Expr) -> bool:
-    return bool(tvm.sym.Analyzer().can_prove_equal(one, other))
-
-
 def _batch(own: list[Expr], all_: list[Expr]) -> list[int | None] | None:
     """For each axis of the product's batch, which of an operand's own it is; None within where it is broadcast, and
     None where that is not known."""
@@ -117,7 +109,7 @@ def _batch(own: list[Expr], all_: list[Expr]) -> list[int | None] | None:
     for axis, (size, full) in enumerate(zip(own, all_[missing:], strict=True)):
         if isinstance(size, tirx.IntImm) and size.value == 1:
             places.append(None)
-        elif _same(size, full):
+        elif equal(size, full):
             places.append(axis)
         else:
             return None

@@ -44,7 +44,7 @@ class Unfinished:
                 continue
             with suppress(OSError):  # a file system without locks: then it is nobody's to sweep, either
                 fcntl.flock(self._handle, fcntl.LOCK_SH)
-            if _is_at(self._handle, self.path):
+            if is_at(self._handle, self.path):
                 return
             os.close(self._handle)
 
@@ -91,7 +91,8 @@ def _remove_if_left(path: Path) -> None:
             os.close(handle)
 
 
-def _is_at(handle: int, path: Path) -> bool:
+def is_at(handle: int, path: Path) -> bool:
+    """Whether an open file is still the one at the path: another may have taken its place meanwhile."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -207,7 +208,7 @@ def _unfinished_file(path: Path) -> Iterator[BinaryIO]:
             try:
                 with suppress(OSError):  # a file system without locks: then it is nobody's to sweep, either
                     fcntl.flock(file, fcntl.LOCK_SH)
-                if not _is_at(file.fileno(), staged):  # swept, before it was locked
+                if not is_at(file.fileno(), staged):  # swept, before it was locked
                     continue
                 yield file
                 return

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mhsa_compile.files import input_files
+from mhsa_compile.files.atomic_write import is_at
 
 _BLOCK = 65_536
 
@@ -76,19 +77,11 @@ def _lock(path: Path) -> Iterator[int]:
         file = input_files.regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(file, path):
+            if is_at(file, path):
                 yield file
                 return
         finally:
             os.close(file)
-
-
-def _is_at(file: int, path: Path) -> bool:
-    """Whether the open file is still the one at the path: another may have taken its place while we waited."""
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _write(file: int, data: bytes, offset: int) -> None:

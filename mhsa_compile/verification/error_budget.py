@@ -38,6 +38,16 @@ def coarse_budget(expected: np.ndarray, dtype: str) -> float:
     return float(values.max(initial=0.0) * 2.0 ** -(FRACTION_BITS[dtype] // 2))
 
 
+def share_of_budget(error: float, allowed: float) -> float:
+    """An error by what is allowed: above 1 is wrong."""
+    return error / allowed if allowed else (0.0 if error == 0 else np.inf)
+
+
+def in_float64(array: np.ndarray) -> np.ndarray:
+    """Floats as float64; flags and whole numbers stay what they are."""
+    return array if array.dtype.kind in "biu" else array.astype(np.float64)
+
+
 def max_error(expected: np.ndarray, actual: np.ndarray) -> float:
     """Largest absolute error; infinite where shapes differ or one side alone is NaN or infinite."""
     if expected.shape != actual.shape:

@@ -18,7 +18,7 @@ import onnx
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.runtime.artifact.manifest import Check
 from mhsa_compile.runtime.symbolic_dims import is_expression
-from mhsa_compile.verification.error_budget import FRACTION_BITS, budget, coarse_budget, max_error
+from mhsa_compile.verification.error_budget import FRACTION_BITS, budget, coarse_budget, max_error, share_of_budget
 from mhsa_compile.verification.evaluators import Evaluators, NotEvaluated
 from mhsa_compile.verification.parity import Draw, judge
 from mhsa_compile.verification.random_inputs import Arrays, largest_sizes, random_inputs
@@ -287,8 +287,7 @@ class _FileCheck:
 
 def _share(draw: Draw) -> float:
     truth, yardstick, actual = draw
-    error, most = max_error(truth, actual), budget(truth, yardstick, str(yardstick.dtype))
-    return error / most if most else (np.inf if error else 0.0)
+    return share_of_budget(max_error(truth, actual), budget(truth, yardstick, str(yardstick.dtype)))
 
 
 def _of_their_shape(exact: np.ndarray, rounded: np.ndarray, actual: np.ndarray) -> np.ndarray:

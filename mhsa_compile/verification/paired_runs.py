@@ -10,7 +10,7 @@ import numpy as np
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.verification import top_k_parity
-from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.error_budget import budget, max_error, share_of_budget
 from mhsa_compile.verification.oracle.evaluate import Reference
 from mhsa_compile.verification.random_inputs import Arrays
 
@@ -49,7 +49,7 @@ class SelfCheck:
         """The difference as a share of the budget; above 1 fails."""
         if self.difference is None or self.budget is None:
             return 0.0
-        return self.difference / self.budget if self.budget else (0.0 if self.ok else np.inf)
+        return share_of_budget(self.difference, self.budget)
 
 
 @dataclass(frozen=True)

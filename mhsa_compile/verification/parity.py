@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from mhsa_compile.verification import top_k_parity
-from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.error_budget import budget, max_error, share_of_budget
 from mhsa_compile.verification.oracle.evaluate import Reference
 from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 
@@ -45,7 +45,7 @@ class CaseResult:
     @property
     def ratio(self) -> float:
         """Error as a share of the budget; above 1 fails."""
-        return self.error / self.budget if self.budget else (0.0 if self.ok else np.inf)
+        return share_of_budget(self.error, self.budget)
 
 
 def check(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.nn.functional import to_numpy, to_torch
-from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.error_budget import budget, in_float64, max_error
 from mhsa_compile.verification.oracle.evaluate import Reference
 from mhsa_compile.verification.random_inputs import Arrays, largest_sizes, positions_of_a_call, random_inputs
 
@@ -47,17 +48,19 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
         try:
             actual = _outputs(module, inputs, forward)
         except Exception as error:  # it is the user's code
-            message = next(iter(str(error).splitlines()), type(error).__name__)
             hint = "Fix in dims what has one size only, or leave it out of dynamic_shapes."
-            raise ModelError("module", f"a forward that takes {at or 'its examples'}", message, hint) from error
+            raise ModelError(
+                "module", f"a forward that takes {at or 'its examples'}", first_line(error), hint
+            ) from error
         try:
             expected = graph.oracle(inputs)
         except Exception as error:  # sizes that do not fit each other, which the module did not mind
-            got = next(iter(str(error).splitlines()), type(error).__name__)
             hint = "Name dims that are always equal alike in dynamic_shapes, or fix them in dims."
-            raise ModelError("module", f"an exported graph that takes {at or 'its examples'}", got, hint) from error
+            raise ModelError(
+                "module", f"an exported graph that takes {at or 'its examples'}", first_line(error), hint
+            ) from error
         try:
-            exact = _outputs(wide, {name: _wide(array) for name, array in inputs.items()}, forward)
+            exact = _outputs(wide, {name: in_float64(array) for name, array in inputs.items()}, forward)
         except RuntimeError:
             exact = []
         if len(exact) == len(actual) and all(map(_equally_finite, exact, actual)):
@@ -93,7 +96,3 @@ def _unseen_sizes(module: nn.Module, symbols: list[str], unseen: Mapping[str, in
     if unseen["B"] == 1 and "mask_H" in symbols:
         sizes["mask_H"] = module.spec.num_heads  # type: ignore[union-attr, assignment]
     return sizes
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype.kind in "biu" else array.astype(np.float64)

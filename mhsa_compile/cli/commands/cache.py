@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from mhsa_compile.cli.common import options, output
+from mhsa_compile.runtime.misfits import shape_text
 
 _SHOWN = 20
 
@@ -57,7 +58,7 @@ def _what(place: Path) -> str:
             manifest = files.manifest
     except ArtifactError:
         return "damaged; it is compiled again when it is asked for"
-    inputs = ", ".join(f"{info.name} {output.dims_text(info.dims)} {info.dtype}" for info in manifest.inputs)
+    inputs = ", ".join(f"{info.name} {shape_text(info.dims)} {info.dtype}" for info in manifest.inputs)
     return f"{inputs}, for {manifest.target.name}"
 
 

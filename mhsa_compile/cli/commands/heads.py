@@ -12,6 +12,7 @@ import typer
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files import places
+from mhsa_compile.files.foreign_errors import first_line
 
 if TYPE_CHECKING:
     from mhsa_analysis.heads_page import ShownLayer
@@ -207,8 +208,7 @@ def _loaded(source: Path) -> tuple[Any, Any]:
         tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
         model = AutoModel.from_pretrained(source, local_files_only=True).float().eval()
     except Exception as error:  # of transformers and tokenizers, whose errors have no common root
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise ModelError("SOURCE", "a model that transformers loads from its folder", lines[0]) from error
+        raise ModelError("SOURCE", "a model that transformers loads from its folder", first_line(error)) from error
     tokenizer.no_padding()
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()  # a decoder would need a text of its own

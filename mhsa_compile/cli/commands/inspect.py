@@ -13,6 +13,7 @@ from mhsa_compile.errors import OutputError, TargetError
 from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import write
 from mhsa_compile.hardware import host
+from mhsa_compile.runtime.misfits import shape_text
 
 if TYPE_CHECKING:
     from mhsa_compile.hardware.profile import CpuProfile
@@ -38,7 +39,7 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
     output.print_table(
         f"{opened.path}: format {manifest.format_version}, target {manifest.target.name}",
         ("tensor", "name", "dtype", "dims"),
-        ((role, info.name, info.dtype, output.dims_text(info.dims)) for role, info in tensors),
+        ((role, info.name, info.dtype, shape_text(info.dims)) for role, info in tensors),
     )
     if manifest.spec is None and manifest.attention:
         output.print_table(

@@ -11,6 +11,7 @@ import typer
 
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.runtime.misfits import shape_text
 
 if TYPE_CHECKING:
     from mhsa_compile.runtime.artifact.manifest import Manifest
@@ -58,7 +59,7 @@ def profile(
         summary.pop("events")
         output.print_json(summary)
         return
-    sizes = " ".join(f"{name} {output.dims_text(array.shape)}" for name, array in arguments.items())
+    sizes = " ".join(f"{name} {shape_text(array.shape)}" for name, array in arguments.items())
     _show(f"{artifact}: {sizes}, {report.threads} threads", report, verbose)
     if missing:
         output.line(f"Shares of the limit are measured by what compiles: {missing}")

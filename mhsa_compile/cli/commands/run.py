@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mhsa_compile.cli.common import options, output
+from mhsa_compile.runtime.misfits import shape_text
 
 if TYPE_CHECKING:
     from mhsa_compile.verification.paired_runs import SelfCheck
@@ -57,9 +58,7 @@ def run(
         report = [dict(zip(keys, row, strict=True)) for row in rows]
         output.print_json({"outputs": report, "seconds": seconds, "threads": attention.threads, "saved": out})
         return
-    cells = (
-        (name, output.dims_text(dims), dtype, f"{low:.4g}", f"{high:.4g}") for name, dims, dtype, low, high in rows
-    )
+    cells = ((name, shape_text(dims), dtype, f"{low:.4g}", f"{high:.4g}") for name, dims, dtype, low, high in rows)
     title = f"{artifact}: first call {seconds * 1e3:.2f} ms, {attention.threads} threads"
     output.print_table(title, ("output", "dims", "dtype", "min>", "max>"), cells)
 

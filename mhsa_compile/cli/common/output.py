@@ -75,11 +75,6 @@ def ok_cell(ok: bool) -> Any:
     return Text("ok", "green") if ok else Text("FAIL", "bold red")
 
 
-def dims_text(dims: Iterable[object]) -> str:
-    """(B, 128, 512)"""
-    return f"({', '.join(map(str, dims))})"
-
-
 def assignments(pairs: Mapping[str, object]) -> str:
     """B=1 L=128"""
     return " ".join(f"{name}={value}" for name, value in pairs.items())

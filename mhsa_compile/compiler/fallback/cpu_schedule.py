@@ -29,6 +29,7 @@ from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_op
 from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
 from mhsa_compile.compiler.fallback.top_k import with_top_k
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
+from mhsa_compile.frontend.relax.sizes.broadcasting import equal
 from mhsa_compile.hardware.profile import CpuProfile, TargetProfile
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
@@ -177,7 +178,7 @@ def _reshape(builder: Any, call: Any) -> Any:
     is_computed = isinstance(value, relax.Var) and builder.lookup_binding(value) is not None
     of_an_input = not is_computed  # or of a constant: no output may lie in their memory
     sizes, target = value.ty.shape.values, shape.values
-    is_plain = all(map(_is_plain, (*sizes, *target))) and _same(_product(sizes), _product(target))
+    is_plain = all(map(_is_plain, (*sizes, *target))) and equal(_product(sizes), _product(target))
     return call.op.get_attr("FLegalize")(builder, call) if of_an_input or is_plain else call
 
 
@@ -286,11 +287,7 @@ def _same_elements(block: Any, reader: Any, is_last: bool) -> bool:
     """Whether a reader reads each element of the block once, both one by one; or summing, if it `is_last`."""
     if _kinds(block).strip("S") or (_kinds(reader).strip("S") and not is_last):
         return False
-    return _same(_size(block), _size(reader)) and not (_has_names(block.body) and _has_names(reader.body))
-
-
-def _same(one: Expr, other: Expr) -> bool:
-    return bool(tvm.sym.Analyzer().can_prove_equal(one, other))
+    return equal(_size(block), _size(reader)) and not (_has_names(block.body) and _has_names(reader.body))
 
 
 def _kinds(block: Any) -> str:
@@ -333,7 +330,7 @@ def _by_rows(schedule: s_tir.Schedule, lanes: int) -> bool:
     if outer < 1 or "R" in kinds[-1].rstrip("R") or (len(blocks) == 1 and not _is_along_memory(blocks[0])):
         return False
     if not all(
-        _same(one, other)
+        equal(one, other)
         for block in blocks
         for one, other in zip(_rows(block, outer), _rows(blocks[-1], outer), strict=True)
     ):
@@ -435,7 +432,7 @@ def _is_sum_of_a_row(block: Any, outer: int) -> bool:
     """Whether a block sums along the last axes alone, which may stay behind as ones of a single element."""
     kind = _kinds(block)
     own, axes = kind.rstrip("R"), block.iter_vars
-    return kind != own and not own.strip("S") and all(_same(axis.dom.extent, 1) for axis in axes[outer : len(own)])
+    return kind != own and not own.strip("S") and all(equal(axis.dom.extent, 1) for axis in axes[outer : len(own)])
 
 
 def _rows(block: Any, outer: int) -> list[Expr]:

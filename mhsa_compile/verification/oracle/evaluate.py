@@ -17,6 +17,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from mhsa_compile.verification.error_budget import in_float64
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
 from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_weights
 from mhsa_compile.verification.oracle.recurrent import RECURRENT
@@ -99,7 +100,7 @@ class Reference:
 
     def _widened(self, inputs: Arrays) -> dict[str, Array]:
         """All that the float64 graph is fed with: its weights, and the inputs."""
-        return {**self._promoted[1], **{name: _wide(array) for name, array in inputs.items()}}
+        return {**self._promoted[1], **{name: in_float64(array) for name, array in inputs.items()}}
 
     @cached_property
     def _exact(self) -> ReferenceEvaluator:
@@ -129,10 +130,6 @@ class Reference:
         return ReferenceEvaluator(self.model, new_ops=operators)
 
 
-def _wide(array: Array) -> Array:
-    return array if array.dtype.kind in "biu" else array.astype(np.float64)
-
-
 def _digest(inputs: Arrays) -> str:
     digest = sha256()
     for name, array in sorted(inputs.items()):
@@ -153,7 +150,7 @@ def promoted(model: onnx.ModelProto, known: Arrays) -> tuple[onnx.ModelProto, di
         if tensor.data_type in FLOATS:
             array, other = numpy_helper.to_array(tensor), known.get(tensor.name)
             if other is None or not np.array_equal(array, other):
-                other = array if tensor.name in narrow else _wide(array)
+                other = array if tensor.name in narrow else in_float64(array)
             weights[tensor.name] = other
         else:
             others.append(tensor)

@@ -52,12 +52,12 @@ def _factors(bb: Any, names: SizeNames, inputs: list[Any], shapes: list[list[Any
     one, other = inputs
     rows, columns = list(shapes[0]), list(shapes[1])
     place = -2 if len(columns) > 1 else -1
-    if not _equal(rows[-1], columns[place]):
+    if not equal(rows[-1], columns[place]):
         size = columns[place] if number(columns[place]) is not None else rows[-1]
-        if not _equal(rows[-1], size):
+        if not equal(rows[-1], size):
             rows[-1] = size
             one = bb.match_cast(bb.normalize(one), relax.TensorType(rows, one.ty.dtype))
-        if not _equal(columns[place], size):
+        if not equal(columns[place], size):
             columns[place] = size
             other = bb.match_cast(bb.normalize(other), relax.TensorType(columns, other.ty.dtype))
     batches = [rows[:-2], columns[:-2]]
@@ -86,7 +86,7 @@ def _plain(shapes: Sequence[Sequence[Any]]) -> bool:
     rank = max(map(len, shapes), default=0)
     for axis in range(-rank, 0):
         sizes = [shape[axis] for shape in shapes if len(shape) >= -axis and number(shape[axis]) != 1]
-        if any(not _equal(size, sizes[0]) for size in sizes[1:]):
+        if any(not equal(size, sizes[0]) for size in sizes[1:]):
             return False
     return True
 
@@ -122,7 +122,7 @@ def spread(bb: Any, names: SizeNames, value: Any, shape: Sequence[Any]) -> Any:
     dims = dims_of(value) or []
     own = shape[len(shape) - len(dims) :]
     if len(dims) == len(shape) and all(names.same(size, whole) for size, whole in zip(dims, own, strict=True)):
-        if all(_equal(size, whole) for size, whole in zip(dims, own, strict=True)):
+        if all(equal(size, whole) for size, whole in zip(dims, own, strict=True)):
             return value
         return bb.match_cast(bb.normalize(value), relax.TensorType(list(shape), value.ty.dtype))
 
@@ -147,5 +147,5 @@ def dims_of(value: Any) -> list[Any] | None:
     return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
     return bool(tvm.sym.Analyzer().can_prove_equal(one, other))
