@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mhsa_compile.conversion.attention_calls import CONTEXTS, LayerCall, attention_calls, refused
 from mhsa_compile.conversion.from_torch import loaded
 from mhsa_compile.conversion.rotary import Tables, check_tables, halved, rope_of
-from mhsa_compile.conversion.visible_keys import Band, VisibleKeys, constant_band, mask_for, mask_kind
+from mhsa_compile.conversion.visible_keys import VisibleBand, VisibleKeys, constant_band, mask_for, mask_kind
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.nn.functional import rotate
@@ -243,7 +243,7 @@ class LayerCalls:
 
         return agrees(made(torch.float64), made(torch.float32), actual)
 
-    def _stated_band(self, window: tuple[int, ...] | None) -> Band:
+    def _stated_band(self, window: tuple[int, ...] | None) -> VisibleBand:
         """What the module itself says of causality and a window."""
         call = self.longest
         causal = "top_left" if call.is_causal else None
@@ -252,17 +252,17 @@ class LayerCalls:
                 raise refused(
                     self.module, f"its window is {(call.window - 1, 0)}, and window={tuple(window)} is another"
                 )
-            return Band(causal, (window[0], window[1]))
+            return VisibleBand(causal, (window[0], window[1]))
         if call.window is None:
             in_config = getattr(getattr(self.module, "config", None), "sliding_window", None)
             if in_config and "sliding_window" not in call.said and "layer_types" not in vars(self.module.config):
                 raise refused(
                     self.module, f"its config has a window of {in_config}, of which it says nothing: give window="
                 )
-            return Band(causal)
+            return VisibleBand(causal)
         if causal is None:
             raise refused(self.module, f"it says a window of {call.window}, and not to which side: give window=")
-        return Band(causal, (call.window - 1, 0))
+        return VisibleBand(causal, (call.window - 1, 0))
 
     def _check(self, spec: AttentionSpec, maps: Mapping[str, LinearMap], call: LayerCall) -> None:
         """Raises ModelError unless this spec, with all that is masked as a mask, gives the call's own result where a

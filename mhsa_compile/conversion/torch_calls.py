@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mhsa_compile.conversion.attention_calls import bound, refused
 from mhsa_compile.conversion.from_torch import from_torch, joined
 from mhsa_compile.conversion.visible_keys import (
-    Band,
+    VisibleBand,
     VisibleKeys,
     bool_where_it_hides,
     constant_band,
@@ -65,7 +65,7 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
     masks = [call.seen for call in calls]
     cross = calls[0].context is not None
     band = constant_band(masks)
-    band = Band() if band is None or (cross and band != Band()) else band
+    band = VisibleBand() if band is None or (cross and band != VisibleBand()) else band
     is_band = all(one.is_band(band) for one in masks)
     attention = from_torch(
         calls[0].module,

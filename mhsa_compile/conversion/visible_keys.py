@@ -16,7 +16,7 @@ from mhsa_compile.spec.masks import HIDES
 
 
 @dataclass(frozen=True)
-class Band:
+class VisibleBand:
     """`causal` and `window` of an AttentionSpec."""
 
     causal: str | None = None
@@ -46,7 +46,7 @@ class VisibleKeys:
     S: int
     window: int | None = None
 
-    def is_band(self, band: Band) -> bool:
+    def is_band(self, band: VisibleBand) -> bool:
         """Whether the mask is what `band` says."""
         visible = band.seen(self.L, self.S)
         return bool(visible.all()) if self.mask is None else bool((self.mask == visible).all())
@@ -85,11 +85,11 @@ def mask_for(spec: AttentionSpec, call: VisibleKeys, dtype: torch.dtype) -> Tens
     return call.mask.to(dtype)
 
 
-def constant_band(calls: Sequence[VisibleKeys]) -> Band | None:
+def constant_band(calls: Sequence[VisibleKeys]) -> VisibleBand | None:
     """The band that explains all masks; None if there is none, so that each call has to bring its own."""
     if mask_kind(calls) == "additive":
         return None
     windows = sorted({call.window for call in calls if call.window is not None})
-    bands = [Band("top_left", (one - 1, 0)) for one in windows] + [Band(), Band("top_left")]
-    bands += [Band(None, (side, side)) for one in windows for side in (one, one - 1)]
+    bands = [VisibleBand("top_left", (one - 1, 0)) for one in windows] + [VisibleBand(), VisibleBand("top_left")]
+    bands += [VisibleBand(None, (side, side)) for one in windows for side in (one, one - 1)]
     return next((band for band in bands if all(call.is_band(band) for call in calls)), None)

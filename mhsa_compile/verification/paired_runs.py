@@ -73,7 +73,7 @@ class Meaningless(Exception):
     """Sizes that a graph made elsewhere does not take, or a property that it does not have, says the oracle."""
 
 
-class Pairs:
+class RunPairs:
     """Runs a compiled function, the oracle and the yardstick, and compares runs of the first.
 
     What the oracle says of a graph made elsewhere comes first: it raises Meaningless. After that it is the compiled

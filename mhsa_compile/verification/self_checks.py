@@ -23,7 +23,7 @@ from mhsa_compile.verification.paired_runs import (
     CallRefused,
     Cut,
     Meaningless,
-    Pairs,
+    RunPairs,
     SelfCheck,
     Variant,
 )
@@ -31,7 +31,7 @@ from mhsa_compile.verification.parity import check
 from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 from mhsa_compile.verification.self_check_inputs import SelfCheckInputs
 
-CheckFunction = Callable[[str, SelfCheckInputs, Pairs], SelfCheck]
+CheckFunction = Callable[[str, SelfCheckInputs, RunPairs], SelfCheck]
 THREADS = "any number of threads gives the same"
 MOST_CALLS, SECONDS = 50, 0.15
 """The calls made with each number of threads, and the seconds for them: fewer are made where time runs out."""
@@ -43,7 +43,7 @@ def self_checks(
     reference: Reference, manifest: Manifest, run: Callable[[Arrays], list[np.ndarray]], seed: int = 0
 ) -> tuple[SelfCheck, ...]:
     """Every check on a compiled function: `run` takes inputs by name and gives the outputs in the manifest's order."""
-    subject, pairs = SelfCheckInputs(manifest, seed), Pairs(reference, manifest, run)
+    subject, pairs = SelfCheckInputs(manifest, seed), RunPairs(reference, manifest, run)
     return tuple(_result(name, check, subject, pairs) for name, check in CHECKS.items())
 
 
@@ -63,7 +63,7 @@ def with_any_threads(manifest: Manifest, start: Callable[[int], repeated_runs.Ru
     return SelfCheck(THREADS, max(one.difference for one in repeats), 0.0, note)
 
 
-def _result(name: str, check: CheckFunction, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
+def _result(name: str, check: CheckFunction, subject: SelfCheckInputs, pairs: RunPairs) -> SelfCheck:
     try:
         return check(name, subject, pairs)
     except Meaningless as reason:
@@ -80,7 +80,7 @@ def _entry(b: int) -> Cut:
     return lambda array, info: array[b : b + 1]
 
 
-def _batch_invariance(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
+def _batch_invariance(name: str, subject: SelfCheckInputs, pairs: RunPairs) -> SelfCheck:
     """An entry of a batch gives what it gives alone."""
     if why := subject.why_no_batch:
         return SelfCheck(name, note=why)
@@ -89,7 +89,7 @@ def _batch_invariance(name: str, subject: SelfCheckInputs, pairs: Pairs) -> Self
     return pairs.compare(name, base, variants)
 
 
-def _batch_permutation(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
+def _batch_permutation(name: str, subject: SelfCheckInputs, pairs: RunPairs) -> SelfCheck:
     """The entries of a batch in another order give the outputs in that order."""
     if why := subject.why_no_batch:
         return SelfCheck(name, note=why)
@@ -97,7 +97,7 @@ def _batch_permutation(name: str, subject: SelfCheckInputs, pairs: Pairs) -> Sel
     return pairs.compare(name, base, [Variant(subject.take(base, order), _whole, lambda array, info: array[order])])
 
 
-def _padded_batch(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
+def _padded_batch(name: str, subject: SelfCheckInputs, pairs: RunPairs) -> SelfCheck:
     """Sequences of several lengths in one batch, the rest of it masked, give what each gives without the rest."""
     if why := subject.why_no_padding:
         return SelfCheck(name, note=why)
@@ -114,7 +114,7 @@ def _padded_batch(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfChec
     return pairs.compare(name, base, map(variant, range(len(spans))))
 
 
-def _poisoned_padding(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
+def _poisoned_padding(name: str, subject: SelfCheckInputs, pairs: RunPairs) -> SelfCheck:
     """NaN and infinity in keys that are hidden (by a mask, lengths, causality or a window) change no other output.
 
     Which outputs see them the oracle says: those where it is not finite, for NaN (an infinite key may have a score of
@@ -137,7 +137,7 @@ def _poisoned_padding(name: str, subject: SelfCheckInputs, pairs: Pairs) -> Self
         return pairs.compare(name, base, [Variant(inputs, untouched, untouched) for inputs in variants])
 
 
-def _unseen_sizes(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
+def _unseen_sizes(name: str, subject: SelfCheckInputs, pairs: RunPairs) -> SelfCheck:
     """Two sizes of every symbolic dim that nothing was compiled, exported or tried with, against the oracle."""
     if not subject.free:
         return SelfCheck(name, note="every size is fixed")
@@ -154,7 +154,7 @@ def _unseen_sizes(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfChec
     return SelfCheck(name, worst.error, worst.budget, "; ".join(filter(None, (note, worst.note))))
 
 
-def _decode_is_prefill(name: str, subject: SelfCheckInputs, pairs: Pairs) -> SelfCheck:
+def _decode_is_prefill(name: str, subject: SelfCheckInputs, pairs: RunPairs) -> SelfCheck:
     """The last row for every prefix of a sequence is that row of the whole sequence; with a cache, every step's."""
     if why := subject.why_no_prefixes:
         return SelfCheck(name, note=why)
@@ -162,7 +162,7 @@ def _decode_is_prefill(name: str, subject: SelfCheckInputs, pairs: Pairs) -> Sel
     return pairs.compare(name, base, (_steps if subject.cached else _prefixes)(subject, pairs, base))
 
 
-def _prefixes(subject: SelfCheckInputs, pairs: Pairs, base: Arrays) -> Iterator[Variant]:
+def _prefixes(subject: SelfCheckInputs, pairs: RunPairs, base: Arrays) -> Iterator[Variant]:
     for length in range(1, subject.longest_prefix + 1):
         prefix = dict.fromkeys(subject.lengths, slice(0, length))
         yield Variant(subject.cut(base, prefix), _row(subject, -1), _row(subject, length - 1))
@@ -173,7 +173,7 @@ def _row(subject: SelfCheckInputs, place: int) -> Cut:
     return lambda array, info: subject.cut_one(array, info.name, parts)
 
 
-def _steps(subject: SelfCheckInputs, pairs: Pairs, base: Arrays) -> Iterator[Variant]:
+def _steps(subject: SelfCheckInputs, pairs: RunPairs, base: Arrays) -> Iterator[Variant]:
     """A prompt into an empty cache, then one position after the other, each behind what the steps before left there."""
     cache = {name: base[name] for name in ("past_key", "past_value")}
     first = 0

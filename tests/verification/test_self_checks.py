@@ -18,7 +18,7 @@ from mhsa_compile.frontend.export.export import export
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.spec.semantics import BandMeaning
 from mhsa_compile.verification.oracle.evaluate import Reference
-from mhsa_compile.verification.paired_runs import Pairs, SelfCheck
+from mhsa_compile.verification.paired_runs import RunPairs, SelfCheck
 from mhsa_compile.verification.self_check_inputs import LENGTHS, PRIMES, SelfCheckInputs
 from mhsa_compile.verification.self_checks import CHECKS, THREADS, self_checks
 from mhsa_compile.verification.verify import Verdict, eager
@@ -219,7 +219,7 @@ def keys_of_the_padding(run, inputs):
 
 def of_one_check(name: str, case: tuple, fault: Callable[[Run, dict], list[np.ndarray]]) -> SelfCheck:
     model, described = case
-    pairs = Pairs(Reference(model), described, lambda inputs: fault(lambda given: eager(model, given), inputs))
+    pairs = RunPairs(Reference(model), described, lambda inputs: fault(lambda given: eager(model, given), inputs))
     return CHECKS[name](name, SelfCheckInputs(described), pairs)
 
 

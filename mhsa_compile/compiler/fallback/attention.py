@@ -41,14 +41,14 @@ def emit(builder: relax.BlockBuilder, op: AttentionOp | ScoresOp | AttentionProb
 
 
 def _compute(op: AttentionOp | ScoresOp, attention: AttentionOp, *tensors: te.Tensor) -> te.Tensor:
-    plain = _Plain(attention, list(tensors))
+    plain = _AttentionForm(attention, list(tensors))
     if isinstance(op, AttentionOp):
         return plain.output()
     stages = (plain.raw, plain.capped, plain.masked, plain.weight)
     return plain.stored(stages[op.stage], "scores")
 
 
-class _Plain:
+class _AttentionForm:
     """The stages, each as an expression of (b, h, i, j); what is summed over is an array of its own."""
 
     def __init__(self, op: AttentionOp, tensors: list[te.Tensor]) -> None:
