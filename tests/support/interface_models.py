@@ -66,9 +66,9 @@ VIT = {**{k: v for k, v in PLAIN.items() if k != "max_position_embeddings"}, "im
 def built(config: str, model: str, fields: dict[str, Any]) -> Any:
     """The model in eval mode, with weights that make attention matter."""
     torch.manual_seed(0)
-    made = getattr(transformers, model)(getattr(transformers, f"{config}Config")(**fields)).eval()
-    sharpen(made)
-    return made
+    network = getattr(transformers, model)(getattr(transformers, f"{config}Config")(**fields)).eval()
+    sharpen(network)
+    return network
 
 
 def sharpen(model: nn.Module) -> None:
@@ -116,8 +116,8 @@ def generated(model: Any, inputs: dict[str, Tensor], kind: str, **options: Any) 
 def ten_tokens(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     """What ten steps of greedy search give: their tokens, behind those of `inputs`."""
     with torch.no_grad():
-        made: Tensor = model.generate(**inputs, max_new_tokens=10, min_new_tokens=10, do_sample=False, **options)
-    return made
+        tokens: Tensor = model.generate(**inputs, max_new_tokens=10, min_new_tokens=10, do_sample=False, **options)
+    return tokens
 
 
 CACHES: dict[str, dict[str, Any]] = {

@@ -29,20 +29,20 @@ _emitted: set[tuple[str, str]] = set()
 def features(op: Any, prefix: str = "") -> set[str]:
     """What an operation asks for: flags that are set, choices by name, parts that are there, dims that are free."""
     grouped = isinstance(op, AttentionOp) and op.num_kv_heads < op.num_heads
-    found = {f"{prefix}grouped heads"} if grouped else set[str]()
+    names = {f"{prefix}grouped heads"} if grouped else set[str]()
     for field in dataclasses.fields(op):
         name, value, optional = f"{prefix}{field.name}", getattr(op, field.name), "None" in str(field.type)
         if name.endswith("_name") or value is False or value is None:  # names of inputs serve messages
             continue
         if dataclasses.is_dataclass(value):
-            found |= features(value, f"{name}.")
+            names |= features(value, f"{name}.")
         for step in value if name.endswith("scores") else ():
-            found |= {step_name := f"{prefix}{type(step).__name__}"} | features(step, f"{step_name}.")
+            names |= {step_name := f"{prefix}{type(step).__name__}"} | features(step, f"{step_name}.")
         if isinstance(value, str):
-            found.add(f"{name} free" if "Dim" in str(field.type) else f"{name}={value}")
+            names.add(f"{name} free" if "Dim" in str(field.type) else f"{name}={value}")
         elif value is True or optional or _is_set(value, field.default):
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def _is_set(value: Any, default: Any) -> bool:
@@ -58,9 +58,9 @@ def _noting(kernel: type) -> None:
     @functools.wraps(emit)
     def noting(self: Any, op: Any, profile: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = f"{self.name} for {profile.tvm.arch if profile.family == 'cuda' else profile.link.triple}"
-        found = sorted(features(op) | {f"for {profile.name}"})
-        pairs = itertools.combinations(found, 2)
-        _emitted.update((kernel, together) for together in (*found, *map(" and ".join, pairs)))
+        names = sorted(features(op) | {f"for {profile.name}"})
+        pairs = itertools.combinations(names, 2)
+        _emitted.update((kernel, together) for together in (*names, *map(" and ".join, pairs)))
         return emit(self, op, profile, *args, **kwargs)
 
     kernel.emit = noting  # type: ignore[attr-defined]

@@ -123,10 +123,10 @@ def masked_scores(
     """(the scores (B, H, L, S) as the softmax takes them, -inf where hidden; what is visible, of that shape)."""
     (B, H, L, _), S = q.shape, k.shape[2]
     q, k = (to_torch(array).to(dtype) for array in (q, k))
-    held = np.full(B, S) if lengths is None else lengths.clip(0, S)
+    counts = np.full(B, S) if lengths is None else lengths.clip(0, S)
     place = np.arange(L) + np.zeros((B, 1, 1), np.int64)
     if op.window is not None and op.window.alignment == "bottom_right":
-        place += held[:, None, None] - L
+        place += counts[:, None, None] - L
     distance = torch.from_numpy(np.arange(S) - place[..., None])
     scores = q @ k.repeat_interleave(H // k.shape[1], dim=1).swapaxes(-1, -2) * op.scale
     if features(op).softcap:
@@ -135,15 +135,15 @@ def masked_scores(
         scores = clamp * (scores / (clamp + scores.abs()))
     if slopes is not None:  # a place has more bits than a 16-bit float, as in `functional`
         scores = scores + (to_torch(slopes).double()[:, None, None] * distance).to(dtype)
-    visible = torch.from_numpy(_visible(op, distance.numpy(), held, mask)).expand(scores.shape)
+    visible = torch.from_numpy(_visible(op, distance.numpy(), counts, mask)).expand(scores.shape)
     if mask is not None and mask.dtype != bool:
         scores = scores + to_torch(mask).to(dtype)
     return scores.masked_fill(~visible, -torch.inf), visible
 
 
-def _visible(op: AttentionOp, distance: np.ndarray, held: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+def _visible(op: AttentionOp, distance: np.ndarray, counts: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     """bool (B or 1, H or 1, L, S)"""
-    visible = np.arange(distance.shape[-1]) < held[:, None, None, None]
+    visible = np.arange(distance.shape[-1]) < counts[:, None, None, None]
     if op.window is not None:
         visible = visible & (True if op.window.left is None else -distance <= op.window.left)
         visible = visible & (True if op.window.right is None else distance <= op.window.right)

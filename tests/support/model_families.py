@@ -74,9 +74,9 @@ class Outcome:
 class Held(nn.Module):
     """A module with arguments that are no tensors, as its model hands them over."""
 
-    def __init__(self, module: nn.Module, held: Inputs) -> None:
+    def __init__(self, module: nn.Module, state: Inputs) -> None:
         super().__init__()
-        self.module, self.held = module, held
+        self.module, self.held = module, state
 
     def forward(self, **inputs: Any) -> Tensor:
         result: Tensor = self.module(**inputs, **copy.copy(self.held))[0]
@@ -109,16 +109,16 @@ def _subject(family: Family, model: nn.Module, sizes: tuple[int, int]) -> tuple[
     inputs = family.inputs(*sizes)
     if not family.part:
         return model, inputs
-    given: Inputs = {}
+    arguments: Inputs = {}
     module = model.get_submodule(family.part)
-    hook = module.register_forward_pre_hook(lambda _, positional, named: given.update(named), with_kwargs=True)
+    hook = module.register_forward_pre_hook(lambda _, positional, named: arguments.update(named), with_kwargs=True)
     with torch.no_grad():
         model(**inputs)
     hook.remove()
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor | tuple)}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor | tuple)}
     tensors.pop("position_ids", None)  # which nothing reads
-    held = {name: value for name, value in given.items() if name == "shared_kv_states"}
-    return (Held(module, held) if held else module), tensors
+    state = {name: value for name, value in arguments.items() if name == "shared_kv_states"}
+    return (Held(module, state) if state else module), tensors
 
 
 def _results(module: nn.Module, inputs: dict[str, Tensor], paired: bool) -> list[np.ndarray]:

@@ -54,29 +54,29 @@ def run(family: Family) -> InPlace:
 
     Raises AssertionError where the model is not itself again, or where its attention by name is another.
     """
-    found = InPlace()
-    with _anew(found):
-        _judge_outputs(_weighted(family.build("eager")), family, found)
-        if found.ours and family.generates:
-            _judge_tokens(family, found)
-    return found
+    outcome = InPlace()
+    with _anew(outcome):
+        _judge_outputs(_weighted(family.build("eager")), family, outcome)
+        if outcome.ours and family.generates:
+            _judge_tokens(family, outcome)
+    return outcome
 
 
-def _judge_outputs(model: nn.Module, family: Family, found: InPlace) -> None:
+def _judge_outputs(model: nn.Module, family: Family, outcome: InPlace) -> None:
     cases = [_given(family, sizes) for sizes in UNSEEN]
     exact = [_outputs(copy.deepcopy(model).double(), _wide(inputs), inputs) for inputs in cases]
     own = [_outputs(model, inputs, inputs) for inputs in cases]
     report = mhsa.accelerate(model)
-    found.kept = "; ".join(dict.fromkeys(row.why_kept for row in report.kept))
+    outcome.kept = "; ".join(dict.fromkeys(row.why_kept for row in report.kept))
     if not report.replaced:
         return
     _outputs(model, cases[0], cases[0])  # compiles; what traces a module then is no attention of the model's
-    found.ours, found.left = _counted(model, cases[0])
+    outcome.ours, outcome.left = _counted(model, cases[0])
     for inputs, truths, yardsticks in zip(cases, exact, own, strict=True):
         for _ in range(2):
             results = _outputs(model, inputs, inputs)
             for truth, yardstick, result in zip(truths, yardsticks, results, strict=True):
-                found.worst = max(found.worst, max_error(truth, result) / budget(truth, yardstick, DTYPE))
+                outcome.worst = max(outcome.worst, max_error(truth, result) / budget(truth, yardstick, DTYPE))
         if not any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
             _assert_equal(_outputs(_by_name(model, family), inputs, inputs), results, "attn_implementation='mhsa'")
     mhsa.restore(model)
@@ -86,12 +86,12 @@ def _judge_outputs(model: nn.Module, family: Family, found: InPlace) -> None:
 
 def _by_name(model: nn.Module, family: Family) -> nn.Module:
     """The same model, built with attn_implementation="mhsa"."""
-    named = _weighted(family.build(interface.NAME))
-    named.load_state_dict(model.state_dict())
-    return named
+    copy = _weighted(family.build(interface.NAME))
+    copy.load_state_dict(model.state_dict())
+    return copy
 
 
-def _judge_tokens(family: Family, found: InPlace) -> None:
+def _judge_tokens(family: Family, outcome: InPlace) -> None:
     """Ten tokens by greedy search, half of the prompts with padding before them."""
     fields = {**family.fields, **({"use_cache": True} if "use_cache" in family.fields else {})}
     model = _weighted(replace(family, model=family.generates, fields=fields).build("eager"))
@@ -102,15 +102,15 @@ def _judge_tokens(family: Family, found: InPlace) -> None:
         except ValueError:  # the family has no such cache
             continue
         mhsa.accelerate(model)
-        found.tokens[cache] = all(torch.equal(ten_tokens(model, inputs, **options), expected) for _ in range(2))
+        outcome.tokens[cache] = all(torch.equal(ten_tokens(model, inputs, **options), expected) for _ in range(2))
         mhsa.restore(model)
 
 
 def _prompt(family: Family) -> Inputs:
-    given = family.inputs(2, 9)
-    if "input_features" in given:
-        return {"input_features": given["input_features"]}
-    if "decoder_input_ids" in given:
+    inputs = family.inputs(2, 9)
+    if "input_features" in inputs:
+        return {"input_features": inputs["input_features"]}
+    if "decoder_input_ids" in inputs:
         return prompts(2, 9)
     return prompts(2, 9, hidden=4)
 
@@ -136,18 +136,18 @@ def _outputs(model: nn.Module, inputs: Inputs, mask_of: Inputs) -> list[np.ndarr
     """All tensors that the model gives; of rows of tokens only those that the mask shows."""
     with torch.no_grad():
         results = model(**inputs)
-    seen = mask_of.get("attention_mask")
-    found = []
+    mask = mask_of.get("attention_mask")
+    outputs = []
     for value in pytree.tree_leaves(dict(results)):
         if isinstance(value, Tensor) and value.is_floating_point():
-            by_token = seen is not None and value.shape[:2] == seen.shape
-            found.append((value[seen.bool()] if by_token else value).numpy())
-    assert found
-    return found
+            by_token = mask is not None and value.shape[:2] == mask.shape
+            outputs.append((value[mask.bool()] if by_token else value).numpy())
+    assert outputs
+    return outputs
 
 
-def _assert_equal(found: list[np.ndarray], expected: list[np.ndarray], what: str) -> None:
-    for one, other in zip(found, expected, strict=True):
+def _assert_equal(actual: list[np.ndarray], expected: list[np.ndarray], what: str) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert np.array_equal(one, other), f"{what} gives other bits"
 
 
@@ -180,25 +180,25 @@ def _counted(model: nn.Module, inputs: Inputs) -> tuple[int, int]:
 def _noted(place: Any, name: str, calls: list[str]) -> Iterator[None]:
     original: Callable[..., Any] = getattr(place, name)
 
-    def noted(*words: Any, **named: Any) -> Any:
+    def noted(*words: Any, **keywords: Any) -> Any:
         calls.append(name)
-        return original(*words, **named)
+        return original(*words, **keywords)
 
     with mock.patch.object(place, name, noted):
         yield
 
 
 @contextmanager
-def _anew(found: InPlace) -> Iterator[None]:
+def _anew(outcome: InPlace) -> Iterator[None]:
     """A context in which nothing that another family had compiled is there; what compiling takes is counted."""
     original = pipeline.compile
 
-    def timed(*words: Any, **named: Any) -> Any:
+    def timed(*words: Any, **keywords: Any) -> Any:
         began = cpu_seconds()
         try:
-            return original(*words, **named)
+            return original(*words, **keywords)
         finally:
-            found.seconds += cpu_seconds() - began
+            outcome.seconds += cpu_seconds() - began
 
     table = call_table.CallTable()
     with (

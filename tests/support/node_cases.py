@@ -22,7 +22,7 @@ def cases() -> dict[str, TestCase]:
     operators: six seconds.
     """
     nodes = {case.name: case.model.graph.node for case in node._NodeTestCases}
-    alone = {name for name, found in nodes.items() if len(found) == 1 and found[0].op_type in OPERATORS}
+    alone = {name for name, members in nodes.items() if len(members) == 1 and members[0].op_type in OPERATORS}
     return {case.name: case for case in node._NodeTestCases if case.name in alone}
 
 

@@ -81,11 +81,11 @@ def _difference(case: TestCase, outputs: object, expected: object) -> str | None
 
 def work() -> None:
     """Reads names of tests, and writes a line for each."""
-    known = cases()
+    all_cases = cases()
     print("ready", flush=True)
     for name in sys.stdin:
         try:
-            verdict, why = judge(known[name.strip()])
+            verdict, why = judge(all_cases[name.strip()])
         except BaseException as error:
             verdict, why = "raw", f"{type(error).__name__}: {error}"
         print(json.dumps([verdict, " ".join(why.split())[:300]]), flush=True)

@@ -51,8 +51,8 @@ def model(
     names = [role if role in inputs else "" for role in roles]
     while not names[-1]:  # opset 23 has no place for the last
         names.pop()
-    said = {**(attributes or {}), **({} if axes == 4 else {"q_num_heads": H, "kv_num_heads": G})}
-    node = helper.make_node("Attention", names, list(outputs), name="attention", **said)
+    words = {**(attributes or {}), **({} if axes == 4 else {"q_num_heads": H, "kv_num_heads": G})}
+    node = helper.make_node("Attention", names, list(outputs), name="attention", **words)
     values = [helper.make_tensor_value_info(name, *what) for name, what in inputs.items()]
     results = [helper.make_tensor_value_info(name, kind, None) for name in outputs if name]
     graph = helper.make_graph([node], "graph", values, results)
@@ -62,18 +62,18 @@ def model(
 def draw(source: onnx.ModelProto, sizes: Mapping[str, int], seed: int = 0) -> dict[str, np.ndarray]:
     """Normal floats; masks that hide a quarter and every fifth row whole; lengths from none of the keys to all."""
     rng = np.random.default_rng(seed)
-    drawn = {}
+    arrays = {}
     for value in source.graph.input:
         tensor = value.type.tensor_type
         shape = [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in tensor.shape.dim]
         dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
         if value.name == "lengths":
-            drawn[value.name] = np.linspace(0, sizes["S"], shape[0]).astype(np.int64)
+            arrays[value.name] = np.linspace(0, sizes["S"], shape[0]).astype(np.int64)
             continue
         array = rng.standard_normal(shape).astype(np.float32).astype(dtype)
         if value.name == "mask":
-            shown = rng.random(shape) < 0.75
-            shown.reshape(-1, shape[-1])[4::5] = False
-            array = shown if dtype == np.bool_ else np.where(shown, array, np.array(-np.inf, dtype))
-        drawn[value.name] = array
-    return drawn
+            visible = rng.random(shape) < 0.75
+            visible.reshape(-1, shape[-1])[4::5] = False
+            array = visible if dtype == np.bool_ else np.where(visible, array, np.array(-np.inf, dtype))
+        arrays[value.name] = array
+    return arrays

@@ -31,8 +31,8 @@ def prose(page: Path) -> str:
 
 def split_at(title: str, page: Path) -> tuple[list[Block], list[Block]]:
     """The blocks before and behind this heading, which must be there."""
-    before, found, _ = page.read_text(encoding="utf-8").partition(f"\n{title}\n")
-    assert found, f"{page} has no heading {title!r}"
+    before, heading, _ = page.read_text(encoding="utf-8").partition(f"\n{title}\n")
+    assert heading, f"{page} has no heading {title!r}"
     line, every = before.count("\n") + 2, list(blocks(page))
     return [block for block in every if block.line < line], [block for block in every if block.line > line]
 

@@ -27,8 +27,8 @@ class EagerCausal(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = q @ k.transpose(-1, -2)
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        values = nn.functional.layer_norm(scores.masked_fill(~seen, -1.0).softmax(-1) @ v, v.shape[-1:])
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        values = nn.functional.layer_norm(scores.masked_fill(~visible, -1.0).softmax(-1) @ v, v.shape[-1:])
         return torch.nn.functional.scaled_dot_product_attention(q, k, values)
 
 
@@ -92,8 +92,8 @@ def _every_parallel_loop(change: Callable[[Statement], Statement], prefix: str) 
     those in blocks."""
 
     def changed(statement: Statement) -> Statement:
-        made = _with_parts(statement, changed)
-        return change(made) if isinstance(made, tirx.For) and made.kind == tirx.ForKind.PARALLEL else made
+        result = _with_parts(statement, changed)
+        return change(result) if isinstance(result, tirx.For) and result.kind == tirx.ForKind.PARALLEL else result
 
     scheduled = lower.schedule
 

@@ -26,8 +26,8 @@ _PASSWORD = "only-for-tests"
 def programs() -> Path | None:
     """The folder of `initdb` and `postgres`: Debian keeps them off the path. The newest, None where there is none."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name), reverse=True)
-    found = shutil.which("initdb")
-    folders += [Path(found).parent] if found else []
+    initdb = shutil.which("initdb")
+    folders += [Path(initdb).parent] if initdb else []
     return next((folder for folder in folders if (folder / "postgres").exists()), None)
 
 
@@ -54,9 +54,9 @@ def server(folder: Path) -> Iterator[str]:
             os.chown(place, user.pw_uid, user.pw_gid)
             os.chown(secret, user.pw_uid, user.pw_gid)
         login = {} if user is None else {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-        made = [folder / "initdb", "--pgdata", data, "--username", "mhsa", "--auth", "scram-sha-256"]
+        arguments = [folder / "initdb", "--pgdata", data, "--username", "mhsa", "--auth", "scram-sha-256"]
         options = ["--pwfile", secret, "--encoding", "UTF8", "--no-locale", "--no-sync"]
-        subprocess.run([*made, *options], check=True, capture_output=True, cwd=place, **login)
+        subprocess.run([*arguments, *options], check=True, capture_output=True, cwd=place, **login)
         with rpc_server.bind() as free:
             port = free.getsockname()[1]
         settings = {

@@ -19,9 +19,9 @@ def note(record_property: Callable[[str, Any], None], name: str, *cases: CaseRes
         record_property(PROPERTY, (machine, f"{name}, {sizes}", float(case.ratio)))
 
 
-def summary(noted: Iterable[Run]) -> list[str]:
+def summary(pairs: Iterable[Run]) -> list[str]:
     """Lines that say for each machine how many runs were held against float64, and the worst of them."""
-    lines, all_runs = [], list(noted)
+    lines, all_runs = [], list(pairs)
     for machine in dict.fromkeys(machine for machine, _, _ in all_runs):
         runs = [(what, share) for where, what, share in all_runs if where == machine]
         what, share = max(runs, key=lambda run: run[1])

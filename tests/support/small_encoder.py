@@ -28,11 +28,11 @@ def vocabulary() -> dict[str, int]:
 
 
 def write_tokenizer(path: Path) -> Path:
-    known = vocabulary()
-    tokenizer = Tokenizer(models.WordPiece(known, unk_token="[UNK]"))
+    tokens = vocabulary()
+    tokenizer = Tokenizer(models.WordPiece(tokens, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    marks = [(mark, known[mark]) for mark in ("[CLS]", "[SEP]")]
+    marks = [(mark, tokens[mark]) for mark in ("[CLS]", "[SEP]")]
     pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, marks)
     tokenizer.enable_padding()  # as the file of the trained one says

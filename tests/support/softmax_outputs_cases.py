@@ -49,12 +49,12 @@ def operands(op: AttentionOp, B: int, L: int, S: int, seed: int = 0) -> list[Arr
 def extras(op: AttentionOp, B: int, S: int) -> list[Array]:
     """Lengths, sinks and slopes, those that the operation takes."""
     rng = np.random.default_rng(1)
-    made = {
+    arrays = {
         "lengths": rng.integers(0, S + 1, B),
         "sinks": rng.standard_normal(op.num_heads).astype(DTYPES[op.dtype]),
         "slopes": rng.random(op.num_heads).astype(DTYPES[op.dtype]),
     }
-    return [array for name, array in made.items() if getattr(features(op), name)]
+    return [array for name, array in arrays.items() if getattr(features(op), name)]
 
 
 def scores(op: AttentionOp, inputs: Sequence[Array], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -92,13 +92,13 @@ def scores(op: AttentionOp, inputs: Sequence[Array], dtype: torch.dtype) -> tupl
 Run = Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # (inputs, outputs to be filled) -> what is in them
 
 
-def asked_of(op: AttentionOp, wanted: SoftmaxOutputs) -> list[SoftmaxStatsOp | AttentionProbsOp]:
-    weights = [AttentionProbsOp(op, wanted.heads, wanted.rows)] if wanted.weights else []
-    return [SoftmaxStatsOp(op, wanted.lse, wanted.entropy, wanted.top_k), *weights]
+def asked_of(op: AttentionOp, outputs: SoftmaxOutputs) -> list[SoftmaxStatsOp | AttentionProbsOp]:
+    weights = [AttentionProbsOp(op, outputs.heads, outputs.rows)] if outputs.weights else []
+    return [SoftmaxStatsOp(op, outputs.lse, outputs.entropy, outputs.top_k), *weights]
 
 
 def compare(
-    op: AttentionOp, runs: Sequence[Run], shapes: Sequence[tuple[int, int, int]], wanted: SoftmaxOutputs
+    op: AttentionOp, runs: Sequence[Run], shapes: Sequence[tuple[int, int, int]], which: SoftmaxOutputs
 ) -> None:
     """Asserts that what the runs of `asked_of` give is within twice PyTorch's error and a rounding step, at every
     shape."""
@@ -111,10 +111,10 @@ def compare(
         ) -> tuple[dict[str, Array], int]:
             return softmax_outputs_of_rows(exact[:, :, rows], sinks, part), 0
 
-        expected = collected(look, [slice(0, L)], L, S, wanted)
+        expected = collected(look, [slice(0, L)], L, S, which)
         narrow, narrow_sinks = scores(op, inputs, getattr(torch, op.dtype))
         # PyTorch's error is that of all rows: that of a few chosen ones says less than the budget takes it for.
-        every = replace(wanted, heads=None, rows=None)
+        every = replace(which, heads=None, rows=None)
         whole = collected(look, [slice(0, L)], L, S, every)
         yardstick = {
             name: to_numpy(t)
@@ -122,15 +122,15 @@ def compare(
         }
         rows = (B, op.num_heads, L)
         outputs = [np.full(rows, np.nan, np.float32) for _ in "le"]
-        outputs += [np.full((*rows, wanted.top_k), np.nan, np.float32), np.full((*rows, wanted.top_k), -7, np.int64)]
+        outputs += [np.full((*rows, which.top_k), np.nan, np.float32), np.full((*rows, which.top_k), -7, np.int64)]
         found = runs[0](inputs, outputs)
-        if wanted.weights:
+        if which.weights:
             filled = np.full(expected["weights"].shape, np.nan, DTYPES[op.dtype])
             found += runs[1](inputs, [filled])
-        actual = dict(zip(wanted.names, found, strict=True))
+        actual = dict(zip(which.names, found, strict=True))
         for name in actual.keys() - {"top_k_keys"}:
-            allowed = budget(whole[name], yardstick[name], str(yardstick[name].dtype))
-            assert max_error(expected[name], actual[name]) <= allowed, (name, B, L, S)
+            budgets = budget(whole[name], yardstick[name], str(yardstick[name].dtype))
+            assert max_error(expected[name], actual[name]) <= budgets, (name, B, L, S)
         check_keys(actual["top_k_keys"], expected, exact, sinks)
 
 
@@ -139,8 +139,8 @@ def check_keys(keys: Array, expected: dict[str, Array], exact: Array, sinks: Arr
     each once."""
     weights = softmax_outputs_of_rows(exact, sinks, SoftmaxOutputs(weights=True))["weights"]
     assert ((keys < 0) == (expected["top_k_keys"] < 0)).all()
-    chosen = np.where(keys < 0, 0, np.take_along_axis(weights, np.maximum(keys, 0), axis=-1))
-    assert np.abs(chosen - expected["top_k_weights"]).max() <= 2**-20
+    picks = np.where(keys < 0, 0, np.take_along_axis(weights, np.maximum(keys, 0), axis=-1))
+    assert np.abs(picks - expected["top_k_weights"]).max() <= 2**-20
     ordered = np.sort(keys, axis=-1)
     assert ((np.diff(ordered, axis=-1) > 0) | (ordered[..., 1:] < 0)).all()
 

@@ -48,27 +48,27 @@ def space() -> Space:
 
 def work(study: Study, role: str, log: Path) -> None:
     study.guess([study.space.default, *study.space.points[5:9]])
-    drawn_before = 0
+    count = 0
     while not (study.is_settled() and not study.left()):
-        if role == "dies early" and drawn_before == 2:
+        if role == "dies early" and count == 2:
             study._heart.add = lambda trial_id: die(log)  # type: ignore[method-assign]
-        if drawn_before == 3:
+        if count == 3:
             wait_for_the_dead(log.parent)
-        drawn = study.ask()
-        if drawn is None:
+        trial = study.ask()
+        if trial is None:
             sleep(0.5)  # asking reads all trials, and what the dead left comes seconds later
             continue
         with log.open("a") as file:
-            file.write(f"{drawn.number} {drawn.point}\n")
-        drawn_before += 1
+            file.write(f"{trial.number} {trial.point}\n")
+        count += 1
         sleep(0.01)
-        if role == "dies" and drawn_before == 3:
+        if role == "dies" and count == 3:
             die(log)
-        if role == "loses" and drawn_before % 3 == 0:
-            study.tell(drawn, Failure(LOST, "the device is gone"), INCUMBENT)
+        if role == "loses" and count % 3 == 0:
+            study.tell(trial, Failure(LOST, "the device is gone"), INCUMBENT)
         else:
-            us = 10.0 + sum(drawn.point.config.values())
-            study.tell(drawn, Timing((us, us), 0.1), INCUMBENT)
+            us = 10.0 + sum(trial.point.config.values())
+            study.tell(trial, Timing((us, us), 0.1), INCUMBENT)
 
 
 def wait_for_the_dead(folder: Path) -> None:

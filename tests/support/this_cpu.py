@@ -43,8 +43,10 @@ def lacking(config: Mapping[str, Any], root: Path = host.ROOT) -> str | None:
     if architecture != host.architecture():
         return f"this CPU is no {architecture}"
     with Target(dict(config)) as target:
-        used = {CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO}
-    missing = used - host.cpu_features(root)
+        features = {
+            CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO
+        }
+    missing = features - host.cpu_features(root)
     return f"this CPU lacks {' '.join(sorted(missing))}" if missing else None
 
 

@@ -62,7 +62,7 @@ def matches(names: Iterable[str], cases: Collection[str]) -> dict[str, set[str]]
 
 def left_out(marks: Mapping[str, Iterable[set[str]]], cases: Collection[str]) -> set[str]:
     """The cases that `make test` leaves out, by the cases that each mark names."""
-    chosen = set().union(*marks.get(ONLY, ()))
+    names = set().union(*marks.get(ONLY, ()))
     if BUT in marks:
-        chosen |= set(cases) - set().union(*marks[BUT])
-    return chosen
+        names |= set(cases) - set().union(*marks[BUT])
+    return names

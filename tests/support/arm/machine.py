@@ -101,8 +101,8 @@ def cache() -> Path:
 
 def _requirements() -> list[str]:
     """What running artifacts needs."""
-    found: list[str] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
-    return found
+    dependencies: list[str] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    return dependencies
 
 
 def _recipe() -> str:
@@ -127,9 +127,9 @@ def install(folder: Path, requirements: list[str], *options: str) -> None:
     kind = ["--python-version", PYTHON, "--implementation", "cp", "--only-binary", ":all:", *platforms]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", folder]
     constraints = ["--constraint", REPOSITORY / "constraints.txt"]
-    made = subprocess.run([*pip, *kind, *constraints, *options, *requirements], capture_output=True, text=True)
-    if made.returncode:
-        raise Missing(f"no aarch64 machine: pip did not find its wheels ({made.stderr.strip()[-400:]})")
+    process = subprocess.run([*pip, *kind, *constraints, *options, *requirements], capture_output=True, text=True)
+    if process.returncode:
+        raise Missing(f"no aarch64 machine: pip did not find its wheels ({process.stderr.strip()[-400:]})")
 
 
 def unpack_debian(root: Path, release: str, architecture: str, packages: tuple[str, ...]) -> None:
@@ -144,14 +144,14 @@ def unpack_debian(root: Path, release: str, architecture: str, packages: tuple[s
 def _places(release: str, architecture: str, packages: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     """(path, sha256) of each package, by the release's index, which comes over TLS."""
     index = lzma.decompress(_fetched(f"{MIRROR}/dists/{release}/main/binary-{architecture}/Packages.xz")).decode()
-    found = {}
+    places = {}
     for paragraph in index.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and line[0] != " ")
         if fields.get("Package") in packages:
-            found[fields["Package"]] = fields["Filename"], fields["SHA256"]
-    if absent := set(packages) - found.keys():
+            places[fields["Package"]] = fields["Filename"], fields["SHA256"]
+    if absent := set(packages) - places.keys():
         raise Missing(f"no {architecture} machine: Debian {release} has no {' '.join(sorted(absent))}")
-    return found
+    return places
 
 
 def _fetched(url: str, digest: str | None = None, name: str = "") -> bytes:
@@ -170,8 +170,8 @@ def _unpack(package: bytes, root: Path) -> None:
         if name.startswith("data.tar"):
             with tarfile.open(fileobj=io.BytesIO(package[place + 60 : place + 60 + size])) as data:
                 data.extraction_filter = lambda member, path: member
-                wanted = ("./lib/", "./usr/lib/", "./usr/bin/")
-                data.extractall(root, [member for member in data if f"{member.name}/".startswith(wanted)])
+                folders = ("./lib/", "./usr/lib/", "./usr/bin/")
+                data.extractall(root, [member for member in data if f"{member.name}/".startswith(folders)])
         place += 60 + size + size % 2
 
 

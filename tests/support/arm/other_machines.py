@@ -40,9 +40,9 @@ def emulator(architecture: str) -> str:
 
 
 def _program(names: list[str]) -> str:
-    for found in map(shutil.which, names):
-        if found is not None:
-            return found
+    for path in map(shutil.which, names):
+        if path is not None:
+            return path
     raise Missing(f"no {names[-1]} on this machine: apt-get install qemu-user-static")
 
 

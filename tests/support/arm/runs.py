@@ -36,8 +36,8 @@ class Refused(Exception):
 class There:
     """A process on the emulated machine."""
 
-    def __init__(self, process: subprocess.Popen[bytes], asked: Connection) -> None:
-        self._process, self._asked = process, asked
+    def __init__(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
+        self._process, self._asked = process, connection
 
     def load(
         self, artifact: Artifact | Path, weights: Arrays | None = None
@@ -47,12 +47,12 @@ class There:
         number = self._ask("load", str(path), None if weights is None else dict(weights))
 
         def call(inputs: Arrays | tuple[Any, ...]) -> list[np.ndarray]:
-            found: list[np.ndarray] = (
+            outputs: list[np.ndarray] = (
                 self._ask("call", number, inputs, {})
                 if isinstance(inputs, tuple)
                 else self._ask("call", number, (), dict(inputs))
             )
-            return found
+            return outputs
 
         return call
 
@@ -101,9 +101,9 @@ def runs(cpu: str = "max", threads: int = 1) -> Iterator[There]:
             worker, env=arm_machine.environment(root, cpu), pass_fds=[other.fileno()], stdin=subprocess.DEVNULL
         )
         other.close()
-        with Connection(here.detach()) as asked:
+        with Connection(here.detach()) as connection:
             try:
-                yield There(process, asked)
+                yield There(process, connection)
             finally:
                 process.kill()
                 process.wait()

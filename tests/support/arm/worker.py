@@ -13,7 +13,7 @@ import mhsa_compile as mhsa
 
 
 def main() -> None:
-    asked, threads = Connection(int(sys.argv[1])), int(sys.argv[2])
+    connection, threads = Connection(int(sys.argv[1])), int(sys.argv[2])
     loaded: list[Any] = []
 
     def load(path: str, weights: Any) -> int:
@@ -26,13 +26,13 @@ def main() -> None:
 
     while True:
         try:
-            name, arguments = asked.recv()
+            name, arguments = connection.recv()
         except EOFError:
             return
         try:
-            asked.send((True, {"load": load, "call": call}[name](*arguments)))
+            connection.send((True, {"load": load, "call": call}[name](*arguments)))
         except Exception as error:
-            asked.send((False, f"{type(error).__name__}: {error}"))
+            connection.send((False, f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":

@@ -40,12 +40,12 @@ def check(run: Run, op: AttentionOp, sizes: Sizes, *, poisoned: bool = False) ->
     """Asserts that a run is within the budget of `parity`: PyTorch's eager attention at this dtype is the yardstick."""
 
     def draw(turn: int, orders: int) -> list[Draw]:
-        given = draw_operands(np.random.default_rng((17, turn)), op, sizes, 1.0, turn)
-        truth, narrow = evaluated(op, given, torch.float64), getattr(torch, op.dtype)
-        yardstick = farthest(truth, [evaluated(op, reordered(given, i), narrow) for i in range(orders)])
+        operands = draw_operands(np.random.default_rng((17, turn)), op, sizes, 1.0, turn)
+        truth, narrow = evaluated(op, operands, torch.float64), getattr(torch, op.dtype)
+        yardstick = farthest(truth, [evaluated(op, reordered(operands, i), narrow) for i in range(orders)])
         if poisoned:
-            poison(op, given)
-        return [(truth, yardstick.astype(NUMPY[op.dtype]), run(op, given, sizes))]
+            poison(op, operands)
+        return [(truth, yardstick.astype(NUMPY[op.dtype]), run(op, operands, sizes))]
 
     result = judge(lambda turn: draw(turn, 1), {})
     if not result.ok:

@@ -82,8 +82,8 @@ class MachineCode:
 
 def source(emitted: Emitted, arch: str) -> tuple[str, str]:
     """(CUDA C++, LLVM's code of the host that launches it)."""
-    made = lowered(emitted, arch)
-    return made.text, made.host
+    code = lowered(emitted, arch)
+    return code.text, code.host
 
 
 def lowered(emitted: Emitted, arch: str) -> Lowered:
@@ -91,8 +91,10 @@ def lowered(emitted: Emitted, arch: str) -> Lowered:
     host, launches = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}, _Launches()
     options = {"tirx.disable_cse_tir": True}  # as `build.device_executable`
     with tvm.transform.PassContext(config=options, instruments=[launches]):
-        built = tvm.compile(module, target=tvm.target.Target({"kind": "cuda", "arch": arch}, host=host))
-    return Lowered(built.mod.imports[0].inspect_source(), built.mod.inspect_source("ll"), tuple(launches.found))
+        executable = tvm.compile(module, target=tvm.target.Target({"kind": "cuda", "arch": arch}, host=host))
+    return Lowered(
+        executable.mod.imports[0].inspect_source(), executable.mod.inspect_source("ll"), tuple(launches.found)
+    )
 
 
 @tvm.ir.instrument.pass_instrument
@@ -111,9 +113,9 @@ class _Launches:
             if getattr(call.op, "name", "") != _LAUNCH:
                 return
             tags = list(call.attrs.launch_params)
-            given = dict(zip(tags, call.args[-len(tags) :], strict=True))
-            threads = [int(given[tag]) for tag in tags if tag.startswith("threadIdx.")]
-            self.found.append(Launch(str(call.args[0].value), math.prod(threads), int(given.get(_DYNAMIC, 0))))
+            values = dict(zip(tags, call.args[-len(tags) :], strict=True))
+            threads = [int(values[tag]) for tag in tags if tag.startswith("threadIdx.")]
+            self.found.append(Launch(str(call.args[0].value), math.prod(threads), int(values.get(_DYNAMIC, 0))))
 
         for _, function in module.functions.items():
             tvm_ffi.structural_walk(function.body, (tvm.ir.Call, note))
@@ -123,12 +125,12 @@ def machine_code(text: str, arch: str, folder: Path, *, by_nvrtc: bool = False) 
     """Compiles CUDA C++, by nvcc where it is unless told otherwise; what is compiled and what comes of it stays in the
     folder. Raises CalledProcessError and, by NVRTC, BuildError."""
     (folder / "kernel.cu").write_text(text)
-    said = ""
+    messages = ""
     if by_nvrtc:
         (folder / "kernel.cubin").write_bytes(cuda_compiler._Nvrtc().compiled(text, arch))
     elif NVCC is not None:
         words = [NVCC, "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", "-o", "kernel.cubin", "kernel.cu"]
-        said = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stderr
+        messages = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stderr
     else:
         (folder / "kernel.cubin").write_bytes(cuda_compiler.compiled(text, arch))
     elf = (folder / "kernel.cubin").read_bytes()
@@ -139,7 +141,7 @@ def machine_code(text: str, arch: str, folder: Path, *, by_nvrtc: bool = False) 
         registers_of={names[symbol]: value for attribute, symbol, value in notes if attribute == _REGISTERS},
         stack=max(value for attribute, _, value in notes if attribute == _FRAME),
         order=tuple(_instructions(elf)),
-        said=said,
+        said=messages,
     )
 
 

@@ -212,9 +212,9 @@ def covering(points: Sequence[Point], strength: int) -> list[Point]:
     if not strength:
         return list(points)
     brings = [set(combinations(point.knobs, strength)) for point in points]
-    left, chosen = set().union(*brings), list[Point]()
-    while left:
-        best = max(range(len(points)), key=lambda i: len(brings[i] & left))
-        left -= brings[best]
-        chosen.append(points[best])
-    return chosen
+    pairs_to_cover, cover = set().union(*brings), list[Point]()
+    while pairs_to_cover:
+        best = max(range(len(points)), key=lambda i: len(brings[i] & pairs_to_cover))
+        pairs_to_cover -= brings[best]
+        cover.append(points[best])
+    return cover

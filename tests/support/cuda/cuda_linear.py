@@ -65,17 +65,17 @@ def drawn(op: LinearOp, rows: tuple[int, ...], turn: int) -> tuple[np.ndarray, l
 
 
 def product(op: LinearOp, x: np.ndarray, weights: Any, biases: Any, dtype: torch.dtype) -> np.ndarray:
-    left, parts = iter(biases), []
+    rest, parts = iter(biases), []
     for weight, biased, transposed in zip(weights, op.biased, op.transposed, strict=True):
         w = to_torch(weight.T if transposed else weight).to(dtype)
-        bias = to_torch(next(left)).to(dtype) if biased else None
+        bias = to_torch(next(rest)).to(dtype) if biased else None
         parts.append(torch.nn.functional.linear(to_torch(x).to(dtype), w, bias))
     return to_numpy(torch.cat(parts, dim=-1))
 
 
 def check(op: LinearOp, rows: tuple[int, ...], sizes: Config | None = None) -> None:
-    chosen = sizes or KERNELS[op.dtype].default_config(op, gpu())
-    hold(op, rows, *translated(op, tuple(chosen.values())))
+    tile = sizes or KERNELS[op.dtype].default_config(op, gpu())
+    hold(op, rows, *translated(op, tuple(tile.values())))
 
 
 def hold(op: LinearOp, rows: tuple[int, ...], run: Any, pack: Any, shapes: Any) -> None:

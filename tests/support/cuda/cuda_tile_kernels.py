@@ -67,11 +67,11 @@ class TileKernel:
         """Runs the kernel by the default config, unless `sizes` say otherwise; on Hopper in an order drawn by `seed`,
         if any."""
 
-        def run(op: AttentionOp, given: Operands, of_call: Sizes) -> np.ndarray:
+        def run(op: AttentionOp, operands: Operands, of_call: Sizes) -> np.ndarray:
             config = self.config(*sizes) if sizes else self.kernel.default_config(op, self.profile)
             machine, constants = _translated(self, op, tuple(config.items()), seed)
             y = np.full(output_shape(op, of_call), np.nan, NUMPY[op.dtype])
-            machine(*placed(op, given), *constants, y)
+            machine(*placed(op, operands), *constants, y)
             return output_rows(y, op.output)
 
         return run

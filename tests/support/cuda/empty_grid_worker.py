@@ -32,11 +32,11 @@ def pretended(*shape: int) -> Any:
     """A float32 tensor of DLPack's that says it lies on cuda:0."""
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     steps = (ctypes.c_int64 * len(shape))(*(shape[1] if axis == 0 else 1 for axis in range(len(shape))))
-    made = _Tensor(4096, 2, 0, len(shape), 2, 32, 1, sizes, steps, 0, None, None)
-    _kept.extend((sizes, steps, made))
+    tensor = _Tensor(4096, 2, 0, len(shape), 2, 32, 1, sizes, steps, 0, None, None)
+    _kept.extend((sizes, steps, tensor))
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    return tvm_ffi.from_dlpack(new(ctypes.addressof(made), b"dltensor", None))
+    return tvm_ffi.from_dlpack(new(ctypes.addressof(tensor), b"dltensor", None))
 
 
 @T.prim_func
@@ -108,9 +108,9 @@ def main() -> None:
     tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
     for form, function, tensors in (("launched", launched, 1), ("bound", bound, 1), ("scheduled", scheduled(), 2)):
         module = tvm.IRModule({"run": function.with_attr("global_symbol", "run")})
-        for how, found in (("as it was", built(module)), ("guarded", built(guarded(module)))):
+        for how, program in (("as it was", built(module)), ("guarded", built(guarded(module)))):
             for rows, columns in ((0, 5), (4, 0), (0, 0), (4, 5)):
-                print(f"{form}, {rows} x {columns}, {how}: {outcome(found['run'], tensors, rows, columns)}")
+                print(f"{form}, {rows} x {columns}, {how}: {outcome(program['run'], tensors, rows, columns)}")
     module = tvm.IRModule({"run": fixed.with_attr("global_symbol", "run")})
     print("fixed, guarded:", "as it was" if tvm_ffi.structural_equal(guarded(module), module) else "changed")
 

@@ -48,10 +48,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are n
 def target() -> str:
     """The target of this machine's first GPU: the latest that it runs."""
     gpu = cuda_devices.driver().gpu(0)
-    found = profile_of_gpu(gpu.capability)
-    if found is None:
+    profile = profile_of_gpu(gpu.capability)
+    if profile is None:
         pytest.skip(f"no target for {gpu.name}, of compute capability {gpu.capability[0]}.{gpu.capability[1]}")
-    return found.name
+    return profile.name
 
 
 def compiled(source: mhsa.AttentionSpec | nn.Module | onnx.ModelProto, **dims: int) -> Artifact:
@@ -93,9 +93,9 @@ def through(attention: Any) -> Callable[[Arrays | tuple[np.ndarray, ...]], list[
 
     def run(inputs: Arrays | tuple[np.ndarray, ...]) -> list[np.ndarray]:
         if isinstance(inputs, tuple):
-            found = attention(*map(there, inputs))
+            outputs = attention(*map(there, inputs))
         else:
-            found = attention(**{name: there(array) for name, array in inputs.items()})
-        return [back(one) for one in (found if isinstance(found, tuple) else (found,))]
+            outputs = attention(**{name: there(array) for name, array in inputs.items()})
+        return [back(one) for one in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
     return run

@@ -69,12 +69,12 @@ class Computed:
 
     def artifact(self, source: Any, **words: Any) -> mhsa.Artifact:
         self._sources.clear()
-        made = mhsa.compile(source, "cuda-sm90a", **words)
+        artifact = mhsa.compile(source, "cuda-sm90a", **words)
         folder = self._folder / str(len(list(self._folder.iterdir())))  # a library's path is its name once it is loaded
         folder.mkdir()
         for library in emulator.build(self._sources, folder):
             self._gpu.compute(library)
-        return made
+        return artifact
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def runs(artifact: mhsa.Artifact) -> Any:
     attention = mhsa.load(artifact)
 
     def run(inputs: Any) -> list[np.ndarray]:
-        found = attention.from_host(*inputs) if isinstance(inputs, tuple) else attention.from_host(**inputs)
-        return list(found) if isinstance(found, tuple) else [found]
+        outputs = attention.from_host(*inputs) if isinstance(inputs, tuple) else attention.from_host(**inputs)
+        return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
     return run
 
@@ -129,19 +129,19 @@ def test_keys_and_values_apart_and_a_mask_of_integers(computed: Computed) -> Non
     attention = mhsa.load(computed.artifact(module))
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape, np.float32) for shape in ((2, 5, 24), (2, 7, 16), (2, 7, 11))]
-    seen = np.arange(7) < np.array([[7], [3]])
-    expected = attention.from_host(*arrays, seen)
+    visible = np.arange(7) < np.array([[7], [3]])
+    expected = attention.from_host(*arrays, visible)
     with torch.no_grad():
-        exact = module.double()(*(torch.from_numpy(a).double() for a in arrays), torch.from_numpy(seen)).numpy()
-        eager = module.float()(*map(torch.from_numpy, arrays), torch.from_numpy(seen)).numpy()
+        exact = module.double()(*(torch.from_numpy(a).double() for a in arrays), torch.from_numpy(visible)).numpy()
+        eager = module.float()(*map(torch.from_numpy, arrays), torch.from_numpy(visible)).numpy()
     assert max_error(exact, expected) <= budget(exact, eager, "float32")
     runtime = tvm_runtime.start_cuda()
     for dtype in ("int64", "int32", "int8", "uint8"):
-        there = runtime.on_gpu([*arrays, seen.astype(dtype)], 0)
+        there = runtime.on_gpu([*arrays, visible.astype(dtype)], 0)
         for _ in range(3):
-            found = np.from_dlpack(runtime.to_host(attention(*there)))
-            np.testing.assert_array_equal(found, expected)
-        np.testing.assert_array_equal(attention.from_host(*arrays, mask=seen.astype(dtype)), expected)
+            actual = np.from_dlpack(runtime.to_host(attention(*there)))
+            np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_array_equal(attention.from_host(*arrays, mask=visible.astype(dtype)), expected)
 
 
 def test_what_is_wrong_is_seen(computed: Computed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,9 @@ def emulated(source: str) -> str:
 def _caller(name: str, parameters: str) -> str:
     """What unpacks the arguments, each by its address, as cuLaunchKernel takes them."""
     kinds = [re.sub(r"\s*(__restrict__)?\s*\w+$", "", parameter.strip()) for parameter in parameters.split(",")]
-    given = ", ".join(f"*({kind}*)given[{i}]" for i, kind in enumerate(kinds))
+    arguments = ", ".join(f"*({kind}*)given[{i}]" for i, kind in enumerate(kinds))
     return (
-        f"static void call_{name}(void** given) {{ {name}({given}); }}\n"
+        f"static void call_{name}(void** given) {{ {name}({arguments}); }}\n"
         f'extern "C" void emulate_{name}(void** given, const unsigned* grid, const unsigned* block) '
         f"{{ emulated::run(call_{name}, given, grid, block); }}"
     )

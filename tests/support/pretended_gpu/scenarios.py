@@ -92,8 +92,8 @@ def test_all_of_a_calls_memory_is_one_workspace_and_its_output(gpu: Pretended, a
     x = there(3, 41, 64)
     gpu.take()
     attention(x)
-    allocated = [line for line in gpu.take() if line.startswith("allocate")]
-    assert len(allocated) == 2 and f"allocate {3 * 41 * 64 * 4} on cuda:0" in allocated
+    allocations = [line for line in gpu.take() if line.startswith("allocate")]
+    assert len(allocations) == 2 and f"allocate {3 * 41 * 64 * 4} on cuda:0" in allocations
 
 
 def test_a_call_runs_on_the_stream_that_it_names(gpu: Pretended, attention: Any) -> None:
@@ -143,8 +143,8 @@ def test_no_keys_leave_out_their_projections_alone(gpu: Pretended, folder: Path)
     usual = launches(gpu.take())
     y = loaded(x, none)
     assert tuple(y.shape) == (2, 5, 64)
-    left = launches(gpu.take())
-    assert 0 < len(left) < len(usual)
+    without_keys = launches(gpu.take())
+    assert 0 < len(without_keys) < len(usual)
 
 
 def five_queries(length: int) -> list[Any]:
@@ -160,8 +160,8 @@ def test_no_keys_have_no_address_and_the_copy_engine_is_told_of_none(gpu: Preten
         y = loaded(*five_queries(length))
         assert tuple(y.shape) == (3, 8, 5, 128)
         lines = gpu.take()
-        told = [line.split("sizes ")[1].split(" strides")[0] for line in lines if line.startswith("tensor map")]
-        assert sorted(told) == sorted(["64 5 8 3", "128 5 8 3", *of_keys])
+        sizes = [line.split("sizes ")[1].split(" strides")[0] for line in lines if line.startswith("tensor map")]
+        assert sorted(sizes) == sorted(["64 5 8 3", "128 5 8 3", *of_keys])
         (name,) = launches(lines)
         assert name.startswith("attention")
 
@@ -185,20 +185,20 @@ def test_a_mask_of_integers_is_looked_at_and_copied(gpu: Pretended, folder: Path
     """A call with one launches what a call with a bool one does; a wrong one launches nothing."""
     loaded = mhsa.load(folder / "padded")
     inputs = [there(2, length, width) for length, width in ((5, 64), (7, 32), (7, 48))]
-    seen = np.arange(7) < np.array([[7], [3]])
+    visible = np.arange(7) < np.array([[7], [3]])
     runtime = tvm_runtime.start_cuda()
-    usual, given, wrong = runtime.on_gpu([seen, seen.astype(dtype), 2 * seen.astype(dtype)], 0)
+    usual, integers, wrong = runtime.on_gpu([visible, visible.astype(dtype), 2 * visible.astype(dtype)], 0)
     loaded(*inputs, usual)
     gpu.take()
     assert tuple(loaded(*inputs, mask=usual).shape) == (2, 5, 64)
     expected = launches(gpu.take())
     for words in ({}, {"stream": 5000}):
-        assert tuple(loaded(*inputs, mask=given, **words).shape) == (2, 5, 64)
+        assert tuple(loaded(*inputs, mask=integers, **words).shape) == (2, 5, 64)
         lines = gpu.take()
         assert launches(lines) == expected
-        copied = [line for line in lines if line.startswith("copy")]
-        assert copied == [f"copy {seen.size * np.dtype(dtype).itemsize}", f"copy {seen.size}"]
-        assert lines.index(f"wait {words.get('stream', 0)}") < lines.index(copied[0])  # who made it may still write it
+        copies = [line for line in lines if line.startswith("copy")]
+        assert copies == [f"copy {visible.size * np.dtype(dtype).itemsize}", f"copy {visible.size}"]
+        assert lines.index(f"wait {words.get('stream', 0)}") < lines.index(copies[0])  # who made it may still write it
     with pytest.raises(InputError, match=r"input 'mask': expected bool, or integers 0 and 1, got values from 0 to 2"):
         loaded(*inputs, mask=wrong)
     assert launches(gpu.take()) == []
@@ -282,10 +282,10 @@ def test_the_copy_engine_is_told_where_heads_lie(gpu: Pretended, folder: Path) -
     gpu.take()
     loaded(there(3, 1000, 512, dtype="bfloat16"))
     lines = gpu.take()
-    found = [
+    matches = [
         re.search(r"sizes 64 (\d) 1000 3 strides 128 (\d+) (\d+) box 64 1 (\d+) 1 swizzle 3", line) for line in lines
     ]
-    maps = [tuple(map(int, match.groups())) for match in found if match]
+    maps = [tuple(map(int, match.groups())) for match in matches if match]
     assert [heads for heads, *_ in maps] == [8, 8, 2, 2] and maps[1][1] == 1024  # Q, Y, K and V
     assert all(entry == 1000 * row for _, row, entry, _ in maps)
     (launch,) = [line for line in lines if line.startswith("launch attention")]
@@ -298,8 +298,8 @@ def test_the_copy_engine_is_told_where_matrices_lie(gpu: Pretended, folder: Path
     loaded = mhsa.load(Artifact.open(folder / "heads"))
     gpu.take()
     loaded(there(3, 1000, 512, dtype="bfloat16"))
-    found = [re.search(r"sizes (\d+) (\d+) strides (\d+) box 64 (\d+) swizzle 3", line) for line in gpu.take()]
-    maps = [tuple(map(int, match.groups())) for match in found if match]
+    matches = [re.search(r"sizes (\d+) (\d+) strides (\d+) box 64 (\d+) swizzle 3", line) for line in gpu.take()]
+    maps = [tuple(map(int, match.groups())) for match in matches if match]
     for (x, weight, y), terms in zip((maps[:3], maps[3:]), (512, 512), strict=True):
         assert x == (terms, 3000, 2 * terms, 128) and weight[::2] == (terms, 2 * terms)
         assert y[:2] == (weight[1], 3000) and y[2] >= 2 * y[0] and y[3] == 16

@@ -84,14 +84,14 @@ class Expressions(Threads):
 
     def _Shuffle(self, node: Any) -> Thunk:
         vectors = [self.expression(vector) for vector in node.vectors]
-        picked = [int(index) for index in node.indices]
+        order = [int(index) for index in node.indices]
 
         def evaluate() -> Any:
             pairs = zip(vectors, node.vectors, strict=True)
-            found = [np.reshape(vector(), (-1, _scalar(part)[1])) for vector, part in pairs]
-            rows = max(part.shape[0] for part in found)
-            joined = np.concatenate([np.broadcast_to(part, (rows, part.shape[1])) for part in found], axis=1)
-            return joined[:, picked[0]] if len(picked) == 1 else joined[:, picked]
+            parts = [np.reshape(vector(), (-1, _scalar(part)[1])) for vector, part in pairs]
+            rows = max(part.shape[0] for part in parts)
+            row = np.concatenate([np.broadcast_to(part, (rows, part.shape[1])) for part in parts], axis=1)
+            return row[:, order[0]] if len(order) == 1 else row[:, order]
 
         return evaluate
 

@@ -137,9 +137,11 @@ class HopperMachine(interpreter.Machine):
             raise SimtError("the block ends while copies are on their way, or somebody is expected at a barrier")
         if any(strand.registers is not None for strand in strands):
             begin = self.registers_at_begin()
-            taken, most = (WARPGROUP * n for n in (sum(s.registers or begin for s in strands), begin * len(strands)))
-            if taken > most:
-                raise SimtError(f"setmaxnreg: {taken} registers of {most}: somebody waits for ever")
+            registers, most = (
+                WARPGROUP * n for n in (sum(s.registers or begin for s in strands), begin * len(strands))
+            )
+            if registers > most:
+                raise SimtError(f"setmaxnreg: {registers} registers of {most}: somebody waits for ever")
 
     def _step(self, strands: list[Strand]) -> None:
         """Lets one warpgroup run until it waits, or a copy arrive."""

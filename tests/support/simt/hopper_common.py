@@ -43,10 +43,10 @@ def whole_blocks(machine: HopperMachine, what: str) -> list[int]:
 
 def same_of(machine: HopperMachine, value: Any, block: int) -> int:
     """What all threads of the warpgroup have in a block. Raises SimtError where they do not agree."""
-    found = machine.spread(value).reshape(-1, WARPGROUP)[block]
-    if (found != found[0]).any():
+    values = machine.spread(value).reshape(-1, WARPGROUP)[block]
+    if (values != values[0]).any():
         raise SimtError("an operand that is not the same for the warpgroup")
-    return int(found[0])
+    return int(values[0])
 
 
 def shared_of(machine: HopperMachine) -> Any:

@@ -81,10 +81,10 @@ class HopperShared(Memory):
 
     def check(self, block: Array, warp: Array, chunk: Array, *, is_write: bool) -> None:
         """Refuses what other warps may be doing still."""
-        known = self.clocks.known[block, warp]
-        late = self.written_at[block, chunk] > known
+        times = self.clocks.known[block, warp]
+        late = self.written_at[block, chunk] > times
         if is_write:
-            late |= self.read_at[block, chunk] > known
+            late |= self.read_at[block, chunk] > times
         if late.any():
             where, other = (int(n[0]) for n in np.nonzero(late))
             what = f"warp {int(np.ravel(warp)[where % np.size(warp)])} {'writes' if is_write else 'reads'}"
@@ -121,10 +121,10 @@ class Mbarrier:
         numbers = [np.full(blocks, n, np.int64) for n in (count, count, 0, 0)]
         return cls(*numbers, *clocks)
 
-    def check(self, block: int, known: Array) -> None:
+    def check(self, block: int, times: Array) -> None:
         """Refuses its use by a warp that may come before it was begun."""
         warp, time = self.begun_at.get(block, (0, 1 << 62))
-        if known[warp] < time:
+        if times[warp] < time:
             raise SimtError("mbarrier: used, and nothing says that it was begun before")
 
     def fence(self, block: int, warp: int) -> None:

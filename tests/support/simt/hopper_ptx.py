@@ -47,8 +47,8 @@ def _address(machine: HopperMachine, node: Any) -> Thunk:
     pointer = machine.expression(node.args[0])
 
     def execute() -> Array:
-        found = pointer()
-        return (found.offset + shared_of(machine).base).astype(np.uint32)
+        view = pointer()
+        return (view.offset + shared_of(machine).base).astype(np.uint32)
 
     return execute
 
@@ -186,9 +186,9 @@ def _any_at_barrier(machine: HopperMachine, node: Any) -> Thunk:
     number, threads, flag = (machine.expression(a) for a in operands_of(node)[1:4])
 
     def execute() -> None:
-        found = _named(machine, number(), threads(), np.asarray(flag()) != 0, True)
+        by_block = _named(machine, number(), threads(), np.asarray(flag()) != 0, True)
         result = np.zeros(machine.lanes.blocks, np.uint32)
-        for block, holds in found.items():
+        for block, holds in by_block.items():
             result[block] = holds
         target(np.repeat(result, WARPGROUP))
 
@@ -208,12 +208,12 @@ def _warp_barrier(machine: HopperMachine, node: Any) -> Thunk:
 
 
 def _fence_engines(machine: HopperMachine, node: Any) -> Thunk:
-    begun = _fence_barriers(machine, node)
+    fence = _fence_barriers(machine, node)
 
     def execute() -> None:
         if machine.memory is not None:
             machine.memory.fence(machine.lanes)
-        begun()
+        fence()
 
     return execute
 

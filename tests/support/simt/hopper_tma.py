@@ -44,11 +44,11 @@ def load_box(machine: HopperMachine, node: Any) -> Thunk:
     def execute() -> None:
         from support.simt.hopper import Copy
 
-        memory, made = shared_of(machine), tensor()
+        memory, tensor_map = shared_of(machine), tensor()
         for block, warp, at, bar, *where in active_lanes(machine, address(), barrier(), *(c() for c in corner)):
-            if at % (8 * made.span):
-                raise SimtError(f"a box swizzled by {made.span} bytes at address {at}")
-            places = swizzled(at + np.arange(made.bytes), made.span) - memory.base
+            if at % (8 * tensor_map.span):
+                raise SimtError(f"a box swizzled by {tensor_map.span} bytes at address {at}")
+            places = swizzled(at + np.arange(tensor_map.bytes), tensor_map.span) - memory.base
             chunks = np.unique(places // CHUNK)
             memory.check(np.full(chunks.size, block), np.full(chunks.size, warp), chunks, is_write=True)
             memory.check_engines(block, chunks)
@@ -57,32 +57,32 @@ def load_box(machine: HopperMachine, node: Any) -> Thunk:
             clocks, engine = memory.clocks, memory.clocks.engine
             memory.written_at[block, chunks, engine] = clocks.known[block, engine, engine]
             clock = np.maximum(clocks.known[block, warp], clocks.release(block, engine))
-            machine.copies_on_the_way.append(Copy(made, where, block, places, barrier_at(machine, bar), clock))
+            machine.copies_on_the_way.append(Copy(tensor_map, where, block, places, barrier_at(machine, bar), clock))
 
     return execute
 
 
 def deliver(machine: HopperMachine, copy: Copy) -> None:
     """Writes a box that arrives to shared memory, and counts its bytes for its barrier."""
-    found = copy.tensor.read(copy.corner)
-    shared_of(machine).data[copy.block, copy.places] = found
-    copy.barrier.bytes_arrived(copy.block, found.size, copy.clock)
+    data = copy.tensor.read(copy.corner)
+    shared_of(machine).data[copy.block, copy.places] = data
+    copy.barrier.bytes_arrived(copy.block, data.size, copy.clock)
 
 
 def store_box(machine: HopperMachine, node: Any) -> Thunk:
     tensor, *corner, address = (machine.expression(a) for a in operands_of(node))
 
     def execute() -> None:
-        memory, made = shared_of(machine), tensor()
+        memory, tensor_map = shared_of(machine), tensor()
         for block, warp, at, *where in active_lanes(machine, address(), *(c() for c in corner)):
-            if at % (8 * made.span):
-                raise SimtError(f"a box swizzled by {made.span} bytes at address {at}")
+            if at % (8 * tensor_map.span):
+                raise SimtError(f"a box swizzled by {tensor_map.span} bytes at address {at}")
             if memory.alone[block, warp]:
                 raise SimtError("a lane stores what others wrote, and no barrier of the warp in between")
-            chunks = np.unique(swizzled(at + np.arange(made.bytes), made.span) - memory.base) // CHUNK
+            chunks = np.unique(swizzled(at + np.arange(tensor_map.bytes), tensor_map.span) - memory.base) // CHUNK
             memory.check(np.full(chunks.size, block), np.full(chunks.size, warp), chunks, is_write=False)
             memory.check_engines(block, chunks)
-            machine.strand.uncommitted.append((made, block, warp, list(where), at))
+            machine.strand.uncommitted.append((tensor_map, block, warp, list(where), at))
 
     return execute
 

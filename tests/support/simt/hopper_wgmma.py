@@ -41,9 +41,9 @@ def _registers(machine: HopperMachine, node: Any) -> Callable[[], tuple[Any, int
     return find
 
 
-def _several(found: list[tuple[Any, int]]) -> tuple[Any, Array]:
-    assert all(memory is found[0][0] for memory, _ in found), "one array of registers a matrix"
-    return found[0][0], np.array([at for _, at in found])
+def _several(registers: list[tuple[Any, int]]) -> tuple[Any, Array]:
+    assert all(memory is registers[0][0] for memory, _ in registers), "one array of registers a matrix"
+    return registers[0][0], np.array([at for _, at in registers])
 
 
 def product(form: str) -> Callable[[HopperMachine, Any], Thunk]:
@@ -53,8 +53,8 @@ def product(form: str) -> Callable[[HopperMachine, Any], Thunk]:
         dtype = ptx.HALF[words[-2] if words[-2] in ptx.HALF else words[-3]]
         count = columns // 2
         sums = [_registers(machine, a) for a in operands[:count]]
-        held = 4 if form == "rs" else 1
-        left, rest = operands[count : count + held], operands[count + held :]
+        words_of_left = 4 if form == "rs" else 1
+        left, rest = operands[count : count + words_of_left], operands[count + words_of_left :]
         left_words = [_registers(machine, a) for a in left] if form == "rs" else []
         left_descriptor = machine.expression(left[0]) if form == "ss" else None
         right, adds = machine.expression(rest[0]), machine.expression(rest[1])
@@ -78,8 +78,8 @@ def product(form: str) -> Callable[[HopperMachine, Any], Thunk]:
                 begin = memory.data[rows].copy()
                 active = _active(machine)
                 memory.data[rows[:, None], np.flatnonzero(active)[None]] = np.nan
-            found = right()
-            b = [Descriptor.of(same_of(machine, found, block)) for block in blocks]
+            descriptor = right()
+            b = [Descriptor.of(same_of(machine, descriptor, block)) for block in blocks]
             product = Product(blocks, (memory, rows), begin, a, b, bool(adds()), dtype, transposed, _active(machine))
             machine.strand.products[-1].append(product)
 
@@ -145,7 +145,7 @@ def _multiply(machine: HopperMachine, product: Product) -> None:
 
 def _matrix(machine: HopperMachine, product: Product, descriptors: list[Descriptor], rows: int, turned: bool) -> Array:
     """(blocks, rows, 16) of shared memory as float32."""
-    shared, found = shared_of(machine), []
+    shared, tiles = shared_of(machine), []
     warps = np.unique(machine.lanes.thread // WARP)
     for block, descriptor in zip(product.blocks, descriptors, strict=True):
         at = descriptor.addresses(rows, is_transposed=turned) - shared.base
@@ -156,5 +156,5 @@ def _matrix(machine: HopperMachine, product: Product, descriptors: list[Descript
         for warp in warps:
             shared.check(np.array([block]), np.array([warp]), chunks, is_write=False)
             shared.read_at[block, chunks, warp] = shared.clocks.known[block, warp, warp]
-        found.append(shared.data[block].view(product.dtype)[at // 2])
-    return np.stack(found).astype(np.float32)
+        tiles.append(shared.data[block].view(product.dtype)[at // 2])
+    return np.stack(tiles).astype(np.float32)

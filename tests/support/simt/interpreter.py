@@ -130,8 +130,8 @@ class Machine(Expressions):
         key, value = key_of(node.var), self.expression(node.value)
 
         def execute() -> None:
-            found = value()
-            self.values[key] = found.copy() if isinstance(found, np.ndarray) else found
+            result = value()
+            self.values[key] = result.copy() if isinstance(result, np.ndarray) else result
 
         return execute
 
@@ -227,7 +227,7 @@ class Machine(Expressions):
         indices = [self.expression(index) for index in node.indices]
 
         def execute() -> None:
-            view, found = self.views[key], value()
-            self.store(view, [index() for index in indices], found)
+            view, result = self.views[key], value()
+            self.store(view, [index() for index in indices], result)
 
         return execute

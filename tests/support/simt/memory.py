@@ -131,8 +131,8 @@ class GlobalMemory(Memory):
         size = values.shape[1]
         first = self._units(lanes, offset, size) * size
         self._follow()
-        cell, number, met = self._touched(lanes, first, size, "overwrites")
-        self.writer[cell], self.met_at[cell] = number, met
+        cell, number, barriers = self._touched(lanes, first, size, "overwrites")
+        self.writer[cell], self.met_at[cell] = number, barriers
         if (self.writer[cell] != number).any():
             raise SimtError(f"{self.name}: two threads write one element at once")
         first, values = lanes.chosen(first, values)
@@ -157,19 +157,19 @@ class GlobalMemory(Memory):
         """(each element that the active lanes touch, the thread that does, how many barriers its warp has met at)."""
         assert self.writer is not None
         count = max(1, size // self.element)
-        met = lanes.barriers[lanes.block, lanes.thread % lanes.threads // WARP]
-        first, number, met = lanes.chosen(first, lanes.numbers(), met)
+        barriers = lanes.barriers[lanes.block, lanes.thread % lanes.threads // WARP]
+        first, number, barriers = lanes.chosen(first, lanes.numbers(), barriers)
         cell = (first[:, np.newaxis] // self.element + np.arange(count)).ravel()
-        number, met = np.repeat(number, count), np.repeat(met, count)
+        number, barriers = np.repeat(number, count), np.repeat(barriers, count)
         before = self.writer[cell]
         foreign = (before != NOBODY) & (before != number)
         if foreign.any():
-            met_since = (before // WARP == number // WARP) & (self.met_at[cell] < met)
+            met_since = (before // WARP == number // WARP) & (self.met_at[cell] < barriers)
             wrong = foreign if plainly else foreign & ~met_since
             if wrong.any():
                 t, other = int(number[wrong][0]), int(before[wrong][0])
                 raise SimtError(f"{self.name}: thread {t} {what} what thread {other} wrote in the same launch")
-        return cell, number, met
+        return cell, number, barriers
 
 
 class SharedMemory(Memory):
@@ -190,13 +190,13 @@ class SharedMemory(Memory):
         return lanes.block
 
     def block_barrier(self, blocks: Array) -> None:
-        for touched in (self.writer, self.reader):
-            touched.reshape(-1, self.cells)[blocks] = NOBODY
+        for owners in (self.writer, self.reader):
+            owners.reshape(-1, self.cells)[blocks] = NOBODY
 
     def warp_barrier(self, lanes: Lanes, warps: Array) -> None:
         """What the threads of these warps, (blocks * warps,) bool, touched is their warps' now."""
-        for touched in (self.writer, self.reader):
-            cells = touched.reshape(-1, self.cells)
+        for owners in (self.writer, self.reader):
+            cells = owners.reshape(-1, self.cells)
             block, cell = np.nonzero(cells >= 0)
             before = cells[block, cell]
             number = before - lanes.threads
@@ -241,13 +241,13 @@ class SharedMemory(Memory):
         count = size // CELL
         return (first[:, None] + np.arange(count)).ravel(), np.repeat(thread, count)
 
-    def _own(self, lanes: Lanes, touched: Array, thread: Array) -> Array:
-        return (touched == thread) | (touched == lanes.threads + thread // WARP)
+    def _own(self, lanes: Lanes, owners: Array, thread: Array) -> Array:
+        return (owners == thread) | (owners == lanes.threads + thread // WARP)
 
-    def _refuse(self, lanes: Lanes, touched: Array, thread: Array, what: str) -> None:
-        wrong = (touched != NOBODY) & ~self._own(lanes, touched, thread)
+    def _refuse(self, lanes: Lanes, owners: Array, thread: Array, what: str) -> None:
+        wrong = (owners != NOBODY) & ~self._own(lanes, owners, thread)
         if wrong.any():
-            t, other = int(thread[wrong][0]), int(touched[wrong][0])
+            t, other = int(thread[wrong][0]), int(owners[wrong][0])
             number = other - lanes.threads
             by = "several" if other == MANY else f"{other}" if number < 0 else f"warp {number % lanes.warps}"
             raise SimtError(f"{self.name}: thread {t} {what} ({by}), and no barrier in between")

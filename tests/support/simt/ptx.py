@@ -70,9 +70,9 @@ def _shuffle(source: Callable[[Array, int], Array]) -> Callable[[Machine, Any], 
             machine.lanes.whole(WARP, "a shuffle")
             number = np.arange(machine.lanes.count)
             lane = number % WARP
-            found = source(lane, operand())
-            found = np.where((found < 0) | (found >= WARP), lane, found)
-            return np.asarray(machine.spread(value())[number - lane + found])
+            lanes = source(lane, operand())
+            lanes = np.where((lanes < 0) | (lanes >= WARP), lane, lanes)
+            return np.asarray(machine.spread(value())[number - lane + lanes])
 
         return execute
 
@@ -307,14 +307,14 @@ def _copy(machine: Machine, node: Any) -> Thunk:
 
     def execute() -> None:
         to, source = operands[0](), operands[1]()
-        taken = machine.spread(operands[3]() if len(operands) > 3 else size)
-        if not np.isin(taken, (0, size)).all():
+        sizes = machine.spread(operands[3]() if len(operands) > 3 else size)
+        if not np.isin(sizes, (0, size)).all():
             raise SimtError("cp.async: all of the source or nothing")
         values = np.zeros((machine.lanes.count, size), np.uint8)
-        with machine.only(taken > 0) as some:
+        with machine.only(sizes > 0) as some:
             if some:
-                found = source.memory.read(machine.lanes, source.offset, size)
-                values = np.where((taken > 0)[:, None], found, 0).astype(np.uint8)
+                data = source.memory.read(machine.lanes, source.offset, size)
+                values = np.where((sizes > 0)[:, None], data, 0).astype(np.uint8)
         machine.copies.start(machine.lanes, to.memory, to.offset, values)
 
     return execute

@@ -74,11 +74,11 @@ class TensorMap:
         at, inside = self.places(corner)
         bytes_at = at[inside][:, None] + np.arange(self.strides[0])
         self._check(bytes_at)
-        found = np.zeros((at.size, self.strides[0]), np.uint8)
+        data = np.zeros((at.size, self.strides[0]), np.uint8)
         if self.memory.writer is not None:
             raise SimtError(f"{self.memory.name}: written and loaded by the copy engine in one launch")
-        found[inside] = self.memory.data[0][bytes_at]
-        return found.ravel()
+        data[inside] = self.memory.data[0][bytes_at]
+        return data.ravel()
 
     def write(self, corner: list[int], values: Array, number: int) -> None:
         """Stores the bytes of a box, but for those outside of the tensor, for thread `number` of the launch."""

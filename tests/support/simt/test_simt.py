@@ -89,8 +89,8 @@ def test_vectors_and_views():
     def body(_, thread, x, y):
         words = T.decl_buffer((32, 4), "uint32", data=x.data)
         row = T.Bind(words[thread, T.Ramp(T.int32(0), T.int32(1), 4)])
-        turned = T.Bind(T.Shuffle([row], [T.int32(i) for i in (3, 2, 1, 0)]) ^ T.Broadcast(T.uint32(1), 4))
-        T.buffer_store(y, turned, [thread, T.Ramp(T.int32(0), T.int32(1), 4)])
+        value = T.Bind(T.Shuffle([row], [T.int32(i) for i in (3, 2, 1, 0)]) ^ T.Broadcast(T.uint32(1), 4))
+        T.buffer_store(y, value, [thread, T.Ramp(T.int32(0), T.int32(1), 4)])
 
     x, y = RNG.standard_normal((32, 4), np.float32), np.zeros((32, 4), np.uint32)
     interpreter.run(kernel(body, {"x": ((32, 4), "float32"), "y": ((32, 4), "uint32")}), x, y)
@@ -161,19 +161,19 @@ def test_ldmatrix(count, transposed):
         with T.If(thread < 8 * count), T.Then(), T.serial(T.int32(8)) as i:
             T.buffer_store(tile, x[row, i], [row, i])
         barrier()
-        turned = ".trans" if transposed else ""
-        load = T.ptx[f"ldmatrix.sync.aligned.m8n8.x{count}{turned}.shared.b16"]
+        suffix = ".trans" if transposed else ""
+        load = T.ptx[f"ldmatrix.sync.aligned.m8n8.x{count}{suffix}.shared.b16"]
         T.evaluate(load(*(words[i] for i in range(count)), T.address_of(tile[row, 0])))
         for i in range(count):
             T.buffer_store(y, words[i], [thread, i])
 
     x, y = RNG.standard_normal((8 * count, 8)).astype(np.float16), np.zeros((32, count), np.uint32)
     interpreter.run(kernel(body, {"x": ((8 * count, 8), "float16"), "y": ((32, count), "uint32")}), x, y)
-    found = y.view(np.float16).reshape(32, count, 2)
+    fragments = y.view(np.float16).reshape(32, count, 2)
     for t in range(32):
         for i in range(count):
             matrix = x[8 * i : 8 * i + 8].T if transposed else x[8 * i : 8 * i + 8]
-            np.testing.assert_array_equal(found[t, i], matrix[t // 4, 2 * (t % 4) : 2 * (t % 4) + 2])
+            np.testing.assert_array_equal(fragments[t, i], matrix[t // 4, 2 * (t % 4) : 2 * (t % 4) + 2])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -230,11 +230,11 @@ def copying(wait: int | None) -> Any:
 def test_asynchronous_copies_arrive_when_they_are_waited_for():
     x = RNG.standard_normal((26, 16)).astype(np.float16)
     whole = np.concatenate([x, np.zeros((6, 16), np.float16)])
-    for wait, arrived in ((0, 16), (1, 8), (2, 0), (None, 0)):
+    for wait, count in ((0, 16), (1, 8), (2, 0), (None, 0)):
         y = np.zeros((32, 16), np.float16)
         interpreter.run(copying(wait), x, y)
-        np.testing.assert_array_equal(y[:, :arrived], whole[:, :arrived])
-        assert np.isnan(y[:, arrived:]).all()
+        np.testing.assert_array_equal(y[:, :count], whole[:, :count])
+        assert np.isnan(y[:, count:]).all()
 
 
 def neighbours(sync: Callable[[], None] | None, apart: int, *, again: bool = False) -> Any:

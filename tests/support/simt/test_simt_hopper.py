@@ -63,19 +63,19 @@ def elements(layout: tuple[tuple[int, int], ...], number: np.ndarray) -> np.ndar
 )
 def test_matrices_whose_rows_are_neighbours(swizzle, bits, leading, stride, rows, depth):
     count = int(np.prod([shape for shape, _ in rows]))
-    found = Descriptor.of(word(4096, 2 * leading, 2 * stride, swizzle)).addresses(count, is_transposed=True)
+    addresses = Descriptor.of(word(4096, 2 * leading, 2 * stride, swizzle)).addresses(count, is_transposed=True)
     plain = 2 * (elements(rows, np.arange(count))[:, None] + elements(depth, np.arange(16)))
     expected = plain ^ (plain >> 7 & (1 << bits) - 1) << 4  # Swizzle<bits, 4, 3>
-    np.testing.assert_array_equal(found - 4096, expected)
+    np.testing.assert_array_equal(addresses - 4096, expected)
 
 
 def test_matrices_whose_depth_is_neighbours():
     """Swizzle<3, 4, 3> o ((8, m), (T, 2 k)) : ((8 T, SBO), (1, T)), and 16 columns further on."""
     for step in range(4):
-        found = Descriptor.of(word(4096 + 32 * step, 16, 1024, 1)).addresses(24, is_transposed=False)
+        addresses = Descriptor.of(word(4096 + 32 * step, 16, 1024, 1)).addresses(24, is_transposed=False)
         row, column = np.arange(24)[:, None], np.arange(16) + 16 * step
         plain = row // 8 * 1024 + row % 8 * 128 + column * 2
-        np.testing.assert_array_equal(found - 4096, plain ^ (plain >> 7 & 7) << 4)
+        np.testing.assert_array_equal(addresses - 4096, plain ^ (plain >> 7 & 7) << 4)
 
 
 def test_a_descriptor_that_hardware_reads_otherwise_is_refused():
@@ -92,9 +92,9 @@ def test_fragments():
     """Thread 4 g + q of warp w holds row 16 w + g, columns 2 q and 2 q + 1, then row + 8; then the next eight
     columns."""
     matrix = np.arange(2 * 64 * 24, dtype=np.float32).reshape(2, 64, 24)
-    held = fragments(matrix)
-    np.testing.assert_array_equal(accumulators(held), matrix)
-    assert held[:8, 1, 32 * 2 + 4 * 5 + 3].tolist() == [
+    values = fragments(matrix)
+    np.testing.assert_array_equal(accumulators(values), matrix)
+    assert values[:8, 1, 32 * 2 + 4 * 5 + 3].tolist() == [
         matrix[1, 32 + 5 + 8 * h, 8 * n + 6 + e] for n in range(2) for h in range(2) for e in range(2)
     ]
     halves = np.arange(64 * 16, dtype=np.float16).reshape(1, 64, 16)
@@ -107,14 +107,14 @@ def test_boxes_are_zeros_outside_of_their_tensor():
     from support.simt.memory import GlobalMemory
 
     source = np.arange(3 * 5 * 24, dtype=np.float16).reshape(3, 5, 24)
-    made = TensorMap()
+    tensor_map = TensorMap()
     numbers = [24, 5, 3, 48, 240, 64, 8, 1, 1, 1, 1]
-    made.encode((GlobalMemory("K", source), 0), numbers, "float16", 3, 3)
-    box = made.read([8, 2, 1]).view(np.float16).reshape(8, 64)
+    tensor_map.encode((GlobalMemory("K", source), 0), numbers, "float16", 3, 3)
+    box = tensor_map.read([8, 2, 1]).view(np.float16).reshape(8, 64)
     np.testing.assert_array_equal(box[:3, :16], source[1, 2:, 8:])
     assert not box[3:].any() and not box[:, 16:].any()
     with pytest.raises(SimtError, match="strides"):
-        made.encode((GlobalMemory("K", source), 0), [24, 5, 3, 40, 240, 64, 8, 1, 1, 1, 1], "float16", 3, 3)
+        tensor_map.encode((GlobalMemory("K", source), 0), [24, 5, 3, 40, 240, 64, 8, 1, 1, 1, 1], "float16", 3, 3)
     assert swizzled(np.array([128 * 3 + 16]), 128).tolist() == [128 * 3 + 32]
 
 

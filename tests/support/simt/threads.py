@@ -92,8 +92,8 @@ class Threads:
         offset, lanes = self._offset(view, indices)
         size = view.dtype.itemsize * lanes
         plainly = {"plainly": True} if isinstance(view.memory, GlobalMemory) else {}
-        found = view.memory.read(self.lanes, offset, size, **plainly).reshape(-1).view(view.dtype)
-        return found if lanes == 1 else found.reshape(-1, lanes)
+        values = view.memory.read(self.lanes, offset, size, **plainly).reshape(-1).view(view.dtype)
+        return values if lanes == 1 else values.reshape(-1, lanes)
 
     def store(self, view: View, indices: list[Any], value: Any) -> None:
         if isinstance(view.memory, Registers):

@@ -30,14 +30,14 @@ class Descriptor:
 
     @classmethod
     def of(cls, word: int) -> Descriptor:
-        known = 0x3FFF | 0x3FFF << 16 | 0x3FFF << 32 | 3 << 62
-        if word & ~known:
+        fields = 0x3FFF | 0x3FFF << 16 | 0x3FFF << 32 | 3 << 62
+        if word & ~fields:
             raise SimtError(f"wgmma: descriptor {word:#x} has a base offset, or bits that mean nothing")
         start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        made = cls(start, leading, stride, _SPANS[word >> 62])
-        if made.span > 16 and start % (8 * made.span) // 128:
+        descriptor = cls(start, leading, stride, _SPANS[word >> 62])
+        if descriptor.span > 16 and start % (8 * descriptor.span) // 128:
             raise SimtError(f"wgmma: a matrix from address {start} on, where the pattern of its swizzle does not begin")
-        return made
+        return descriptor
 
     def addresses(self, rows: int, *, is_transposed: bool) -> Array:
         """Where elements (row, depth) of 2 bytes lie, (rows, 16): the canonical layouts of PTX ISA 9.7.15.5.1.2.1.3.
