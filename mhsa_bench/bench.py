@@ -18,14 +18,7 @@ from mhsa_bench.peers import registry
 from mhsa_bench.peers.ours import Compiled
 from mhsa_bench.peers.peer import Opened, Peer, Problem
 from mhsa_bench.report import BenchReport, BenchRow, Floor
-from mhsa_compile.bench.timing import (
-    INPUT_SETS,
-    Call,
-    interleave,
-    spread,
-    tasks,
-    workers_apart,
-)
+from mhsa_compile.bench.timing import INPUT_SETS, Call, interleave, spread, tasks, workers_apart
 from mhsa_compile.errors import InputError
 from mhsa_compile.files.foreign_errors import bounded
 from mhsa_compile.hardware import environment, host

@@ -22,15 +22,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import CpuProfile, detect
 from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    RegisterTile,
-    constant,
-    let,
-    load,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, constant, let, load, splat, store
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.runtime.artifact.manifest import Manifest

@@ -18,15 +18,7 @@ from torch import Tensor
 
 from gpu_bench import artifact_cache, peers, roofline
 from gpu_bench.problem import GpuProblem, draw, first
-from gpu_bench.report import (
-    OURS,
-    Ceilings,
-    GpuResult,
-    GpuRow,
-    Machine,
-    Sample,
-    rows,
-)
+from gpu_bench.report import OURS, Ceilings, GpuResult, GpuRow, Machine, Sample, rows
 from gpu_bench.timing import Call, Stopwatch, interleave
 from gpu_bench.workloads import work
 from mhsa_compile.bench.timing import spread

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from gpu_bench.report import (
-    Figures,
-    GpuResult,
-    GpuRow,
-    Machine,
-)
+from gpu_bench.report import Figures, GpuResult, GpuRow, Machine
 
 _COLUMNS = ("workload", "ours us", "TFLOP/s", "of matrix", "GB/s", "of copy", "spread", "error", "best peer")
 

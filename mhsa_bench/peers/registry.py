@@ -10,13 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mhsa_bench.peers import (
-    iree,
-    onnxruntime,
-    openvino,
-    torch_compile,
-    torch_eager,
-)
+from mhsa_bench.peers import iree, onnxruntime, openvino, torch_compile, torch_eager
 from mhsa_bench.peers.fastest import Fastest
 from mhsa_bench.peers.peer import Peer
 from mhsa_compile.errors import InputError

@@ -14,13 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mhsa_bench.peers.peer import Opened, Problem
-from mhsa_bench.peers.torch_eager import (
-    folded_form,
-    sdpa_form,
-    tensors,
-    torch_threads,
-    with_projections,
-)
+from mhsa_bench.peers.torch_eager import folded_form, sdpa_form, tensors, torch_threads, with_projections
 from mhsa_compile.errors import ModelError
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.verification.random_inputs import Arrays

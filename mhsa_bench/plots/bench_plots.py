@@ -10,13 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mhsa_bench.plots.figure import (
-    FAINT,
-    GRID,
-    INK,
-    OURS,
-    figure,
-)
+from mhsa_bench.plots.figure import FAINT, GRID, INK, OURS, figure
 
 if TYPE_CHECKING:
     from mhsa_bench.report import BenchReport, BenchRow

@@ -28,14 +28,7 @@ from mhsa_compile.hardware.profile import CudaProfile, TargetProfile, load_profi
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record, RecordSet
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.runtime.artifact.manifest import (
-    FORMAT_VERSION,
-    MODEL,
-    MODULE,
-    SOURCE,
-    WEIGHTS,
-    Manifest,
-)
+from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MODEL, MODULE, SOURCE, WEIGHTS, Manifest
 from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:

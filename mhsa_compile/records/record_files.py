@@ -16,13 +16,7 @@ import msgspec
 from mhsa_compile.errors import RecordsError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.records import append_log
-from mhsa_compile.records.record import (
-    FORMAT,
-    Record,
-    does_not_tell,
-    encoded,
-    merged,
-)
+from mhsa_compile.records.record import FORMAT, Record, does_not_tell, encoded, merged
 
 _SPLIT = "Split the file by device first."
 _BEGIN = b'{"format":'

@@ -19,22 +19,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
-from mhsa_compile.files.foreign_errors import (
-    bounded,
-    reading,
-    refusal_of,
-)
+from mhsa_compile.files.foreign_errors import bounded, reading, refusal_of
 from mhsa_compile.files.opened_once import HashedFile
 from mhsa_compile.hardware import host
 from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
 from mhsa_compile.runtime.artifact.artifact import Artifact, opened, stored_weights
 from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
-from mhsa_compile.runtime.artifact.manifest import (
-    MODULE,
-    WEIGHTS,
-    Manifest,
-    TensorInfo,
-)
+from mhsa_compile.runtime.artifact.manifest import MODULE, WEIGHTS, Manifest, TensorInfo
 from mhsa_compile.runtime.bound_call import BoundCall
 from mhsa_compile.runtime.call_arguments import Argument, Signature, Sizes
 from mhsa_compile.runtime.cuda_arguments import DeviceSignature, DeviceWeight

@@ -17,13 +17,7 @@ from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.runtime import tvm_runtime
 from mhsa_compile.runtime.array_memory import as_tvm_strides, is_torch
 from mhsa_compile.runtime.artifact.manifest import Dims, Manifest, TensorInfo
-from mhsa_compile.runtime.call_arguments import (
-    Argument,
-    Signature,
-    Sizes,
-    fits,
-    is_integer,
-)
+from mhsa_compile.runtime.call_arguments import Argument, Signature, Sizes, fits, is_integer
 from mhsa_compile.runtime.cuda_devices import Gpu
 
 KINDS = (2, 13)

@@ -29,20 +29,10 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record
 from mhsa_compile.tuning.fallback_jobs import FallbackTask, candidate_of, job_of
-from mhsa_compile.tuning.measure.job import (
-    BUILD,
-    Candidate,
-    MeasureJob,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import BUILD, Candidate, MeasureJob, Timing
 from mhsa_compile.tuning.measure.sessions import Session
 from mhsa_compile.tuning.search.sampler import TrialResult
-from mhsa_compile.tuning.search.search import (
-    BATCH,
-    LAST,
-    SECONDS,
-    noise_of,
-)
+from mhsa_compile.tuning.search.search import BATCH, LAST, SECONDS, noise_of
 from mhsa_compile.tuning.tasks import MeasuredOn, make_record
 
 SPACE = 1 << 20

@@ -23,26 +23,11 @@ from mhsa_compile.records import record_files
 from mhsa_compile.records.record import isa_of
 from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import work_bundle, work_results
-from mhsa_compile.tuning.measure.job import (
-    Candidate,
-    Failure,
-    Outcome,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import Candidate, Failure, Outcome, Timing
 from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkOrder
 from mhsa_compile.tuning.measure.work_results import Measurement, Results
-from mhsa_compile.tuning.search.sampler import (
-    TrialResult,
-    plain,
-    point_of,
-    results_of,
-)
-from mhsa_compile.tuning.search.search import (
-    FINALISTS,
-    SearchResult,
-    chosen,
-    noise_of,
-)
+from mhsa_compile.tuning.search.sampler import TrialResult, plain, point_of, results_of
+from mhsa_compile.tuning.search.search import FINALISTS, SearchResult, chosen, noise_of
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study import Study, digest
 from mhsa_compile.tuning.search.study_storage import open_storage

@@ -22,12 +22,7 @@ from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
 from mhsa_compile.kernels.interface.kernel import Config, Kernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    LinearOp,
-    Op,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, Op
 from mhsa_compile.kernels.interface.score_step import SomeRows
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
 from mhsa_compile.nn.score_features import Scoring

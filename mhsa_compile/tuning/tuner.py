@@ -26,13 +26,7 @@ from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import sessions
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.measure.sessions import Session
-from mhsa_compile.tuning.search.search import (
-    FINALISTS,
-    LAST,
-    Progress,
-    Search,
-    Unmeasurable,
-)
+from mhsa_compile.tuning.search.search import FINALISTS, LAST, Progress, Search, Unmeasurable
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study import Study
 from mhsa_compile.tuning.search.study_storage import open_storage

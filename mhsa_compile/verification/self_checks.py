@@ -18,15 +18,7 @@ from mhsa_compile.hardware import host
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.verification import repeated_runs
 from mhsa_compile.verification.oracle.evaluate import Reference
-from mhsa_compile.verification.paired_runs import (
-    SAME,
-    CallRefused,
-    Cut,
-    Meaningless,
-    RunPairs,
-    SelfCheck,
-    Variant,
-)
+from mhsa_compile.verification.paired_runs import SAME, CallRefused, Cut, Meaningless, RunPairs, SelfCheck, Variant
 from mhsa_compile.verification.parity import check
 from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 from mhsa_compile.verification.self_check_inputs import SelfCheckInputs

@@ -19,13 +19,7 @@ from mhsa_bench.plots import bench_plots, figure
 from mhsa_bench.report import BenchReport, BenchRow, Floor
 from mhsa_compile.bench import accuracy
 from mhsa_compile.bench.timing import INPUT_SETS, LEAST_ROUNDS
-from mhsa_compile.bench.workloads import (
-    GROUPS,
-    WORKLOADS,
-    Workload,
-    choose,
-    compile_workload,
-)
+from mhsa_compile.bench.workloads import GROUPS, WORKLOADS, Workload, choose, compile_workload
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention

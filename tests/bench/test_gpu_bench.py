@@ -16,37 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_bench import (
-    artifact_cache,
-    bench,
-    peers,
-    roofline,
-    table,
-)
+from gpu_bench import artifact_cache, bench, peers, roofline, table
 from gpu_bench.problem import GpuProblem, draw
-from gpu_bench.report import (
-    OURS,
-    Ceilings,
-    Figures,
-    GpuResult,
-    GpuRow,
-    Machine,
-    Sample,
-    rows,
-)
-from gpu_bench.timing import (
-    BURST,
-    LEAST_ROUNDS,
-    MOST_CALLS,
-    interleave,
-)
-from gpu_bench.workloads import (
-    GROUPS,
-    WORKLOADS,
-    CallWork,
-    choose,
-    work,
-)
+from gpu_bench.report import OURS, Ceilings, Figures, GpuResult, GpuRow, Machine, Sample, rows
+from gpu_bench.timing import BURST, LEAST_ROUNDS, MOST_CALLS, interleave
+from gpu_bench.workloads import GROUPS, WORKLOADS, CallWork, choose, work
 
 from mhsa_compile.bench.workloads import Workload, module_of
 from mhsa_compile.errors import DeviceError, InputError, MhsaError, ModelError

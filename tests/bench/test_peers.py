@@ -16,14 +16,7 @@ import pytest
 import torch
 
 import mhsa_compile as mhsa
-from mhsa_bench.peers import (
-    iree,
-    onnxruntime,
-    openvino,
-    registry,
-    torch_compile,
-    torch_eager,
-)
+from mhsa_bench.peers import iree, onnxruntime, openvino, registry, torch_compile, torch_eager
 from mhsa_bench.peers.fastest import Fastest
 from mhsa_bench.peers.peer import WRONG, Problem
 from mhsa_compile.bench import accuracy

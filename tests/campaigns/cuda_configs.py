@@ -33,15 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 from support.cuda import cuda_code
 from support.cuda.cuda_code import Lowered, MachineCode
-from support.cuda.cuda_configs import (
-    CASES,
-    TARGETS,
-    WHOLE,
-    Case,
-    covering,
-    kernel_of,
-    space,
-)
+from support.cuda.cuda_configs import CASES, TARGETS, WHOLE, Case, covering, kernel_of, space
 
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.hardware.profile import CudaProfile, load_profile

@@ -8,11 +8,7 @@ import msgspec
 import pytest
 from support.attention_ops import attention_of
 
-from mhsa_compile.compiler.selection.op_key import (
-    bucket,
-    key_of,
-    symbols,
-)
+from mhsa_compile.compiler.selection.op_key import bucket, key_of, symbols
 from mhsa_compile.compiler.selection.select_kernel import kernels_for, select_kernel
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, ScoresOp, WindowSpec

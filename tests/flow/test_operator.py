@@ -8,13 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from fuzz import onnx_operator
-from support.operator_models import (
-    F,
-    G,
-    H,
-    draw,
-    model,
-)
+from support.operator_models import F, G, H, draw, model
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError

@@ -17,12 +17,7 @@ from mhsa_bench.bench import bench
 from mhsa_compile import masks
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.frontend.export.export import export
-from mhsa_compile.spec.outputs import (
-    SoftmaxOutputs,
-    array_names,
-    inside_of,
-    split_words,
-)
+from mhsa_compile.spec.outputs import SoftmaxOutputs, array_names, inside_of, split_words
 from mhsa_compile.verification.error_budget import max_error
 from mhsa_compile.verification.oracle.evaluate import oracle
 from mhsa_compile.verification.random_inputs import random_inputs

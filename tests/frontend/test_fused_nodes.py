@@ -9,13 +9,7 @@ import pytest
 from onnx import helper
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
-from mhsa_compile.frontend.fusion.fused_nodes import (
-    FusedAttention,
-    FusedLinear,
-    FusedNode,
-    FusedRotary,
-    FusedScatter,
-)
+from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention, FusedLinear, FusedNode, FusedRotary, FusedScatter
 from mhsa_compile.kernels.interface.ops import HeadLayout
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 

@@ -24,14 +24,7 @@ from fuzz import mutations
 from mhsa_compile.cli.common import arrays
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records import record_files
-from mhsa_compile.records.record import (
-    Isa,
-    RecordSet,
-    encoded,
-    merged,
-    why_doubtful,
-    why_not_on,
-)
+from mhsa_compile.records.record import Isa, RecordSet, encoded, merged, why_doubtful, why_not_on
 from mhsa_compile.runtime.array_memory import aligned_zeros
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.spec.attention_spec import AttentionSpec

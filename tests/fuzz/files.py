@@ -225,12 +225,7 @@ def _watched(one: Process, tally: Tally, seed: int, start: Any) -> Process | Non
 
 def again(seed: int, kind: str, number: int) -> int:
     """One case, here, with all that it prints."""
-    from fuzz.file_kinds import (
-        Files,
-        drawn,
-        make,
-        own_folder,
-    )
+    from fuzz.file_kinds import Files, drawn, make, own_folder
 
     with tempfile.TemporaryDirectory() as folder:
         (good := Path(folder) / "good").mkdir()

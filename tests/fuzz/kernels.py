@@ -30,23 +30,11 @@ from fuzz.attention import (
     reordered,
     scores_of,
 )
-from fuzz.cases import (
-    MACHINES,
-    AttentionCase,
-    InsideCase,
-    LinearCase,
-    Outcome,
-)
+from fuzz.cases import MACHINES, AttentionCase, InsideCase, LinearCase, Outcome
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    LinearOp,
-    Op,
-    SoftmaxStatsOp,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, LinearOp, Op, SoftmaxStatsOp
 from mhsa_compile.nn import softmax_outputs as inside
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of

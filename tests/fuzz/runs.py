@@ -6,15 +6,7 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
-from fuzz.cases import (
-    AttentionCase,
-    Case,
-    DecodeCase,
-    FlowCase,
-    InsideCase,
-    LinearCase,
-    Outcome,
-)
+from fuzz.cases import AttentionCase, Case, DecodeCase, FlowCase, InsideCase, LinearCase, Outcome
 from fuzz.flows import decode_outcome, flow_outcome
 from fuzz.kernels import attention_outcome, inside_outcome, linear_outcome
 

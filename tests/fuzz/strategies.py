@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from support import this_cpu
 from support.kernel_runs import vector_machine
 
-from fuzz.cases import (
-    MACHINES,
-    AttentionCase,
-    InsideCase,
-    LinearCase,
-)
+from fuzz.cases import MACHINES, AttentionCase, InsideCase, LinearCase
 from mhsa_compile.hardware import host
 
 EXTRAS = ("lengths", "sinks", "slopes")

@@ -11,14 +11,7 @@ import pytest
 
 from fuzz import attention, flows, runs
 from fuzz.campaign import Tally, rounds
-from fuzz.cases import (
-    AttentionCase,
-    DecodeCase,
-    FlowCase,
-    InsideCase,
-    LinearCase,
-    Outcome,
-)
+from fuzz.cases import AttentionCase, DecodeCase, FlowCase, InsideCase, LinearCase, Outcome
 from fuzz.runs import OverBudget, program, run
 
 LINEAR = LinearCase(

@@ -21,13 +21,7 @@ from mhsa_compile.hardware import data_paths, environment
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records import append_log, record_files
 from mhsa_compile.records import record as records
-from mhsa_compile.records.record import (
-    Record,
-    RecordSet,
-    encoded,
-    merged,
-    why_not_on,
-)
+from mhsa_compile.records.record import Record, RecordSet, encoded, merged, why_not_on
 
 LINE = encoded(made())
 

@@ -20,22 +20,10 @@ from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.files.opened_once import OpenFolder
 from mhsa_compile.hardware import host
-from mhsa_compile.hardware.profile import (
-    CpuProfile,
-    Hardware,
-    Link,
-    TargetProfile,
-    TvmTarget,
-    load_profile,
-)
+from mhsa_compile.hardware.profile import CpuProfile, Hardware, Link, TargetProfile, TvmTarget, load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_loops
-from mhsa_compile.runtime.artifact.manifest import (
-    FORMAT_VERSION,
-    Manifest,
-    OpReport,
-    TensorInfo,
-)
+from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, Manifest, OpReport, TensorInfo
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.semantics import BandMeaning, Semantics
 

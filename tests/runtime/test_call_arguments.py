@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 import torch
 import tvm_ffi
-from support.tiny_artifact import (
-    MASK,
-    X,
-    Y,
-    assert_right,
-    draw,
-    make,
-    read_only,
-)
+from support.tiny_artifact import MASK, X, Y, assert_right, draw, make, read_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhsa_compile as mhsa

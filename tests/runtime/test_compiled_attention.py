@@ -14,17 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from support.tiny_artifact import (
-    MASK,
-    W,
-    X,
-    Y,
-    assert_right,
-    draw,
-    make,
-    read_only,
-    reference,
-)
+from support.tiny_artifact import MASK, W, X, Y, assert_right, draw, make, read_only, reference
 
 import mhsa_compile as mhsa
 from mhsa_bench.bench import bench

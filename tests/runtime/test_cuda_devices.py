@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cuda.made_up_gpus import (
-    A10,
-    A100,
-    H200,
-    L4,
-    MadeUp,
-)
+from support.cuda.made_up_gpus import A10, A100, H200, L4, MadeUp
 
 from mhsa_compile.errors import ArtifactError, DeviceError, InputError, InstallationError, MhsaError
 from mhsa_compile.hardware.profile import load_profile

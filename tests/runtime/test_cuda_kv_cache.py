@@ -13,12 +13,7 @@ import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, InstallationError
 from mhsa_compile.runtime import kv_cache
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
-from mhsa_compile.runtime.kv_cache import (
-    DeviceKVCache,
-    KVCache,
-    check_call,
-    new_cache,
-)
+from mhsa_compile.runtime.kv_cache import DeviceKVCache, KVCache, check_call, new_cache
 
 SPEC = mhsa.AttentionSpec(embed_dim=32, num_heads=4, num_kv_heads=2, causal=True, kv_cache=True)
 

@@ -19,12 +19,7 @@ from support.bind_functions import Machine
 from tvm import relax
 
 from mhsa_compile.compiler.codegen import caller_memory
-from mhsa_compile.compiler.codegen.build import (
-    _linker,
-    _lowering,
-    _planning,
-    pass_context,
-)
+from mhsa_compile.compiler.codegen.build import _linker, _lowering, _planning, pass_context
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles
 from mhsa_compile.errors import DeviceError, InputError, ModelError
 from mhsa_compile.hardware.profile import load_profile

@@ -18,12 +18,7 @@ from tvm import relax
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.codegen import caller_memory
-from mhsa_compile.compiler.codegen.build import (
-    _linker,
-    _lowering,
-    _planning,
-    pass_context,
-)
+from mhsa_compile.compiler.codegen.build import _linker, _lowering, _planning, pass_context
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles
 from mhsa_compile.compiler.lower import schedule
 from mhsa_compile.frontend.export.source import read_source

@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.cuda.made_up_gpus import (
-    A10,
-    H200,
-    MadeUp,
-    OnTheOther,
-    on_gpu,
-)
+from support.cuda.made_up_gpus import A10, H200, MadeUp, OnTheOther, on_gpu
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.codegen import cuda_compiler

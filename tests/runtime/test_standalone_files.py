@@ -20,12 +20,7 @@ from support import tiny_artifact
 from support.hostile_tensors import HOSTILE
 
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.runtime.artifact.manifest import (
-    FORMAT_VERSION,
-    MANIFEST,
-    MODULE,
-    WEIGHTS,
-)
+from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MANIFEST, MODULE, WEIGHTS
 from mhsa_compile.runtime.standalone import bundle
 
 X, M = np.ones((3, 5, 8), np.float32), np.ones((3, 5), bool)

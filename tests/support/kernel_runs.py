@@ -10,12 +10,7 @@ import torch
 import tvm
 
 from mhsa_compile.compiler.codegen.build import pass_context
-from mhsa_compile.hardware.profile import (
-    CpuProfile,
-    Hardware,
-    Link,
-    TvmTarget,
-)
+from mhsa_compile.hardware.profile import CpuProfile, Hardware, Link, TvmTarget
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.nn.functional import to_torch

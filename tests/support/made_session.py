@@ -10,13 +10,7 @@ import msgspec
 
 from mhsa_compile.hardware import host
 from mhsa_compile.records.device import Device
-from mhsa_compile.tuning.measure.job import (
-    Candidate,
-    Failure,
-    MeasureJob,
-    Outcome,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import Candidate, Failure, MeasureJob, Outcome, Timing
 from mhsa_compile.tuning.search.space import Point, Space
 
 ROUNDS = 5

@@ -5,10 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from mhsa_compile.kernels.interface.ops import (
-    HeadLayout,
-    RotaryOp,
-)
+from mhsa_compile.kernels.interface.ops import HeadLayout, RotaryOp
 from mhsa_compile.verification.error_budget import budget, max_error
 
 NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -21,12 +21,7 @@ from mhsa_compile.cli.app import app
 from mhsa_compile.errors import DeviceError
 from mhsa_compile.records.device import Device
 from mhsa_compile.tuning.measure import rpc_server, sessions
-from mhsa_compile.tuning.measure.job import (
-    CRASH,
-    LOST,
-    Failure,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import CRASH, LOST, Failure, Timing
 
 
 @pytest.fixture(scope="module")

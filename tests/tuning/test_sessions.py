@@ -27,17 +27,7 @@ from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import isa_of
 from mhsa_compile.tuning.measure import rpc_server, runner, sessions
-from mhsa_compile.tuning.measure.job import (
-    BUILD,
-    CRASH,
-    LOST,
-    TIMEOUT,
-    WRONG,
-    Candidate,
-    Failure,
-    MeasureJob,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import BUILD, CRASH, LOST, TIMEOUT, WRONG, Candidate, Failure, MeasureJob, Timing
 from mhsa_compile.tuning.measure.runner import Fault
 from mhsa_compile.tuning.measure.sessions import RpcSession, Session
 from mhsa_compile.tuning.op_jobs import candidate_of, job_of

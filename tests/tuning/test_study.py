@@ -13,12 +13,7 @@ from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import HeadLayout, LinearOp
-from mhsa_compile.tuning.measure.job import (
-    CRASH,
-    LOST,
-    Failure,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import CRASH, LOST, Failure, Timing
 from mhsa_compile.tuning.search import study_storage
 from mhsa_compile.tuning.search.space import Space
 from mhsa_compile.tuning.search.study import Study, StudyIdentity

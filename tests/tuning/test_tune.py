@@ -23,26 +23,12 @@ from mhsa_compile.records import record_files
 from mhsa_compile.records.record import for_record
 from mhsa_compile.tuning import offline_tuner
 from mhsa_compile.tuning.measure import sessions, work_results
-from mhsa_compile.tuning.measure.job import (
-    CRASH,
-    LOST,
-    WRONG,
-    Candidate,
-    Failure,
-    MeasureJob,
-    Outcome,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import CRASH, LOST, WRONG, Candidate, Failure, MeasureJob, Outcome, Timing
 from mhsa_compile.tuning.measure.work_results import Measurement
 from mhsa_compile.tuning.search import search
 from mhsa_compile.tuning.search.search import BATCH
 from mhsa_compile.tuning.search.space import Point, Space
-from mhsa_compile.tuning.tasks import (
-    Request,
-    TaskResult,
-    TuningReport,
-    tasks_of,
-)
+from mhsa_compile.tuning.tasks import Request, TaskResult, TuningReport, tasks_of
 from mhsa_compile.tuning.tuner import tune
 
 PROFILE = detect()

@@ -20,20 +20,8 @@ from support import measured
 from mhsa_compile.errors import BundleError, DeviceError, OutputError
 from mhsa_compile.hardware.profile import detect
 from mhsa_compile.records.record import isa_of
-from mhsa_compile.tuning.measure import (
-    rpc_server,
-    sessions,
-    work_bundle,
-    work_results,
-)
-from mhsa_compile.tuning.measure.job import (
-    CRASH,
-    WRONG,
-    Candidate,
-    Failure,
-    MeasureJob,
-    Timing,
-)
+from mhsa_compile.tuning.measure import rpc_server, sessions, work_bundle, work_results
+from mhsa_compile.tuning.measure.job import CRASH, WRONG, Candidate, Failure, MeasureJob, Timing
 from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkBundle, WorkOrder
 from mhsa_compile.tuning.measure.work_results import Results
 

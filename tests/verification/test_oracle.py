@@ -14,19 +14,9 @@ from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F
 
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle import attention
-from mhsa_compile.verification.parity import (
-    DECIDING_VALUES,
-    MOST_DRAWS,
-    CaseResult,
-    judge,
-)
+from mhsa_compile.verification.parity import DECIDING_VALUES, MOST_DRAWS, CaseResult, judge
 from mhsa_compile.verification.random_inputs import default_cases, random_inputs
-from mhsa_compile.verification.verify import (
-    Verdict,
-    check,
-    eager,
-    oracle,
-)
+from mhsa_compile.verification.verify import Verdict, check, eager, oracle
 
 NODE_TESTS = [case for case in node_cases._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}

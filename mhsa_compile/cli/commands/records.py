@@ -177,12 +177,7 @@ def measured_on(
 
 def _shipped_target(name: str, records: Iterable[Record]) -> str:
     """The name, if records can be shipped for it. Raises RecordsError for one that is no file of targets/."""
-    from mhsa_compile.hardware.profile import (
-        NATIVE,
-        load_profile,
-        profile_names,
-        shipped_name,
-    )
+    from mhsa_compile.hardware.profile import NATIVE, load_profile, profile_names, shipped_name
     from mhsa_compile.records.record import why_not_on
 
     if (file_name := shipped_name(name)) is not None:

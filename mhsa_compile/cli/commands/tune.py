@@ -13,13 +13,7 @@ import typer
 from mhsa_bench.plots import figure, tuning_plots
 from mhsa_compile.cli.commands import tune_view
 from mhsa_compile.cli.common import options, output, sources
-from mhsa_compile.cli.common.cases import (
-    BUNDLE,
-    LOCAL,
-    Case,
-    CaseOptions,
-    split,
-)
+from mhsa_compile.cli.common.cases import BUNDLE, LOCAL, Case, CaseOptions, split
 from mhsa_compile.errors import InputError, RecordsError
 from mhsa_compile.files import places
 from mhsa_compile.hardware.profile import TargetProfile, load_profile

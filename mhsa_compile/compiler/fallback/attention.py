@@ -18,12 +18,7 @@ from tvm import relax, te, tirx
 from tvm.ir import Expr
 
 from mhsa_compile.kernels.common.plain_parts import EXACT, Pair, PlainPart, PlainTask, exact
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    HeadLayout,
-    ScoresOp,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, HeadLayout, ScoresOp
 
 _WEIGHTS = 3  # the last stage of a ScoresOp
 _HIDDEN = tirx.const(-math.inf, EXACT)

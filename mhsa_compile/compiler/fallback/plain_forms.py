@@ -13,13 +13,7 @@ from typing import Any
 from tvm import relax
 
 from mhsa_compile.compiler.fallback import attention
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    LinearOp,
-    Op,
-    ScoresOp,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, LinearOp, Op, ScoresOp
 
 Emit = Callable[[Any, Any, list[Any]], Any]
 """A relax.BlockBuilder, the operation and its inputs -> its value."""

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    Dim,
-    HeadLayout,
-    LinearOp,
-    Op,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, HeadLayout, LinearOp, Op
 from mhsa_compile.kernels.scores.order import STEPS
 
 ANY = "any"

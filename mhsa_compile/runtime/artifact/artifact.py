@@ -30,15 +30,7 @@ from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import Unfinished, replaced, unwritable
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.opened_once import HashedFile, OpenFolder
-from mhsa_compile.runtime.artifact.manifest import (
-    MANIFEST,
-    WEIGHTS,
-    Check,
-    Manifest,
-    damaged,
-    read_manifest,
-    seal,
-)
+from mhsa_compile.runtime.artifact.manifest import MANIFEST, WEIGHTS, Check, Manifest, damaged, read_manifest, seal
 from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 
 _BLOCK = 2**20  # bytes copied at once

@@ -26,15 +26,7 @@ from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Isa
 from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.tuning.measure import rpc_connections, rpc_server, runner
-from mhsa_compile.tuning.measure.job import (
-    LOST,
-    TIMEOUT,
-    Candidate,
-    Failure,
-    MeasureJob,
-    Outcome,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import LOST, TIMEOUT, Candidate, Failure, MeasureJob, Outcome, Timing
 from mhsa_compile.tuning.measure.rpc_connections import Child, Tracker, Way
 from mhsa_compile.tuning.measure.runner import Fault
 

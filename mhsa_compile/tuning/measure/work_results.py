@@ -21,12 +21,7 @@ from mhsa_compile.hardware import environment
 from mhsa_compile.records.device import Device
 from mhsa_compile.runtime.artifact.manifest import Digest
 from mhsa_compile.tuning.measure import rpc_server, sessions, work_bundle
-from mhsa_compile.tuning.measure.job import (
-    LOST,
-    Failure,
-    Outcome,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import LOST, Failure, Outcome, Timing
 from mhsa_compile.tuning.measure.work_bundle import WorkBundle, WorkOrder
 
 

@@ -22,23 +22,9 @@ from statistics import median, quantiles
 from time import monotonic, sleep
 
 from mhsa_compile.errors import BuildError, DeviceError
-from mhsa_compile.tuning.measure.job import (
-    BUILD,
-    LOST,
-    Candidate,
-    Failure,
-    MeasureJob,
-    Outcome,
-    Timing,
-)
+from mhsa_compile.tuning.measure.job import BUILD, LOST, Candidate, Failure, MeasureJob, Outcome, Timing
 from mhsa_compile.tuning.measure.sessions import Session
-from mhsa_compile.tuning.search.sampler import (
-    STARTUP,
-    Trial,
-    TrialResult,
-    ratios,
-    results_of,
-)
+from mhsa_compile.tuning.search.sampler import STARTUP, Trial, TrialResult, ratios, results_of
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study import OpenTrial, Study
 

@@ -24,28 +24,10 @@ from typing import Any
 import msgspec
 
 from mhsa_compile.errors import InputError
-from mhsa_compile.tuning.measure.job import (
-    LOST,
-    Failure,
-    Outcome,
-    Timing,
-)
-from mhsa_compile.tuning.search.sampler import (
-    CONFIG,
-    Sampler,
-    Trial,
-    TrialResult,
-    plain,
-    point_of,
-    results_of,
-)
+from mhsa_compile.tuning.measure.job import LOST, Failure, Outcome, Timing
+from mhsa_compile.tuning.search.sampler import CONFIG, Sampler, Trial, TrialResult, plain, point_of, results_of
 from mhsa_compile.tuning.search.space import Point, Space
-from mhsa_compile.tuning.search.study_storage import (
-    Heart,
-    begin_beats,
-    named,
-    quiet,
-)
+from mhsa_compile.tuning.search.study_storage import Heart, begin_beats, named, quiet
 
 _FOUND, _FAILED = "found", "failed"  # a trial's attributes, beside its config
 _ABOUT, _SOURCE = "about", "source"  # a study's

@@ -21,14 +21,7 @@ from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.verification.oracle import softmax_outputs
-from mhsa_compile.verification.oracle.scores import (
-    FUNCTIONS,
-    Array,
-    Scoring,
-    View,
-    padded,
-    stages,
-)
+from mhsa_compile.verification.oracle.scores import FUNCTIONS, Array, Scoring, View, padded, stages
 
 QUERIES = 256
 """How many queries are evaluated together."""

@@ -10,12 +10,7 @@ from onnx.reference.op_run import OpRun
 from torch import Tensor
 
 from mhsa_compile.nn import score_features
-from mhsa_compile.nn.functional import (
-    attend,
-    softmax_outputs_of,
-    to_numpy,
-    to_torch,
-)
+from mhsa_compile.nn.functional import attend, softmax_outputs_of, to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
 from mhsa_compile.verification.oracle.scores import Scoring

@@ -8,22 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.attention_ops import attention_of
-from support.kernel_runs import (
-    attention,
-    call,
-    compiled,
-    vector_machine,
-)
+from support.kernel_runs import attention, call, compiled, vector_machine
 
 from mhsa_compile.hardware.profile import TargetProfile, detect
-from mhsa_compile.kernels.cpu.attention.block_sparsity import (
-    HIDDEN,
-    PARTIAL,
-    WHOLE,
-    _kinds,
-    _runs,
-    plan,
-)
+from mhsa_compile.kernels.cpu.attention.block_sparsity import HIDDEN, PARTIAL, WHOLE, _kinds, _runs, plan
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from support import this_cpu
 from support.attention_ops import attention_of, changed
-from support.kernel_runs import (
-    attention,
-    call,
-    compiled,
-    vector_machine,
-)
+from support.kernel_runs import attention, call, compiled, vector_machine
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.selection.select_kernel import kernels_for

@@ -6,12 +6,7 @@ import re
 
 import pytest
 from support.attention_ops import attention_of, changed
-from support.kernel_runs import (
-    assembly,
-    inner_loops,
-    stack_stores,
-    vector_machine,
-)
+from support.kernel_runs import assembly, inner_loops, stack_stores, vector_machine
 
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel

@@ -8,16 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 from support.attention_ops import attention_of, changed
-from support.kernel_runs import (
-    assembly,
-    attention,
-    call,
-    compiled,
-    heads,
-    inner_loops,
-    stack_stores,
-    vector_machine,
-)
+from support.kernel_runs import assembly, attention, call, compiled, heads, inner_loops, stack_stores, vector_machine
 
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec

@@ -10,14 +10,7 @@ import pytest
 import torch
 import tvm
 from support import this_cpu
-from support.kernel_runs import (
-    assembly,
-    call,
-    compiled,
-    inner_loops,
-    stack_stores,
-    vector_machine,
-)
+from support.kernel_runs import assembly, call, compiled, inner_loops, stack_stores, vector_machine
 
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import TargetProfile, load_profile

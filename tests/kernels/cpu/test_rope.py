@@ -19,12 +19,7 @@ import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.relax.importer import import_onnx
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    LinearOp,
-    RotaryOp,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, RotaryOp
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.verify import eager, oracle
 

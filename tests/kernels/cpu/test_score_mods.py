@@ -14,12 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.attention_ops import attention_of, changed, features
-from support.kernel_runs import (
-    attention,
-    call,
-    compiled,
-    vector_machine,
-)
+from support.kernel_runs import attention, call, compiled, vector_machine
 
 from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel

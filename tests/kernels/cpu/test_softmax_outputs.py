@@ -11,16 +11,7 @@ import numpy as np
 import pytest
 import tvm
 from support.kernel_runs import compiled, vector_machine
-from support.softmax_outputs_cases import (
-    ALL,
-    SUMS,
-    Array,
-    Run,
-    asked_of,
-    compare,
-    operands,
-    operation,
-)
+from support.softmax_outputs_cases import ALL, SUMS, Array, Run, asked_of, compare, operands, operation
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 

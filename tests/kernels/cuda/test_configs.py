@@ -16,16 +16,7 @@ from campaigns import cuda_configs as campaign
 from campaigns.cuda_configs import Job, Outcome, profile_of
 from support.cuda import cuda_code
 from support.cuda.cuda_code import Launch, Lowered, MachineCode
-from support.cuda.cuda_configs import (
-    CASES,
-    HOPPER,
-    TARGETS,
-    WHOLE,
-    Case,
-    covering,
-    kernel_of,
-    space,
-)
+from support.cuda.cuda_configs import CASES, HOPPER, TARGETS, WHOLE, Case, covering, kernel_of, space
 
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.kernels.registry import KERNELS

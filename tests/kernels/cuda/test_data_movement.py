@@ -12,20 +12,10 @@ import numpy as np
 import pytest
 from support.cuda import cuda_code
 from support.rope_cases import BASE as ROPE
-from support.rope_cases import (
-    NUMPY,
-    TABLE,
-    angles,
-    assert_right,
-)
+from support.rope_cases import NUMPY, TABLE, angles, assert_right
 from support.rope_cases import SHAPES as ROPE_SHAPES
 from support.scatter_cases import BASE as SCATTER
-from support.scatter_cases import (
-    DTYPES,
-    INT64,
-    drawn,
-    scattered,
-)
+from support.scatter_cases import DTYPES, INT64, drawn, scattered
 from support.scatter_cases import SHAPES as SCATTER_SHAPES
 from support.simt import interpreter
 from support.simt.memory import SimtError
@@ -36,13 +26,7 @@ from mhsa_compile.kernels.cuda.cache_scatter import CudaKvScatterKernel
 from mhsa_compile.kernels.cuda.primitives.vector_copy import piece_of
 from mhsa_compile.kernels.cuda.rope import CudaRotaryKernel
 from mhsa_compile.kernels.interface.kernel import Fixed
-from mhsa_compile.kernels.interface.ops import (
-    HeadLayout,
-    KvConcatOp,
-    KvScatterOp,
-    Op,
-    RotaryOp,
-)
+from mhsa_compile.kernels.interface.ops import HeadLayout, KvConcatOp, KvScatterOp, Op, RotaryOp
 
 GPU = load_profile("cuda-sm80")
 WIDE: dict[str, Any] = {"head_dim": 128, "x": HeadLayout(0, "rows", 384), "output": HeadLayout(0, "rows", 384)}

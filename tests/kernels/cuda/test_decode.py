@@ -11,15 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from fuzz.attention import (
-    NUMPY,
-    Operands,
-    draw_operands,
-    evaluated,
-    output_rows,
-    output_shape,
-    placed,
-)
+from fuzz.attention import NUMPY, Operands, draw_operands, evaluated, output_rows, output_shape, placed
 from support.attention_ops import changed
 from support.cuda import cuda_attention_checks, cuda_code
 from support.cuda.cuda_attention_checks import Sizes

@@ -7,16 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.cuda.cuda_linear import (
-    DTYPES,
-    KERNELS,
-    NUMPY,
-    check,
-    config,
-    gpu,
-    linear,
-    translated,
-)
+from support.cuda.cuda_linear import DTYPES, KERNELS, NUMPY, check, config, gpu, linear, translated
 
 TARGETS = ("cuda-sm80", "cuda-sm86", "cuda-sm90a")
 

@@ -6,17 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.cuda import cuda_code
-from support.cuda.cuda_linear import (
-    DTYPES,
-    KERNELS,
-    NUMPY,
-    check,
-    config,
-    drawn,
-    gpu,
-    linear,
-    translated,
-)
+from support.cuda.cuda_linear import DTYPES, KERNELS, NUMPY, check, config, drawn, gpu, linear, translated
 from support.simt.banks import Cycles, counted
 
 from mhsa_compile.kernels.cuda.linear.block_shape import KNOBS

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 from support.cuda import cuda_code
 from support.simt import interpreter
-from support.softmax_outputs_cases import (
-    ALL,
-    SUMS,
-    Array,
-    asked_of,
-    compare,
-    operands,
-    operation,
-)
+from support.softmax_outputs_cases import ALL, SUMS, Array, asked_of, compare, operands, operation
 
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.softmax_outputs.probs_kernel import CudaAttentionProbsKernel

@@ -7,15 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fuzz.attention import (
-    NUMPY,
-    Operands,
-    draw_operands,
-    evaluated,
-    farthest,
-    poison,
-    reordered,
-)
+from fuzz.attention import NUMPY, Operands, draw_operands, evaluated, farthest, poison, reordered
 from support.attention_ops import attention_of
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout

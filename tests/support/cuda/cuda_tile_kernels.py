@@ -8,13 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fuzz.attention import (
-    NUMPY,
-    Operands,
-    output_rows,
-    output_shape,
-    placed,
-)
+from fuzz.attention import NUMPY, Operands, output_rows, output_shape, placed
 from support.cuda import cuda_attention_checks
 from support.cuda.cuda_attention_checks import Run, Sizes
 from support.simt import interpreter

@@ -13,12 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from support.simt.memory import (
-    WARP,
-    Array,
-    Lanes,
-    SharedMemory,
-)
+from support.simt.memory import WARP, Array, Lanes, SharedMemory
 
 BANKS, WORD = 32, 4
 

@@ -20,19 +20,9 @@ from typing import Any
 import numpy as np
 from support.simt import hopper_ptx, hopper_tma, interpreter
 from support.simt.hopper_memory import HopperShared, Mbarrier, NamedBarrier
-from support.simt.memory import (
-    Array,
-    Lanes,
-    SimtError,
-    numpy_dtype,
-)
+from support.simt.memory import Array, Lanes, SimtError, numpy_dtype
 from support.simt.tensor_map import TensorMap
-from support.simt.threads import (
-    Registers,
-    Thunk,
-    View,
-    key_of,
-)
+from support.simt.threads import Registers, Thunk, View, key_of
 from support.simt.wgmma_descriptors import Product
 
 WARPGROUP = 128

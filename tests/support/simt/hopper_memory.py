@@ -11,13 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from support.simt.memory import (
-    WARP,
-    Array,
-    Lanes,
-    Memory,
-    SimtError,
-)
+from support.simt.memory import WARP, Array, Lanes, Memory, SimtError
 
 CHUNK = 16  # bytes
 MOST_BYTES = (1 << 20) - 1

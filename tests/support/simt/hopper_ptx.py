@@ -20,20 +20,8 @@ from support.simt.hopper_common import (
     words_of,
 )
 from support.simt.hopper_memory import MOST_BARRIERS, Mbarrier, NamedBarrier
-from support.simt.hopper_tma import (
-    commit_stores,
-    encode,
-    load_box,
-    new_map,
-    store_box,
-    stores_read,
-)
-from support.simt.hopper_wgmma import (
-    commit_products,
-    fence_products,
-    product,
-    wait_products,
-)
+from support.simt.hopper_tma import commit_stores, encode, load_box, new_map, store_box, stores_read
+from support.simt.hopper_wgmma import commit_products, fence_products, product, wait_products
 from support.simt.memory import WARP, Array, SimtError
 from support.simt.threads import Pointer, Thunk
 

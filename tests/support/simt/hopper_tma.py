@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from support.simt.hopper_common import (
-    active_lanes,
-    barrier_at,
-    operands_of,
-    shared_of,
-)
+from support.simt.hopper_common import active_lanes, barrier_at, operands_of, shared_of
 from support.simt.hopper_memory import CHUNK
 from support.simt.memory import WARP, SimtError
 from support.simt.tensor_map import TensorMap, swizzled

@@ -7,24 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from support.simt import ptx
-from support.simt.hopper_common import (
-    WARPGROUP,
-    operands_of,
-    same_of,
-    shared_of,
-    whole_blocks,
-    words_of,
-)
+from support.simt.hopper_common import WARPGROUP, operands_of, same_of, shared_of, whole_blocks, words_of
 from support.simt.hopper_memory import CHUNK
 from support.simt.memory import WARP, Array, SimtError
 from support.simt.threads import Thunk
-from support.simt.wgmma_descriptors import (
-    Descriptor,
-    Product,
-    accumulators,
-    fragments,
-    left_operand,
-)
+from support.simt.wgmma_descriptors import Descriptor, Product, accumulators, fragments, left_operand
 
 if TYPE_CHECKING:
     from support.simt.hopper import HopperMachine

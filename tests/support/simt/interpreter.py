@@ -22,21 +22,8 @@ from typing import Any
 import numpy as np
 from support.simt import ptx
 from support.simt.expressions import Expressions
-from support.simt.memory import (
-    Array,
-    GlobalMemory,
-    Lanes,
-    Memory,
-    SharedMemory,
-    SimtError,
-    numpy_dtype,
-)
-from support.simt.threads import (
-    Registers,
-    Thunk,
-    View,
-    key_of,
-)
+from support.simt.memory import Array, GlobalMemory, Lanes, Memory, SharedMemory, SimtError, numpy_dtype
+from support.simt.threads import Registers, Thunk, View, key_of
 
 BLOCKS_TOGETHER = 16
 

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from support.simt.memory import (
-    WARP,
-    Array,
-    Lanes,
-    Memory,
-    SimtError,
-    numpy_dtype,
-)
+from support.simt.memory import WARP, Array, Lanes, Memory, SimtError, numpy_dtype
 from support.simt.threads import Thunk
 
 if TYPE_CHECKING:

@@ -11,12 +11,7 @@ import pytest
 from support.simt.hopper import HopperMachine
 from support.simt.memory import SimtError
 from support.simt.tensor_map import TensorMap, swizzled
-from support.simt.wgmma_descriptors import (
-    Descriptor,
-    accumulators,
-    fragments,
-    left_operand,
-)
+from support.simt.wgmma_descriptors import Descriptor, accumulators, fragments, left_operand
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 

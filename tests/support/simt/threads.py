@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from support.simt.memory import (
-    Array,
-    GlobalMemory,
-    Lanes,
-    Memory,
-    SharedMemory,
-    SimtError,
-)
+from support.simt.memory import Array, GlobalMemory, Lanes, Memory, SharedMemory, SimtError
 
 Thunk = Callable[[], Any]  # an expression or statement, ready to be run for the lanes that are active
 
