@@ -49,8 +49,8 @@ def test_they_are_what_was_saved() -> None:
             assert tensors[name].dtype == array.dtype
             np.testing.assert_array_equal(tensors[name], array)
             assert tensors[name].__array_interface__["data"][0] % 64 == 0 or not array.size
-    assert read(raw, wanted=lambda name: name in "di").keys() == {"d", "i"}
-    np.testing.assert_array_equal(read(raw, wanted=lambda name: name == "j")["j"], saved["j"])
+    assert read(raw, needs=lambda name: name in "di").keys() == {"d", "i"}
+    np.testing.assert_array_equal(read(raw, needs=lambda name: name == "j")["j"], saved["j"])
 
 
 def test_bfloat16() -> None:
