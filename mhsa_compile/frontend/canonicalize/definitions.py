@@ -21,7 +21,7 @@ class Definitions:
     def __init__(self, graph: GraphView) -> None:
         self._opset = max(graph.opset, OPSET)
         self._had_ours = any(node.domain == DOMAIN for node in graph.nodes)
-        self._taken = {function.overload for function in graph.model.functions if function.domain == DOMAIN}
+        self._names = {function.overload for function in graph.model.functions if function.domain == DOMAIN}
         self._overloads: dict[bytes, str] = {}  # a definition -> what sets it apart from others of its name
         self._functions: list[onnx.FunctionProto] = []
 
@@ -56,7 +56,7 @@ class Definitions:
 
     def _free_overload(self) -> str:
         count = len(self._overloads)
-        while (name := f"outputs_{count}") in self._taken:
+        while (name := f"outputs_{count}") in self._names:
             count += 1
-        self._taken.add(name)
+        self._names.add(name)
         return name

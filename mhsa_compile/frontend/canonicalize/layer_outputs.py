@@ -108,7 +108,7 @@ class _Change:
 
     def __init__(self, graph: GraphView, model: onnx.ModelProto) -> None:
         self.graph, self.model = graph, model
-        self._taken = {name for node in graph.nodes for name in node.output} | {*graph.inputs, *graph.initializers}
+        self._names = {name for node in graph.nodes for name in node.output} | {*graph.inputs, *graph.initializers}
         self._definitions = Definitions(graph)
 
     def add(self, layer: Layer, words: Sequence[str], node: onnx.NodeProto) -> None:
@@ -120,7 +120,7 @@ class _Change:
         types, values = _types(sizes, outputs), {}
         for name in array_names(words):
             full = f"layer{layer.number}_{name}"
-            if full in self._taken:
+            if full in self._names:
                 raise ModelError("model", f"no value named {full!r}, which is to be an output", "one", "Rename it.")
             values[name] = helper.make_tensor_value_info(full, *types[name])
         if outputs.names:
@@ -156,10 +156,10 @@ class _Change:
 
     def _state_types(self, node: onnx.NodeProto) -> None:
         """States the dims and dtypes of the node's outputs, which everybody could infer of the standard operator."""
-        known = {info.name for info in (*self.model.graph.value_info, *self.model.graph.output)}
+        declared_names = {info.name for info in (*self.model.graph.value_info, *self.model.graph.output)}
         for name in filter(None, node.output):
             shape, dtype = self.graph.shape(name), self.graph.elem_type(name)
-            if name not in known and shape is not None and dtype:
+            if name not in declared_names and shape is not None and dtype:
                 self.model.graph.value_info.append(helper.make_tensor_value_info(name, dtype, list(shape)))
 
     def _give_heads(self, sizes: _Sizes, y: str, name: str) -> None:

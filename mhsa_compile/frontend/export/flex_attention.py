@@ -96,8 +96,8 @@ class _Calls:
     def attend(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Makes one call of flex_attention the operator. Raises ModelError."""
         block_mask = args[4]
-        known = any(block_mask[2] is count for count in self.counts)
-        if not known and not _outside_trace(lambda: self._say_the_same(block_mask)):
+        is_own = any(block_mask[2] is count for count in self.counts)
+        if not is_own and not _outside_trace(lambda: self._say_the_same(block_mask)):
             expected = "a block mask whose blocks hide what its mask_mod hides, and no more"
             hint = "Make it by create_block_mask in the module's forward: its mask_mod is what counts."
             raise ModelError("block_mask", expected, "one of which that cannot be shown", hint)
@@ -200,7 +200,7 @@ class _CapturingTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if not isinstance(a, Tensor):
             return super().create_arg(a)
-        name = next((name for name, known in self.captured.items() if known is a), f"captured_{len(self.captured)}")
+        name = next((name for name, other in self.captured.items() if other is a), f"captured_{len(self.captured)}")
         self.captured[name] = a
         return self.create_node("get_attr", name, (), {})
 

@@ -220,11 +220,11 @@ def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.Mod
     fixed.CopyFrom(model)
     del fixed.graph.value_info[:]  # shapes in between are inferred again
     values = [*fixed.graph.input, *fixed.graph.output]
-    known = {d.dim_param for value in values for d in dims_of(value) if d.dim_param}
+    symbols = {d.dim_param for value in values for d in dims_of(value) if d.dim_param}
     for symbol in dims:
-        if symbol not in known:
+        if symbol not in symbols:
             raise InputError(
-                "dims", f"a symbol of the model: {', '.join(sorted(known)) or 'it has none'}", repr(symbol)
+                "dims", f"a symbol of the model: {', '.join(sorted(symbols)) or 'it has none'}", repr(symbol)
             )
     for value in values:
         for dim in dims_of(value):

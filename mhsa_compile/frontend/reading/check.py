@@ -44,9 +44,9 @@ def check_domains(model: onnx.ModelProto) -> None:
     """
     functions = {(function.domain, function.name) for function in model.functions}
     for node in all_nodes(model.graph):
-        known = node.domain in _DOMAINS and (node.domain != DOMAIN or node.op_type == "Attention")
-        known |= node.domain == preview.DOMAIN and node.op_type in preview.DEFINED
-        if not known and (node.domain, node.op_type) not in functions:
+        is_supported = node.domain in _DOMAINS and (node.domain != DOMAIN or node.op_type == "Attention")
+        is_supported |= node.domain == preview.DOMAIN and node.op_type in preview.DEFINED
+        if not is_supported and (node.domain, node.op_type) not in functions:
             expected = "an operator of ONNX's or ONNX Runtime's"
             raise ModelError(title(node), expected, f"one of the domain {node.domain!r}", _VENDOR)
 
@@ -151,8 +151,8 @@ class _EveryGraph(GraphView):
                 makers.update(tensor.name for tensor in branch.initializer)
                 self.initializers |= {tensor.name: tensor for tensor in branch.initializer}
         for name in (name for name, count in makers.items() if count > 1):  # one in each of two branches
-            for known in (self._types, self._producers, self.initializers):
-                known.pop(name, None)
+            for table in (self._types, self._producers, self.initializers):
+                table.pop(name, None)
 
 
 class _Graph:

@@ -72,13 +72,13 @@ def _beginning(model: onnx.ModelProto, count: int, *, declared: bool = True) -> 
     result = onnx.ModelProto()
     result.CopyFrom(model)
     nodes = list(model.graph.node)[:count]
-    known = {name for node in nodes for name in node.output if name}
+    outputs = {name for node in nodes for name in node.output if name}
     if not declared and nodes:
-        known -= set(nodes[-1].output)
+        outputs -= set(nodes[-1].output)
     del result.graph.node[:], result.graph.output[:], result.graph.value_info[:]
     result.graph.node.extend(nodes)
-    result.graph.output.extend(value for value in model.graph.output if value.name in known)
-    result.graph.value_info.extend(value for value in model.graph.value_info if value.name in known)
+    result.graph.output.extend(value for value in model.graph.output if value.name in outputs)
+    result.graph.value_info.extend(value for value in model.graph.value_info if value.name in outputs)
     return result
 
 

@@ -73,21 +73,21 @@ def _is_own(function: onnx.FunctionProto) -> bool:
 
 
 def _calls(
-    nodes: Iterable[onnx.NodeProto], functions: Functions, known: dict[tuple[str, str, str], onnx.NodeProto]
+    nodes: Iterable[onnx.NodeProto], functions: Functions, callers: dict[tuple[str, str, str], onnx.NodeProto]
 ) -> dict[tuple[str, str, str], onnx.NodeProto]:
-    """The functions that nodes call, and those that these call -> the first node that does; added to `known`."""
+    """The functions that nodes call, and those that these call -> the first node that does; added to `callers`."""
     for node in (inner for outer in nodes for inner in (outer, *inner_nodes(outer))):
-        if (key := _key(node)) in functions and key not in known:
-            known[key] = node
-            _calls(functions[key].node, functions, known)
-    return known
+        if (key := _key(node)) in functions and key not in callers:
+            callers[key] = node
+            _calls(functions[key].node, functions, callers)
+    return callers
 
 
 def _check_name(function: onnx.FunctionProto, node: onnx.NodeProto) -> None:
     """Refuses a function whose calls may mean two things, or that gives an input back as it is."""
     domain, name = function.domain, function.name
-    known = name in MICROSOFT if domain == MICROSOFTS else domain == "" and defs.has(name)
-    if known:
+    is_operator = name in MICROSOFT if domain == MICROSOFTS else domain == "" and defs.has(name)
+    if is_operator:
         got = f"one named {name!r} in {'com.microsoft' if domain else 'the domain of ONNX'}"
         hint = "Some runtimes take the function, others the operator: rename it, or take it out of the file."
         raise _refused(node, "a function of a name that is no operator's", got, hint)

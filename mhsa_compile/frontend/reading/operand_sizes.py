@@ -179,15 +179,15 @@ def _reshape(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     dims, target = view.shape(node.input[0]), view.constant(node.input[1])
     if dims is None or target is None:
         return None
-    known = [dim for dim in dims if isinstance(dim, int)]
-    if len(known) < len(dims):
+    numbers = [dim for dim in dims if isinstance(dim, int)]
+    if len(numbers) < len(dims):
         return None
     sizes = [int(size) for size in target]
     if not attributes(node).get("allowzero", 0):
         if any(size == 0 and place >= len(dims) for place, size in enumerate(sizes)):
             return f"a 0 only for an axis that {_with_dims(node.input[0], dims)} has", str(sizes)
-        sizes = [known[place] if size == 0 else size for place, size in enumerate(sizes)]
-    count, rest = math.prod(known), math.prod(size for size in sizes if size != -1)
+        sizes = [numbers[place] if size == 0 else size for place, size in enumerate(sizes)]
+    count, rest = math.prod(numbers), math.prod(size for size in sizes if size != -1)
     fits = count % rest == 0 if rest and -1 in sizes else count == rest
     return (
         None

@@ -58,24 +58,24 @@ def _check_graph(
     graph: onnx.GraphProto, outside: Collection[str], opset: int, functions: Collection[tuple[str, str]]
 ) -> None:
     makers: dict[str, str] = {}
-    known = {*outside, *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
-    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    names = {*outside, *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
+    names |= {tensor.values.name for tensor in graph.sparse_initializer}
     for node in graph.node:
         for name in node.input:
-            if name and name not in known:
+            if name and name not in names:
                 raise ModelError(title(node), *_unmade(graph, node, name), _CORRECT)
         if node.domain == "" and (node.domain, node.op_type) not in functions:
             _check_node(node, opset)
         for branch in branches(node):
-            _check_graph(branch, known, opset, functions)
+            _check_graph(branch, names, opset, functions)
         for name in filter(None, node.output):
             if name in makers:
                 got = f"{name!r}, which {makers[name]} makes already"
                 raise ModelError(title(node), "outputs of names that no other node makes", got, _CORRECT)
             makers[name] = title(node)
-            known.add(name)
+            names.add(name)
     for value in graph.output:
-        if value.name not in known:
+        if value.name not in names:
             got = "one that no node makes"
             raise ModelError(f"output {value.name!r}", "a value that a node of the graph makes", got, _CORRECT)
 

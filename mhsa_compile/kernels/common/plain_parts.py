@@ -119,8 +119,8 @@ def plain_function(traced: TracedFunction, task: PlainTask, pair: Pair, score: E
     leaves = {leaf: Value(tirx.Cast("int32", place), "int32") for leaf, place in places.items()}
     if score is not None:
         leaves["score"] = Value(score, EXACT)
-    known: dict[int, Value] = {}
+    values: dict[int, Value] = {}
     flags: list[Value] = []
-    emission.emit(range(len(emission.function.steps)), leaves, known, flags)
+    emission.emit(range(len(emission.function.steps)), leaves, values, flags)
     holds = tirx.all(*[tirx.const(True, "bool"), *(flag.expr for flag in flags)])
-    return known[len(emission.function.steps) - 1].expr, holds
+    return values[len(emission.function.steps) - 1].expr, holds

@@ -84,15 +84,15 @@ class ScoreEmission:
         self.dependences = function.dependences()
 
     def emit(
-        self, numbers: Sequence[int], leaves: Mapping[str, Value], known: dict[int, Value], flags: list[Value]
+        self, numbers: Sequence[int], leaves: Mapping[str, Value], values: dict[int, Value], flags: list[Value]
     ) -> None:
-        """Puts the values of these steps, which come in their order, into `known`, and into `flags` what must hold."""
+        """Puts the values of these steps, which come in their order, into `values`, and into `flags` what must hold."""
         for number in numbers:
-            if number in known:
+            if number in values:
                 continue
             step = self.function.steps[number]
-            value = self._value(number, step, leaves, [known[arg] for arg in step.args], flags)
-            known[number] = self.arithmetic.bind(value) if self._is_shared(number) else value
+            value = self._value(number, step, leaves, [values[arg] for arg in step.args], flags)
+            values[number] = self.arithmetic.bind(value) if self._is_shared(number) else value
 
     def _is_shared(self, number: int) -> bool:
         step = self.function.steps[number]
@@ -292,7 +292,7 @@ class ScoreEmission:
 
     # Results.
 
-    def scaled(self, known: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
+    def scaled(self, values: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
         """The result times `factor`, of a score that comes times it, without a division where that can be. What is put
         on a score and taken off may round it on purpose, so two such sums are left in their units."""
         last = len(self.function.steps) - 1
@@ -302,18 +302,18 @@ class ScoreEmission:
             if step.op in ("add", "sub") and step.kind == "float"
         ]
         if sum(sum(sides) == 1 for sides in scored) > 1:
-            return self._vector(known[last], lanes) * self._constant(factor, self.arithmetic.floating, lanes)
-        return self._scaled(last, known, score, factor, lanes)
+            return self._vector(values[last], lanes) * self._constant(factor, self.arithmetic.floating, lanes)
+        return self._scaled(last, values, score, factor, lanes)
 
-    def _scaled(self, number: int, known: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
+    def _scaled(self, number: int, values: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
         step = self.function.steps[number]
         floating = self.arithmetic.floating
 
         def inner(arg: int) -> Expr:
-            return self._scaled(arg, known, score, factor, lanes)
+            return self._scaled(arg, values, score, factor, lanes)
 
         def plain(arg: int) -> Expr:
-            return self._vector(known[arg], lanes)
+            return self._vector(values[arg], lanes)
 
         scored = ["score" in self.dependences[arg] for arg in step.args]
         if step.op == "score":

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mhsa_compile.frontend.canonicalize.microsoft.node import Theirs
+from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
 
 
-def attention(node: Theirs) -> None:
+def attention(node: MicrosoftNode) -> None:
     """x (B, L, D), weights (D, 3HE), bias, mask, past (2, B, H, P, E), attention_bias -> y, present (2, B, H, T, E)."""
     x, weights, bias, mask, past, attention_bias = node.inputs[:6]
     heads, write = node.attrs["num_heads"], node.rewriter
@@ -38,7 +38,7 @@ def attention(node: Theirs) -> None:
         write.node("Concat", *both, output=node.outputs[1], axis=0)
 
 
-def _projections(node: Theirs, x: str, weight: Array, bias: Array | None, sizes: list[int]) -> list[str]:
+def _projections(node: MicrosoftNode, x: str, weight: Array, bias: Array | None, sizes: list[int]) -> list[str]:
     """Queries, keys and values as three linears: what is side by side in the file is cut."""
     results, cuts = [], np.cumsum(sizes)[:-1]
     biases = np.split(bias, cuts) if bias is not None else [None] * 3
@@ -54,12 +54,12 @@ def _projections(node: Theirs, x: str, weight: Array, bias: Array | None, sizes:
     return results
 
 
-def _halves(node: Theirs, past: str) -> tuple[str, str]:
+def _halves(node: MicrosoftNode, past: str) -> tuple[str, str]:
     first, second = (node.rewriter.node("Gather", past, node.rewriter.constant(i, "int64"), axis=0) for i in (0, 1))
     return first, second
 
 
-def multi_head_attention(node: Theirs) -> None:
+def multi_head_attention(node: MicrosoftNode) -> None:
     """query (B, L, D), key and value (B, S, D) or (B, H, S, E), or packed; bias; mask; attention_bias; past.
 
     Packed are query and key and value as (B, L, H, 3, E), or key and value as (B, S, H, 2, E).
@@ -90,7 +90,7 @@ def multi_head_attention(node: Theirs) -> None:
         node.heads_together(outputs[0], node.outputs[0])
 
 
-def _with_bias(node: Theirs, *values: str) -> list[str]:
+def _with_bias(node: MicrosoftNode, *values: str) -> list[str]:
     bias = node.inputs[3]
     if not bias:
         return list(values)
@@ -100,7 +100,7 @@ def _with_bias(node: Theirs, *values: str) -> list[str]:
     return [node.rewriter.node("Add", name, part) for name, part in zip(values, constants, strict=True)]
 
 
-def _heads(node: Theirs, query: str, key: str, value: str) -> list[str]:
+def _heads(node: MicrosoftNode, query: str, key: str, value: str) -> list[str]:
     """Queries, keys and values as (B, H, length, E), from whatever form they have."""
     heads, bias = node.attrs["num_heads"], node.inputs[3]
     if len(node.dims(query)) == 5 or not value:
@@ -115,13 +115,15 @@ def _heads(node: Theirs, query: str, key: str, value: str) -> list[str]:
     return [node.heads_apart(query, heads), key, value]
 
 
-def _unpack(node: Theirs, packed: str, place: int) -> str:
+def _unpack(node: MicrosoftNode, packed: str, place: int) -> str:
     """(B, length, H, n, E)[:, :, :, place] -> (B, H, length, E)"""
     index = node.rewriter.constant(place, "int64")
     return node.rewriter.node("Transpose", node.rewriter.node("Gather", packed, index, axis=3), perm=[0, 2, 1, 3])
 
 
-def _padding_bias(node: Theirs, mask: str, dtype: str, keys: tuple[str, int], past: tuple[str, int] | None) -> str:
+def _padding_bias(
+    node: MicrosoftNode, mask: str, dtype: str, keys: tuple[str, int], past: tuple[str, int] | None
+) -> str:
     """The padding as what is added to the scores: (B, 1, 1 or L, T).
 
     The mask says 1 for a key that counts, (B, T) or (B, L, T); or the end of each row, (B,), or ends and starts, (2B,).
@@ -141,7 +143,7 @@ def _padding_bias(node: Theirs, mask: str, dtype: str, keys: tuple[str, int], pa
     return write.node("Where", visible, write.constant(0, dtype), fill)
 
 
-def _ends_and_starts(node: Theirs, mask: str) -> list[str]:
+def _ends_and_starts(node: MicrosoftNode, mask: str) -> list[str]:
     """The end of each row, (B,), and its start where a mask says that as well; Raises ModelError."""
     dims, batch = node.dims(mask), node.dims(node.inputs[0])[0]
     if len(dims) == 1 and dims[0] == batch:

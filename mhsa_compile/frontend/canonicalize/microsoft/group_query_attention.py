@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mhsa_compile.frontend.canonicalize.microsoft.node import NotYet, Theirs
+from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode, NotYet
 
 _INT64 = 7
 
 
-def rotary_embedding(node: Theirs) -> None:
+def rotary_embedding(node: MicrosoftNode) -> None:
     """x (B, L, D) or (B, H, L, E), position_ids (B, L) or one offset, cos and sin (positions, E / 2) -> as x."""
     x, position_ids, cos, sin = node.inputs[:4]
     if len(node.dims(position_ids)) == 1:
@@ -25,7 +25,7 @@ def rotary_embedding(node: Theirs) -> None:
     _rotate(node, x, position_ids, cos, sin, node.attrs.get("num_heads", 0), node.outputs[0])
 
 
-def _rotate(node: Theirs, x: str, positions: str, cos: str, sin: str, heads: int, output: str = "") -> str:
+def _rotate(node: MicrosoftNode, x: str, positions: str, cos: str, sin: str, heads: int, output: str = "") -> str:
     attrs: dict[str, Any] = {"interleaved": node.attrs.get("rotary_interleaved", node.attrs.get("interleaved", 0))}
     dims = node.dims(x)
     if len(dims) == 3:
@@ -40,7 +40,7 @@ def _rotate(node: Theirs, x: str, positions: str, cos: str, sin: str, heads: int
     return node.rewriter.node("RotaryEmbedding", x, cos, sin, positions, output=output, **attrs)
 
 
-def group_query_attention(node: Theirs) -> None:
+def group_query_attention(node: MicrosoftNode) -> None:
     """query (B, L, HE) or all three packed, key and value (B, L, GE), past_key and past_value (B, G, P, E), seqlens_k
     (B,), total_sequence_length, cos_cache, sin_cache, position_ids, attention_bias -> y, present_key, present_value.
 
@@ -81,14 +81,14 @@ def group_query_attention(node: Theirs) -> None:
     node.heads_together(y, node.outputs[0])
 
 
-def _split(node: Theirs, packed: str, heads: int, groups: int) -> list[str]:
+def _split(node: MicrosoftNode, packed: str, heads: int, groups: int) -> list[str]:
     head = node.size(packed, -1) // (heads + 2 * groups)
     outputs = [node.rewriter.fresh(role) for role in ("query", "key", "value")]
     sizes = node.ints(heads * head, groups * head, groups * head)
     return node.rewriter.nodes("Split", (packed, sizes), outputs, axis=2)
 
 
-def _rotate_heads(node: Theirs, rows: str, positions: str, cos: str, sin: str, heads: int) -> str:
+def _rotate_heads(node: MicrosoftNode, rows: str, positions: str, cos: str, sin: str, heads: int) -> str:
     width = node.size(node.inputs[0], -1)
     kinds = node.attrs["num_heads"] + (0 if node.inputs[1] else 2 * node.attrs["kv_num_heads"])
     partial = 2 * node.size(cos, -1)
@@ -98,7 +98,7 @@ def _rotate_heads(node: Theirs, rows: str, positions: str, cos: str, sin: str, h
     return node.rewriter.node("RotaryEmbedding", rows, cos, sin, positions, **attrs)
 
 
-def _append(node: Theirs, new: str, past: str, before: str, present: str) -> str:
+def _append(node: MicrosoftNode, new: str, past: str, before: str, present: str) -> str:
     """The keys (or values) of this call behind those of the past, as `present`: where the past's buffer has room for
     them, in it; else in one that is longer by what is new."""
     write = node.rewriter
@@ -108,7 +108,7 @@ def _append(node: Theirs, new: str, past: str, before: str, present: str) -> str
     return write.node("TensorScatter", room, new, before, output=present, axis=2)
 
 
-def _is_buffer(node: Theirs, past: str, present: str) -> bool:
+def _is_buffer(node: MicrosoftNode, past: str, present: str) -> bool:
     """Whether the present is the past's buffer, with what is new in it: where the file says one length of both.
 
     Where it says none of the present, a past of a fixed length is a buffer, and one of a free length grows.

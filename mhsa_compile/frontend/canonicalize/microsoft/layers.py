@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mhsa_compile.frontend.canonicalize.microsoft.node import Theirs
+from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode
 
 
-def gelu(node: Theirs) -> None:
+def gelu(node: MicrosoftNode) -> None:
     """Gelu(x), BiasGelu(x, bias), FastGelu(x, bias): of the sum; the fast one by tanh."""
     x, bias = node.inputs[:2]
     if bias:
@@ -14,7 +14,7 @@ def gelu(node: Theirs) -> None:
     node.rewriter.node("Gelu", x, output=node.outputs[0], **({"approximate": "tanh"} if fast else {}))
 
 
-def quick_gelu(node: Theirs) -> None:
+def quick_gelu(node: MicrosoftNode) -> None:
     """x * sigmoid(alpha x)"""
     x = node.inputs[0]
     alpha = node.rewriter.constant(node.attrs.get("alpha", 1.702), node.dtype(x))
@@ -22,7 +22,7 @@ def quick_gelu(node: Theirs) -> None:
     node.rewriter.node("Mul", x, gate, output=node.outputs[0])
 
 
-def fused_matmul(node: Theirs) -> None:
+def fused_matmul(node: MicrosoftNode) -> None:
     """alpha * A B, each transposed in its last two axes if asked for."""
     operands = []
     for name, flag in zip(node.inputs[:2], ("transA", "transB"), strict=True):
@@ -38,7 +38,7 @@ def fused_matmul(node: Theirs) -> None:
     node.rewriter.node("Mul", node.rewriter.node("MatMul", *operands), factor, output=node.outputs[0])
 
 
-def skip_layer_normalization(node: Theirs) -> None:
+def skip_layer_normalization(node: MicrosoftNode) -> None:
     """(Skip)LayerNormalization and (Skip)SimplifiedLayerNormalization: of input + skip + bias; the sum is output 3.
 
     The simplified ones are RMSNormalization. Their other outputs are for training.
@@ -59,7 +59,7 @@ def skip_layer_normalization(node: Theirs) -> None:
     )
 
 
-def embed_layer_normalization(node: Theirs) -> None:
+def embed_layer_normalization(node: MicrosoftNode) -> None:
     """LayerNormalization of word + position + segment embeddings; outputs 1 and 2 are the lengths and the sum."""
     ids, segments, words, positions, segment_table, gamma, beta, mask, position_ids = node.inputs[:9]
     total = node.rewriter.node("Gather", words, ids, axis=0)

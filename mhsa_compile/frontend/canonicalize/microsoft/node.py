@@ -18,7 +18,7 @@ class NotYet(Exception):
     """A shape or a dtype is not known, perhaps because an operator before is not rewritten yet."""
 
 
-class Theirs:
+class MicrosoftNode:
     """One of Microsoft's nodes. `inputs` are as many as any operator may have, "" where one is missing; `outputs`
     too."""
 

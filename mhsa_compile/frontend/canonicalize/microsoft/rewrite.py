@@ -10,7 +10,7 @@ from collections.abc import Callable
 import onnx
 
 from mhsa_compile.frontend.canonicalize.microsoft import attention, group_query_attention, layers
-from mhsa_compile.frontend.canonicalize.microsoft.node import NotYet, Theirs
+from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode, NotYet
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.frontend.detach_weights import Tensors
@@ -18,12 +18,12 @@ from mhsa_compile.frontend.onnx_graph import all_nodes, attributes
 from mhsa_compile.frontend.reading.microsoft import DOMAIN
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 
-_ATTENTIONS: dict[str, Callable[[Theirs], None]] = {
+_ATTENTIONS: dict[str, Callable[[MicrosoftNode], None]] = {
     "Attention": attention.attention,
     "MultiHeadAttention": attention.multi_head_attention,
     "GroupQueryAttention": group_query_attention.group_query_attention,
 }
-OPERATORS: dict[str, Callable[[Theirs], None]] = {
+OPERATORS: dict[str, Callable[[MicrosoftNode], None]] = {
     **_ATTENTIONS,
     "BiasGelu": layers.gelu,
     "EmbedLayerNormalization": layers.embed_layer_normalization,
@@ -59,18 +59,20 @@ def rewrite(
     while theirs := _theirs(model):
         rewriter, waiting = Rewriter(model), []
         for node in theirs:
-            known = Theirs(rewriter, node, tensors)
+            microsoft_node = MicrosoftNode(rewriter, node, tensors)
             if node.op_type not in OPERATORS:
-                raise known.refused(f"an operator among {', '.join(OPERATORS)}", node.op_type)
+                raise microsoft_node.refused(f"an operator among {', '.join(OPERATORS)}", node.op_type)
             try:
-                OPERATORS[node.op_type](known)
+                OPERATORS[node.op_type](microsoft_node)
             except NotYet as reason:
                 rewriter.drop()
-                waiting.append(known.refused("shapes and dtypes that are known", str(reason)))
+                waiting.append(microsoft_node.refused("shapes and dtypes that are known", str(reason)))
                 continue
-            rewriter.place(node, attention=known.name)
+            rewriter.place(node, attention=microsoft_node.name)
             if node.op_type in _ATTENTIONS:
-                blocks.append(AttentionCoverage(known.name, f"{DOMAIN}.{node.op_type}", True, known.note))
+                blocks.append(
+                    AttentionCoverage(microsoft_node.name, f"{DOMAIN}.{node.op_type}", True, microsoft_node.note)
+                )
         if len(waiting) == len(theirs):
             raise waiting[0]
         model = propagate_shapes(rewriter.finished(), limits)

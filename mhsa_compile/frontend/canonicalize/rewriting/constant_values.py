@@ -34,7 +34,7 @@ def product(entries: Sequence[Entry]) -> int:
     return math.prod(entry for entry in entries if isinstance(entry, int))
 
 
-class Known:
+class ConstantValues:
     """The values of a graph that do not depend on what its inputs hold. Weights are left alone, to be bound later."""
 
     def __init__(self, graph: GraphView) -> None:

@@ -14,8 +14,8 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import (
+    ConstantValues,
     Entry,
-    Known,
     multiplied,
     product,
 )
@@ -43,22 +43,22 @@ def propagate_shapes(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.Mod
 
 def _settled_once(model: onnx.ModelProto, limits: dict[str, int], hinted: set[str]) -> onnx.ModelProto:
     rewriter = Rewriter(model)
-    graph, known = rewriter.graph, Known(rewriter.graph)
+    graph, constants = rewriter.graph, ConstantValues(rewriter.graph)
     for node in graph.nodes:
         if node.op_type == "Constant" or node.domain not in ("", "ai.onnx"):
             continue
         name = node.output[0]
-        array = known.array(name)
-        dims = None if array is not None else _dims_of(known, graph, node, limits)
+        array = constants.array(name)
+        dims = None if array is not None else _dims_of(constants, graph, node, limits)
         if dims is not None and name not in hinted and not _agree(dims, graph.shape(name)):
             hinted.add(name)
             rewriter.hint(name, dims)
         if array is not None:
             rewriter.node("Constant", output=name, value=numpy_helper.from_array(array))
             rewriter.place(node)
-        elif node.op_type in ("Reshape", "Expand") and known.array(node.input[1]) is None:
+        elif node.op_type in ("Reshape", "Expand") and constants.array(node.input[1]) is None:
             find = _reshape_target if node.op_type == "Reshape" else _expand_target
-            target = find(graph.shape(node.input[0]), known.partial(node.input[1]), attributes(node))
+            target = find(graph.shape(node.input[0]), constants.partial(node.input[1]), attributes(node))
             if target is not None:
                 inferred = graph.shape(name)
                 if inferred is not None and all(map(_is_certain, inferred)):  # a target with -1 says less
@@ -73,16 +73,18 @@ def _agree(dims: Sequence[Entry], inferred: Sequence[Entry] | None) -> bool:
     return inferred is not None and all(d is None or d == i for d, i in zip(dims, inferred, strict=True))
 
 
-def _dims_of(known: Known, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
+def _dims_of(
+    constants: ConstantValues, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]
+) -> list[Entry] | None:
     """Dims that follow from computed sizes: what onnx's inference does not look into. All of them, or None."""
     finders = {
         "Range": _counted, "Reshape": _reshaped, "Expand": _expanded, "ConstantOfShape": _filled, "Tile": _tiled,
     }  # fmt: skip
     find = finders.get(node.op_type)
     if node.op_type == "Slice":
-        dims = _sliced(known, graph, node, limits)
+        dims = _sliced(constants, graph, node, limits)
     else:
-        dims = None if find is None else find(known, graph, node)
+        dims = None if find is None else find(constants, graph, node)
     return dims if dims is not None and all(map(_is_certain, dims)) else None
 
 
@@ -90,15 +92,15 @@ def _is_certain(entry: Entry) -> bool:
     return isinstance(entry, int) or (isinstance(entry, str) and not entry.startswith(_MADE_UP))
 
 
-def _counted(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
-    start, end, step = (known.partial(name) for name in node.input)
+def _counted(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+    start, end, step = (constants.partial(name) for name in node.input)
     if start is None or end is None or step is None or (start.item(), step.item()) != (0, 1):
         return None
     return [end.item()]
 
 
-def _reshaped(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
-    target, source = known.partial(node.input[1]), graph.shape(node.input[0])
+def _reshaped(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+    target, source = constants.partial(node.input[1]), graph.shape(node.input[0])
     if target is None or target.ndim != 1 or -1 in target or attributes(node).get("allowzero"):
         return None
     if 0 in target and source is None:  # a 0 stands for a size of the source, which is not known yet
@@ -106,32 +108,34 @@ def _reshaped(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entr
     return [source[i] if size == 0 and source is not None else size for i, size in enumerate(target)]
 
 
-def _expanded(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
-    target, source = known.partial(node.input[1]), graph.shape(node.input[0])
+def _expanded(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+    target, source = constants.partial(node.input[1]), graph.shape(node.input[0])
     if target is None or source is None or len(target) < len(source):
         return None
     aligned = [1] * (len(target) - len(source)) + list(source)
     return [own if size == 1 else size for own, size in zip(aligned, target, strict=True)]
 
 
-def _tiled(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
-    repeats, source = known.partial(node.input[1]), graph.shape(node.input[0])
+def _tiled(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+    repeats, source = constants.partial(node.input[1]), graph.shape(node.input[0])
     if repeats is None or source is None or len(repeats) != len(source):
         return None
     return [multiplied(size, times) for size, times in zip(source, repeats, strict=True)]
 
 
-def _filled(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
-    target = known.partial(node.input[0])
+def _filled(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+    target = constants.partial(node.input[0])
     return None if target is None else list(target)
 
 
-def _sliced(known: Known, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
+def _sliced(
+    constants: ConstantValues, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]
+) -> list[Entry] | None:
     """Dims of a Slice by steps of one. An end that is a symbol is taken to lie within the axis: that is its limit."""
     dims = graph.shape(node.input[0])
-    starts, ends = (known.partial(name) for name in node.input[1:3])
-    axes = known.partial(node.input[3]) if len(node.input) > 3 and node.input[3] else None
-    steps = known.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else None
+    starts, ends = (constants.partial(name) for name in node.input[1:3])
+    axes = constants.partial(node.input[3]) if len(node.input) > 3 and node.input[3] else None
+    steps = constants.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else None
     if dims is None or starts is None or ends is None or (steps is not None and any(step != 1 for step in steps)):
         return None
     result: list[Entry] = list(dims)

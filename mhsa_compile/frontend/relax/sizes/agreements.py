@@ -113,8 +113,8 @@ class _ManifestDims:
     def _one(self, size: Entry) -> int | str:
         size = self._names.of_symbols(size)
         dim = UNKNOWN if size is None else stated(size)
-        known = dim >= 0 if isinstance(dim, int) else isinstance(size, tirx.Var) or is_expression(dim)
-        return dim if known else UNKNOWN
+        is_expressible = dim >= 0 if isinstance(dim, int) else isinstance(size, tirx.Var) or is_expression(dim)
+        return dim if is_expressible else UNKNOWN
 
 
 def _product(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> Demand:

@@ -23,17 +23,17 @@ def agreeing(bb: Any, names: SizeNames, op_name: str, inputs: list[Any], attrs: 
     shapes = [None if value is None else dims_of(value) for value in inputs]
     if any(shape is None for shape in shapes) or len(inputs) < 2:
         return inputs
-    known: list[list[Any]] = [shape for shape in shapes if shape is not None]
+    dims: list[list[Any]] = [shape for shape in shapes if shape is not None]
     if op_name in BROADCAST:
-        return inputs if _plain(known) else _broadcast(bb, names, inputs, known)
-    if op_name in UNIDIRECTIONAL and not _plain(known):
-        return [inputs[0], spread(bb, names, inputs[1], known[0])]
+        return inputs if _plain(dims) else _broadcast(bb, names, inputs, dims)
+    if op_name in UNIDIRECTIONAL and not _plain(dims):
+        return [inputs[0], spread(bb, names, inputs[1], dims[0])]
     if op_name == "Gemm" and len(inputs) > 2 and inputs[2] is not None:
-        rows, *_, columns = gemm_sizes(known, attrs)
-        whole = [rows, columns][2 - len(known[2]) :]
-        return inputs if _plain([whole, known[2]]) else [*inputs[:2], spread(bb, names, inputs[2], whole)]
-    if op_name == "MatMul" and all(known):
-        return _factors(bb, names, inputs, known)
+        rows, *_, columns = gemm_sizes(dims, attrs)
+        whole = [rows, columns][2 - len(dims[2]) :]
+        return inputs if _plain([whole, dims[2]]) else [*inputs[:2], spread(bb, names, inputs[2], whole)]
+    if op_name == "MatMul" and all(dims):
+        return _factors(bb, names, inputs, dims)
     return inputs
 
 
@@ -108,10 +108,10 @@ def _together(names: SizeNames, one: Any, other: Any) -> Any:
         return other
     if number(other) == 1 or names.same(one, other):
         return one
-    for known, free in ((one, other), (other, one)):
-        if number(known) is not None:  # the other one is that, or 1
-            names.hold_equal([tirx.Select(equals(free, literal(1)), known, free)], [known])
-            return known
+    for size, free in ((one, other), (other, one)):
+        if number(size) is not None:  # the other one is that, or 1
+            names.hold_equal([tirx.Select(equals(free, literal(1)), size, free)], [size])
+            return size
     return names.common_name(
         tirx.Select(equals(one, literal(1)), other, one), tirx.Select(equals(other, literal(1)), one, other)
     )
@@ -126,12 +126,12 @@ def spread(bb: Any, names: SizeNames, value: Any, shape: Sequence[Any]) -> Any:
             return value
         return bb.match_cast(bb.normalize(value), relax.TensorType(list(shape), value.ty.dtype))
 
-    known = [names.same(size, whole) for size, whole in zip(dims, own, strict=True)]
+    matches = [names.same(size, whole) for size, whole in zip(dims, own, strict=True)]
 
     def wide(data: Any, shape: list[Any]) -> Any:
         def element(*at: Any) -> Any:
             places = []
-            for i, size, same in zip(at[len(shape) - len(dims) :], data.shape, known, strict=True):
+            for i, size, same in zip(at[len(shape) - len(dims) :], data.shape, matches, strict=True):
                 one = tirx.Select(equals(size, literal(1)), literal(0), i)
                 places.append(literal(0) if number(size) == 1 else i if same else one)
             return data[tuple(places)]

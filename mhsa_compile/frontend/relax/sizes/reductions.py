@@ -76,7 +76,7 @@ class _Reduction:
     def __init__(self, bb: Any, names: SizeNames, data: Any, dims: Sequence[Entry], over: Sequence[Entry]) -> None:
         self._bb, self._names, self._data, self._over = bb, names, data, over
         self._dims = [tirx.Select(axis > 0, literal(1), size) for axis, size in zip(over, dims, strict=True)]
-        self._kept = names.shape(self._dims)
+        self._shape = names.shape(self._dims)
         self._extents = names.shape(
             [tirx.Select(axis > 0, size, literal(1)) for axis, size in zip(over, dims, strict=True)]
         )
@@ -91,7 +91,7 @@ class _Reduction:
             result = self._stages(op_name, data, tuple(shape), extents)
             return te.compute(tuple(shape), lambda *at: result(*at).astype(self._kind), "narrowed")
 
-        return emitted(self._bb, reduction, self._data, self._kept, self._extents, name="reduction")
+        return emitted(self._bb, reduction, self._data, self._shape, self._extents, name="reduction")
 
     def _stages(self, op_name: str, data: Any, shape: tuple[Any, ...], extents: Sequence[Any]) -> Any:
         wide = self._wide

@@ -105,8 +105,8 @@ class ShapeOperators:
             return size
         if number(size) == 0:
             return dims[place]
-        known = self._names.at_least(size, 0)  # the size of something, which is 0 where that is
-        return size if known else tirx.Select(equals(size, literal(0)), dims[place], size)
+        is_size = self._names.at_least(size, 0)  # the size of something, which is 0 where that is
+        return size if is_size else tirx.Select(equals(size, literal(0)), dims[place], size)
 
     def _resolve_target(
         self, dims: Sequence[Entry], entries: Sequence[Entry], of_call: Sequence[bool], target: Any, attributes: Any

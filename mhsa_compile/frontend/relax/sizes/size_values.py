@@ -122,12 +122,12 @@ class SizeNames:
     ) -> None:
         """`limits`: the largest size of a symbol that a call may have, by its name."""
         self.checks = checks
-        self._bb, self._taken = bb, {str(symbol.name) for symbol in symbols}
+        self._bb, self._names = bb, {str(symbol.name) for symbol in symbols}
         self._symbolic, self._meanings = (
-            set(self._taken),
+            set(self._names),
             Analyzer(),
         )  # names that symbols tell; what they stand for
-        self._known: list[tuple[Entry, Any]] = []
+        self._scope: list[tuple[Entry, Any]] = []
         self._analyzer, self._proofs = Analyzer(), Analyzer()  # the latter knows what names stand for
         self._count = 0
         for symbol in symbols:
@@ -137,10 +137,10 @@ class SizeNames:
 
     def scope(self) -> list[tuple[Entry, Any]]:
         """The names that are known, for `restore` to come back to where a branch of an If ends."""
-        return list(self._known)
+        return list(self._scope)
 
     def restore(self, scope: list[tuple[Entry, Any]]) -> None:
-        self._known = scope
+        self._scope = scope
 
     def simplify(self, entry: Entry) -> Entry:
         """A whole number's expression, simplified."""
@@ -160,7 +160,7 @@ class SizeNames:
 
     def variable(self) -> Any:
         """A size of a name that nobody has."""
-        while (name := f"size_{self._count}") in self._taken:
+        while (name := f"size_{self._count}") in self._names:
             self._count += 1
         self._count += 1
         return tirx.Var(name, "int64")
@@ -193,7 +193,7 @@ class SizeNames:
         if (meaning := self.of_symbols(entry)) is not None:
             self._symbolic.add(str(name.name))
             self._meanings.bind(name, meaning, True)
-        self._known.append((entry, name))
+        self._scope.append((entry, name))
 
     def of_symbols(self, entry: Entry) -> Entry | None:
         """A size as an expression of symbols alone; None where values make it, and for one without an end."""
@@ -210,14 +210,14 @@ class SizeNames:
     def common_name(self, one: Entry, other: Entry) -> Any:
         """A name for a size that two expressions give, to which every call is held."""
         first, second = self.simplify(one), self.simplify(other)
-        known = self._name(first, ())
-        if known is None:
-            known = self.variable()
-            self._bind([first, second], [known, known])
-            self._bind_name(first, known)
+        name = self._name(first, ())
+        if name is None:
+            name = self.variable()
+            self._bind([first, second], [name, name])
+            self._bind_name(first, name)
         else:
-            self._bind([second], [known])
-        return known
+            self._bind([second], [name])
+        return name
 
     def opaque(self, entries: Sequence[Entry]) -> list[Any]:
         """Names for expressions that no proof is to look into: choices that only a call makes."""
@@ -237,7 +237,7 @@ class SizeNames:
         return names
 
     def _name(self, entry: Entry, new: Sequence[tuple[Entry, Any]]) -> Any:
-        return next((name for known, name in (*self._known, *new) if structural_equal(known, entry)), None)
+        return next((name for other, name in (*self._scope, *new) if structural_equal(other, entry)), None)
 
     def _bind(self, entries: Sequence[Entry], names: Sequence[Any]) -> None:
         # through a tensor: what a shape is matched with directly, Relax's passes write into every type again

@@ -112,7 +112,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.order = KeyTiles(op, visibility.key_range, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks
         self.acc_s = registers(rows * shape.keys_of_lane)
-        self.acc, self.added = registers(rows * columns), registers(rows * columns)
+        self.acc, self.tile_acc = registers(rows * columns), registers(rows * columns)
         self.row_max, self.row_sum, self.rescale = registers(rows), registers(rows), registers(rows)
         self.left = registers(rows * CHUNK)
         self.right = registers(CHUNK * max(shape.chunks, 1))
@@ -188,7 +188,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
     def _add_values(self, slot: Expr, hides: Expr) -> None:
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
         for at in range(rows * columns):
-            set_register(self.added, at, T.float32(0))
+            set_register(self.tile_acc, at, T.float32(0))
         # Two copies of the loop, since the one with care has a select for each multiply-add.
         if not self.hides_values:
             self._multiply_values(slot, hides=False)
@@ -200,7 +200,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                     self._multiply_values(slot, hides=False)
         for row in range(rows):
             for at in range(row * columns, (row + 1) * columns):
-                set_register(self.acc, at, self.acc[at] * self.rescale[row] + self.added[at])
+                set_register(self.acc, at, self.acc[at] * self.rescale[row] + self.tile_acc[at])
 
     def _multiply_values(self, slot: Expr, *, hides: bool) -> None:
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
@@ -220,7 +220,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                         term = prob * self.right[i]
                         # 0 * NaN would be NaN.
                         term = T.Select(prob < T.float32(0), T.float32(0), term) if hides else term
-                        self._multiply_add(self.added, at, term)
+                        self._multiply_add(self.tile_acc, at, term)
 
     def _multiply_add(self, sums: Expr, at: int, product: Expr) -> None:
         set_register(sums, at, sums[at] + product)

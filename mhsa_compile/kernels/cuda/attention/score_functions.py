@@ -71,11 +71,11 @@ class RowFunction:
     def __init__(self, emission: ScoreEmission, places: dict[str, Value], last_key: Expr) -> None:
         self._emission, self._last_key = emission, last_key
         early = [n for n, leaves in enumerate(emission.dependences) if not leaves & {"score", "kv_idx"}]
-        known: dict[int, Value] = {}
+        values: dict[int, Value] = {}
         flags: list[Value] = []
-        emission.emit(early, places, known, flags)
+        emission.emit(early, places, values, flags)
         steps, bind = emission.function.steps, emission.arithmetic.bind
-        self._known = {n: value if steps[n].op == "constant" else bind(value) for n, value in known.items()}
+        self._values = {n: value if steps[n].op == "constant" else bind(value) for n, value in values.items()}
         self._flags = [bind(flag) for flag in flags]
 
     def score(self, score: Expr, number: Expr) -> Expr:
@@ -84,15 +84,15 @@ class RowFunction:
         key = self._key(number)
         score = materialize(score, "float32")
         natural = Value(score * T.float32(math.log(2)), "float32")
-        known, holds = self._late({"kv_idx": key, "score": natural})
-        return self._where(holds, self._emission.scaled(known, Value(score, "float32"), LOG2_E, 1))
+        values, holds = self._late({"kv_idx": key, "score": natural})
+        return self._where(holds, self._emission.scaled(values, Value(score, "float32"), LOG2_E, 1))
 
     def hidden(self, score: Expr, number: Expr) -> Expr:
         """A score, -inf where the function says that its key is hidden."""
         key = self._key(number)
         score = materialize(score, "float32")
-        known, holds = self._late({"kv_idx": key})
-        visible = known[len(self._emission.function.steps) - 1].expr
+        values, holds = self._late({"kv_idx": key})
+        visible = values[len(self._emission.function.steps) - 1].expr
         return self._where(holds, T.Select(visible, score, T.float32(-math.inf)))
 
     def _key(self, number: Expr) -> Value:
@@ -103,10 +103,10 @@ class RowFunction:
 
     def _late(self, leaves: dict[str, Value]) -> tuple[dict[int, Value], Expr | None]:
         """(the values of all steps, whether all that must hold does; None where that is nothing)."""
-        known, flags = dict(self._known), list(self._flags)
+        values, flags = dict(self._values), list(self._flags)
         steps = range(len(self._emission.function.steps))
-        self._emission.emit([n for n in steps if n not in known], leaves, known, flags)
-        return known, functools.reduce(T.And, (flag.expr for flag in flags)) if flags else None
+        self._emission.emit([n for n in steps if n not in values], leaves, values, flags)
+        return values, functools.reduce(T.And, (flag.expr for flag in flags)) if flags else None
 
 
 def _place(value: Expr) -> Value:

@@ -58,7 +58,7 @@ class SimtWarp:
         self.chunks = -(-chunks // self.sharers)
         R = shape.rows
         self.acc_s, self.rescale = registers(R), registers(R)
-        self.acc, self.added = (registers(R * self.chunks * CHUNK) for _ in range(2))
+        self.acc, self.tile_acc = (registers(R * self.chunks * CHUNK) for _ in range(2))
         self.row_max, self.row_sum = registers(R), registers(R)
         self.left, self.right, self.value_row = registers(CHUNK), registers(CHUNK), registers(self.chunks * CHUNK)
 
@@ -156,7 +156,7 @@ class SimtWarp:
         """The sum of the tile first: so there are no sums of very many terms."""
         width = self.chunks * CHUNK
         for at in range(self.shape.rows * width):
-            set_register(self.added, at, T.float32(0))
+            set_register(self.tile_acc, at, T.float32(0))
         for turn in range(self.shape.keys // self.sharing):
             key = turn * self.sharing + self.turn
             for chunk in range(self.chunks):
@@ -170,10 +170,10 @@ class SimtWarp:
                     term = prob * self.value_row[i]
                     # 0 * NaN would be NaN.
                     term = T.Select(prob < T.float32(0), T.float32(0), term) if hides else term
-                    set_register(self.added, row * width + i, self.added[row * width + i] + term)
+                    set_register(self.tile_acc, row * width + i, self.tile_acc[row * width + i] + term)
         for row in range(self.shape.rows):
             for at in range(row * width, (row + 1) * width):
-                set_register(self.acc, at, self.acc[at] * self.rescale[row] + self.added[at])
+                set_register(self.acc, at, self.acc[at] * self.rescale[row] + self.tile_acc[at])
 
     def _column(self, chunk: int) -> Expr:
         return (self.column + chunk * self.sharers) * CHUNK

@@ -76,26 +76,26 @@ class Piece:
     def __init__(self, count: int, dtype: str) -> None:
         self.count, self.dtype = count, dtype
         self._words = count * DTYPE_BYTES[dtype] // _WORD
-        self._held = registers(self._words, "uint32") if self._words else registers(1)
+        self._registers = registers(self._words, "uint32") if self._words else registers(1)
 
     def load(self, buffer: Expr, at: Sequence[Expr]) -> None:
         if self._words:
-            load(self._held, 0, self._words, T.address_of(buffer[tuple(at)]), "global")
+            load(self._registers, 0, self._words, T.address_of(buffer[tuple(at)]), "global")
         else:
-            set_register(self._held, 0, wide(buffer[tuple(at)]))
+            set_register(self._registers, 0, wide(buffer[tuple(at)]))
 
     def fill_with_nan(self) -> None:
         for i in range(max(self._words, 1)):
             nan = materialize(T.uint32(_NAN[self.dtype if self._words else "float32"]), "uint32")
-            set_register(self._held, i, nan if self._words else T.reinterpret("float32", nan))
+            set_register(self._registers, i, nan if self._words else T.reinterpret("float32", nan))
 
     def __getitem__(self, i: int) -> Expr:
         """Element i, float32."""
         if not self._words:
-            return self._held[0]
+            return self._registers[0]
         if self.dtype == "float32":
-            return T.reinterpret("float32", self._held[i])
-        word, upper = self._held[i // 2], i % 2
+            return T.reinterpret("float32", self._registers[i])
+        word, upper = self._registers[i // 2], i % 2
         if self.dtype == "bfloat16":  # the upper half of a float32
             return T.reinterpret("float32", word & T.uint32(0xFFFF0000) if upper else word << T.uint32(16))
         half = T.cast(word >> T.uint32(16) if upper else word & T.uint32(0xFFFF), "uint16")
@@ -104,19 +104,19 @@ class Piece:
     def set(self, values: Sequence[Expr]) -> None:
         """Fills the piece from float32 values, each rounded once."""
         if not self._words:
-            set_register(self._held, 0, values[0])
+            set_register(self._registers, 0, values[0])
         elif self.dtype == "float32":
             for i, value in enumerate(values):
-                set_register(self._held, i, T.reinterpret("uint32", value))
+                set_register(self._registers, i, T.reinterpret("uint32", value))
         else:
             for i in range(self._words):
-                pack(self._held, i, values[2 * i], values[2 * i + 1], self.dtype)
+                pack(self._registers, i, values[2 * i], values[2 * i + 1], self.dtype)
 
     def store(self, buffer: Expr, at: Sequence[Expr]) -> None:
         if self._words:
-            store(T.address_of(buffer[tuple(at)]), [self._held[i] for i in range(self._words)], "global")
+            store(T.address_of(buffer[tuple(at)]), [self._registers[i] for i in range(self._words)], "global")
         else:
-            T.buffer_store(buffer, narrow(self._held[0], self.dtype), list(at))
+            T.buffer_store(buffer, narrow(self._registers[0], self.dtype), list(at))
 
 
 def narrow(value: Expr, dtype: str) -> Expr:

@@ -68,7 +68,7 @@ class RowScores:
         op = self.op = call.op
         self.lane, self.bits, self._head = lane, call.bits, h
         queries = materialize(T.cast(call.q_length, "int32"))
-        self.kv_length, self._is_asked = keys_of(call, b), queries > 0
+        self.kv_length, self._has_queries = keys_of(call, b), queries > 0
         self._parts = thread_parts(call, b, h)
         for part in self._parts:
             part.read()
@@ -104,7 +104,7 @@ class RowScores:
             for other in self._left[1:]:
                 first = T.min(first, other)
             first = T.max(T.int32(0), first)
-        end = T.Select(self._is_asked, T.max(T.int32(0), end), T.int32(0))  # where nobody asks, nothing is read
+        end = T.Select(self._has_queries, T.max(T.int32(0), end), T.int32(0))  # where nobody asks, nothing is read
         first = materialize(T.truncdiv(first, T.int32(WARP)))
         return first, materialize(T.max(first, T.truncdiv(end + (WARP - 1), T.int32(WARP))))
 
