@@ -50,7 +50,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
-HELD_WORDS = 32
+QUERY_REGISTERS = 32
 """Registers that Q may stay in; where it has more fragments, they are read again for every tile of keys."""
 
 
@@ -81,11 +81,12 @@ class MmaBlockShape(TileShape):
         """The registers in which a thread holds its part of S, O and Q."""
         columns = self.keys + padded(self.v_head_dim)
         query_tiles = padded(self.head_dim) // DEPTH if self.holds_queries else 1
+        # A lane's part of 16 rows: 4 float32 of 8 columns of S or O, 4 words of 16 columns of Q.
         return self.row_tiles * (columns // 2 + 4 * query_tiles)
 
     @property
     def holds_queries(self) -> bool:
-        return self.row_tiles * padded(self.head_dim) // DEPTH * 4 <= HELD_WORDS
+        return self.row_tiles * padded(self.head_dim) // DEPTH * 4 <= QUERY_REGISTERS
 
 
 class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):

@@ -62,6 +62,7 @@ class Softmax:
         some = materialize(any_of_warp(grows), "bool")
         with T.If(some), T.Then():
             for row in self.rows:
+                # 2^(-inf - 0) = 0 while a row has seen nothing; -inf - -inf would be NaN.
                 exp2(self._rescale, row, self.row_max[row] - _reference(new_max[row]))
                 set_register(self.row_max, row, new_max[row])
                 set_register(self.row_sum, row, self.row_sum[row] * self._rescale[row])

@@ -53,6 +53,7 @@ class HopperBlockShape:
     @property
     def tile_registers(self) -> int:
         """The registers in which a thread that computes holds its part of S, P and O."""
+        # P is beside S, in 16 bits: the product that reads it still runs while the next S is summed.
         return self.keys // 2 + self.keys // 4 + padded(self.v_head_dim) // 2
 
 

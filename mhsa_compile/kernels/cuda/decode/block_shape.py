@@ -8,7 +8,7 @@ from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, halves
 from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, WARP
 
 WORD = 4  # bytes
-HELD_WORDS = 32
+QUERY_REGISTERS = 32
 """Registers that Q may stay in; where it has more, it is read again for every tile of keys."""
 
 
@@ -43,7 +43,7 @@ class DecodeBlockShape:
     @property
     def shares_queries(self) -> bool:
         """Whether Q lies in shared memory."""
-        return self.is_wide or self._query_words > HELD_WORDS
+        return self.is_wide or self._query_words > QUERY_REGISTERS
 
     @property
     def _query_words(self) -> int:

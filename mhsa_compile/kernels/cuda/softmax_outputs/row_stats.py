@@ -77,17 +77,17 @@ class WarpRowStats:
         is_first = materialize(self.row_max[r] == T.float32(_NOTHING), "bool")
         gap = self.beyond(base, key, self.row_max[r], self.keys[r])
         gap = materialize(T.Select(is_first, T.float32(0), gap), "float32")
-        shrunk = power(_negative_magnitude(gap))
+        factor = power(_negative_magnitude(gap))
         with T.If(T.Or(is_first, gap > T.float32(0))):
             with T.Then():
                 # Before Z shrinks: U takes the old one.
-                set_register(self.moment, r, (self.moment[r] - gap * self.row_sum[r]) * shrunk)
-                set_register(self.row_sum, r, self.row_sum[r] * shrunk + _one_if_finite(base))
+                set_register(self.moment, r, (self.moment[r] - gap * self.row_sum[r]) * factor)
+                set_register(self.row_sum, r, self.row_sum[r] * factor + _one_if_finite(base))
                 set_register(self.row_max, r, base)
                 set_register(self.keys, r, key)
             with T.Else():
-                set_register(self.moment, r, self.moment[r] + gap * shrunk)
-                set_register(self.row_sum, r, self.row_sum[r] + shrunk)
+                set_register(self.moment, r, self.moment[r] + gap * factor)
+                set_register(self.row_sum, r, self.row_sum[r] + factor)
 
     def join(self) -> None:
         """All lanes come to know the sums of all."""
@@ -110,12 +110,13 @@ class WarpRowStats:
         gap = materialize(T.Select(alone, T.float32(0), gap), "float32")
         takes = materialize(T.Or(self.row_max[r] == nothing, gap > T.float32(0)), "bool")
         exponent = materialize(_negative_magnitude(gap), "float32")
-        shrunk = power(exponent)
+        factor = power(exponent)
         pairs = ((self.row_sum[r], row_sum), (self.moment[r], moment))
         less, less_moment = (materialize(T.Select(takes, own, other), "float32") for own, other in pairs)
         more, more_moment = (materialize(T.Select(takes, other, own), "float32") for own, other in pairs)
-        set_register(self.row_sum, r, more + less * shrunk)
-        set_register(self.moment, r, more_moment + (less_moment + exponent * less) * shrunk)
+        # Whichever was counted from the lower reference is brought to the higher one, by the equations above.
+        set_register(self.row_sum, r, more + less * factor)
+        set_register(self.moment, r, more_moment + (less_moment + exponent * less) * factor)
         set_register(self.row_max, r, T.Select(takes, base, self.row_max[r]))
         set_register(self.keys, r, T.Select(takes, key, self.keys[r]))
 
