@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.nn import softmax_outputs
-from mhsa_compile.nn.score_features import Call, Held, Scoring, scoring_of
+from mhsa_compile.nn.score_features import Call, FeatureTensors, Scoring, scoring_of
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.field_notes import formulas_of
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
@@ -101,7 +101,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    held: Held,
+    tensors: FeatureTensors,
     *,
     lengths: Tensor | None = None,
     dropout: float = 0.0,
@@ -109,12 +109,12 @@ def attention(
     """The eager core: what features do to scores is resolved, then `attend`; and what `spec.outputs` wants of the
     softmax.
 
-    held            what the module holds for its features
+    tensors         what the module holds for its features
     lengths         int64 (B,): how many of the S keys are valid; the queries are the last of them
     dropout         of the weights that meet the values; what `spec.outputs` wants is of those before it
     """
     sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-    scoring = scoring_of(Call(spec, sizes, q.dtype, q.device, held, mask, lengths))
+    scoring = scoring_of(Call(spec, sizes, q.dtype, q.device, tensors, mask, lengths))
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     outputs = inside_of(spec.outputs)
     extra = softmax_outputs_of(q, k, scoring, scale, outputs) if outputs.names else {}

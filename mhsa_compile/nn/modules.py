@@ -26,7 +26,7 @@ from mhsa_compile.nn.functional import (
     to_numpy,
     written,
 )
-from mhsa_compile.nn.score_features import FEATURES, Held
+from mhsa_compile.nn.score_features import FEATURES, FeatureTensors
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
 from mhsa_compile.spec.picture import picture_of
@@ -51,11 +51,11 @@ class _AttentionModule(nn.Module):
         if spec.rope is not None:
             for name, table in zip(("rope_cos", "rope_sin"), spec.rope.tables(), strict=True):
                 self.register_buffer(name, torch.from_numpy(table).to(dtype), persistent=False)
-        self._held: list[str] = []
+        self._feature_names: list[str] = []
         for feature in FEATURES:
-            self.spec, held = feature.resolved(self.spec)
-            self._held += held
-            for name, tensor in held.items():
+            self.spec, tensors = feature.resolve(self.spec)
+            self._feature_names += tensors
+            for name, tensor in tensors.items():
                 if tensor is None or isinstance(tensor, nn.Parameter):
                     self.register_parameter(name, tensor)
                 else:
@@ -92,9 +92,9 @@ class _AttentionModule(nn.Module):
         return picture_of(type(self).__name__, self.spec, projections=projections, more=training)
 
     @property
-    def held(self) -> Held:
+    def feature_tensors(self) -> FeatureTensors:
         """What features of scores need."""
-        return {name: getattr(self, name) for name in self._held}
+        return {name: getattr(self, name) for name in self._feature_names}
 
     @property
     def _dropout_now(self) -> float:
@@ -194,7 +194,7 @@ class MultiHeadAttention(_AttentionModule):
             past_key, past_value, length = cache
             k, v = written(past_key, k, length), written(past_value, v, length)
             lengths = length + L
-        y, arrays = attention(spec, q, k, v, mask, self.held, lengths=lengths, dropout=self._dropout_now)
+        y, arrays = attention(spec, q, k, v, mask, self.feature_tensors, lengths=lengths, dropout=self._dropout_now)
         return y.transpose(1, 2).flatten(2), {**arrays, "heads": y}, None if cache is None else (k, v)
 
     def _in_operators(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
@@ -207,7 +207,9 @@ class MultiHeadAttention(_AttentionModule):
             q = onnx_symbolic.rotary_node(spec.rope, q, spec.num_heads, *tables, positions)
             k = onnx_symbolic.rotary_node(spec.rope, k, spec.num_kv_heads, *tables, positions)
         if cache is None:
-            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, self.held, free_lengths=spec.is_cross)
+            y, arrays = onnx_symbolic.attention_node(
+                spec, q, k, v, mask, self.feature_tensors, free_lengths=spec.is_cross
+            )
             if "heads" in spec.outputs:
                 arrays["heads"] = onnx_symbolic.split_heads(y, spec.num_heads)
             return y, arrays, None
@@ -215,7 +217,7 @@ class MultiHeadAttention(_AttentionModule):
         k = onnx_symbolic.scatter_node(past_key, onnx_symbolic.split_heads(k, spec.num_kv_heads), first)
         v = onnx_symbolic.scatter_node(past_value, onnx_symbolic.split_heads(v, spec.num_kv_heads), first)
         q = onnx_symbolic.split_heads(q, spec.num_heads)
-        y, arrays = onnx_symbolic.attention_node(spec, q, k, v, None, self.held, lengths=lengths)
+        y, arrays = onnx_symbolic.attention_node(spec, q, k, v, None, self.feature_tensors, lengths=lengths)
         return onnx_symbolic.join_heads(y), {**arrays, "heads": y}, (k, v)
 
 
@@ -276,9 +278,9 @@ class ScaledDotProductAttention(_AttentionModule):
             if value.ndim != 4 or (value.shape[1], value.shape[3]) != (heads, width):
                 raise InputError(name, f"shape (B, {heads}, length, {width})", str(tuple(value.shape)))
         if torch.onnx.is_in_onnx_export():
-            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, self.held, free_lengths=True)
+            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, self.feature_tensors, free_lengths=True)
         else:
-            y, arrays = attention(spec, q, k, v, mask, self.held, dropout=self._dropout_now)
+            y, arrays = attention(spec, q, k, v, mask, self.feature_tensors, dropout=self._dropout_now)
         return _results(spec, {**arrays, "y": y}, None)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.onnx.ops import symbolic, symbolic_multi_out
 
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.nn.score_features import FEATURES, Held, checked_mask, limits_of
+from mhsa_compile.nn.score_features import FEATURES, FeatureTensors, checked_mask, limits_of
 from mhsa_compile.spec.attention_spec import DOMAIN, AttentionSpec
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.spec.position_encoding import Rope
@@ -34,7 +34,7 @@ def attention_node(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    held: Held,
+    tensors: FeatureTensors,
     *,
     lengths: Tensor | None = None,
     free_lengths: bool = False,
@@ -42,7 +42,7 @@ def attention_node(
     """Attention in the 3-D form (heads side by side) or the 4-D one, by the rank of q; and what `spec.outputs` wants of
     its softmax.
 
-    held           what the module holds for the features of scores
+    tensors        what the module holds for the features of scores
     lengths        the operator's nonpad_kv_seqlen, int64 (B,)
     free_lengths   whether S may differ from L
     """
@@ -58,11 +58,11 @@ def attention_node(
         # The operator's offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
         lengths = _key_lengths(k)
     places = {"Q": q, "K": k, "V": v, "attn_mask": checked_mask(spec, mask), "nonpad_kv_seqlen": lengths}
-    places |= {feature.role: feature.input(spec, held) for feature in FEATURES if feature.role}
-    captured = [tensor for feature in FEATURES for tensor in feature.captured(spec, held)]
+    places |= {feature.role: feature.input(spec, tensors) for feature in FEATURES if feature.role}
+    captures = [tensor for feature in FEATURES for tensor in feature.captures(spec, tensors)]
     inputs = [places.get(role) for role in mhsa_operator.INPUTS]
     inputs += [None] * (mhsa_operator.FIRST_TENSOR - len(inputs))
-    inputs += captured
+    inputs += captures
     while inputs[-1] is None and len(inputs) > 4:
         inputs.pop()
     outputs = inside_of(spec.outputs)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, SpecError
-from mhsa_compile.nn.score_functions import computed
-from mhsa_compile.nn.score_tracing import traced
+from mhsa_compile.nn.score_functions import evaluate
+from mhsa_compile.nn.score_tracing import trace
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.field_notes import formulas_of
 from mhsa_compile.spec.mask_patterns import Pattern
 from mhsa_compile.spec.position_encoding import alibi_slopes
 from mhsa_compile.spec.score_functions import ScoreFunction
 
-Held = Mapping[str, Tensor | None]
+FeatureTensors = Mapping[str, Tensor | None]
 """What a module holds for its features, by the names under which it does."""
 
 
@@ -55,7 +55,7 @@ class Call:
     sizes: tuple[int, int, int, int]
     dtype: torch.dtype
     device: torch.device
-    held: Held
+    tensors: FeatureTensors
     mask: Tensor | None
     lengths: Tensor | None
 
@@ -87,7 +87,7 @@ class Feature:
 
     role = ""
 
-    def resolved(self, spec: AttentionSpec) -> tuple[AttentionSpec, Held]:
+    def resolve(self, spec: AttentionSpec) -> tuple[AttentionSpec, FeatureTensors]:
         """The spec as a module of it has it, and what the module holds: parameters, None for one that it has not, and
         buffers."""
         return spec, {}
@@ -99,11 +99,11 @@ class Feature:
         """The attributes of a node."""
         return {}
 
-    def input(self, spec: AttentionSpec, held: Held) -> Tensor | None:
+    def input(self, spec: AttentionSpec, tensors: FeatureTensors) -> Tensor | None:
         """The node's input of its `role`."""
         return None
 
-    def captured(self, spec: AttentionSpec, held: Held) -> tuple[Tensor, ...]:
+    def captures(self, spec: AttentionSpec, tensors: FeatureTensors) -> tuple[Tensor, ...]:
         """The node's inputs behind those that have a place of their own."""
         return ()
 
@@ -149,7 +149,7 @@ class _Lengths(Feature):
 class _StaticMask(Feature):
     def scoring(self, call: Call) -> Scoring:
         pattern, (L, S) = call.spec.static_mask, call.sizes[2:]
-        return Scoring(None if pattern is None else _laid_out(pattern, L, S).to(call.device))
+        return Scoring(None if pattern is None else _constant_mask(pattern, L, S).to(call.device))
 
 
 class _Function(Feature):
@@ -162,27 +162,27 @@ class _Function(Feature):
         function: ScoreFunction | None = getattr(spec, self.name)
         return function
 
-    def resolved(self, spec: AttentionSpec) -> tuple[AttentionSpec, Held]:
+    def resolve(self, spec: AttentionSpec) -> tuple[AttentionSpec, FeatureTensors]:
         function: Any = getattr(spec, self.name)
-        tensors: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
         if isinstance(function, ScoreFunction):
             if function.tensors:
                 got = f"one of {len(function.tensors)} captured tensors, without their values"
                 hint = "A spec that was written down does not hold them."
                 raise SpecError(self.name, "the function itself", got, hint)
         elif function is not None:
-            function, tensors = traced(self.name, function)
-        held = {f"{self.name}_{i}": tensor for i, tensor in enumerate(tensors)}
-        return msgspec.structs.replace(spec, **{self.name: function}), held
+            function, values = trace(self.name, function)
+        tensors = {f"{self.name}_{i}": tensor for i, tensor in enumerate(values)}
+        return msgspec.structs.replace(spec, **{self.name: function}), tensors
 
     def words(self, spec: AttentionSpec) -> dict[str, Any]:
         function = self.of(spec)
         return {} if function is None else {self.name: function.to_json()}
 
-    def captured(self, spec: AttentionSpec, held: Held) -> tuple[Tensor, ...]:
+    def captures(self, spec: AttentionSpec, tensors: FeatureTensors) -> tuple[Tensor, ...]:
         function = self.of(spec)
         count = 0 if function is None else len(function.tensors)
-        return tuple(held[f"{self.name}_{i}"] for i in range(count))  # type: ignore[misc]
+        return tuple(tensors[f"{self.name}_{i}"] for i in range(count))  # type: ignore[misc]
 
 
 class _MaskMod(_Function):
@@ -190,56 +190,56 @@ class _MaskMod(_Function):
         function = self.of(call.spec)
         if function is None:
             return Scoring()
-        return Scoring(computed(function, self.captured(call.spec, call.held), call.places))
+        return Scoring(evaluate(function, self.captures(call.spec, call.tensors), call.places))
 
 
 class _ScoreMod(_Function):
     def scoring(self, call: Call) -> Scoring:
         """Computed in float32 at least."""
-        function, tensors = self.of(call.spec), self.captured(call.spec, call.held)
+        function, tensors = self.of(call.spec), self.captures(call.spec, call.tensors)
         if function is None:
             return Scoring()
         places = call.places
 
-        def applied(scores: Tensor) -> Tensor:
+        def modify(scores: Tensor) -> Tensor:
             wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-            changed = computed(function, tensors, {**places, "score": wide})
+            changed = evaluate(function, tensors, {**places, "score": wide})
             return changed.to(scores.dtype).expand_as(scores)
 
-        return Scoring(score_mod=applied)
+        return Scoring(score_mod=modify)
 
 
 class _Slopes(Feature):
     role = "slopes"
 
-    def resolved(self, spec: AttentionSpec) -> tuple[AttentionSpec, Held]:
+    def resolve(self, spec: AttentionSpec) -> tuple[AttentionSpec, FeatureTensors]:
         if not spec.alibi:
             return spec, {}
         return spec, {"alibi_slopes": torch.tensor(alibi_slopes(spec.num_heads), dtype=getattr(torch, spec.dtype))}
 
     def scoring(self, call: Call) -> Scoring:
-        slopes = self.input(call.spec, call.held)
+        slopes = self.input(call.spec, call.tensors)
         if slopes is None:
             return Scoring()
         wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))  # more bits than a place in 16-bit floats
         return Scoring(bias=(wide.view(-1, 1, 1) * call.distance).to(call.dtype))
 
-    def input(self, spec: AttentionSpec, held: Held) -> Tensor | None:
-        return held["alibi_slopes"] if spec.alibi else None
+    def input(self, spec: AttentionSpec, tensors: FeatureTensors) -> Tensor | None:
+        return tensors["alibi_slopes"] if spec.alibi else None
 
 
 class _Sinks(Feature):
     role = "sinks"
 
-    def resolved(self, spec: AttentionSpec) -> tuple[AttentionSpec, Held]:
+    def resolve(self, spec: AttentionSpec) -> tuple[AttentionSpec, FeatureTensors]:
         dtype = getattr(torch, spec.dtype)
         return spec, {"sinks": nn.Parameter(torch.randn(spec.num_heads, dtype=dtype)) if spec.sinks else None}
 
     def scoring(self, call: Call) -> Scoring:
-        return Scoring(no_key=call.held["sinks"])
+        return Scoring(no_key=call.tensors["sinks"])
 
-    def input(self, spec: AttentionSpec, held: Held) -> Tensor | None:
-        return held["sinks"]
+    def input(self, spec: AttentionSpec, tensors: FeatureTensors) -> Tensor | None:
+        return tensors["sinks"]
 
     def opset(self, spec: AttentionSpec) -> int:
         return 24 if spec.sinks else 23
@@ -261,10 +261,10 @@ FEATURES: tuple[Feature, ...] = (
 def scoring_of(call: Call) -> Scoring:
     """What all features of a call do to its scores."""
     parts = [feature.scoring(call) for feature in FEATURES]
-    seen = [part.visible for part in parts if part.visible is not None]
+    masks = [part.visible for part in parts if part.visible is not None]
     biases = [part.bias for part in parts if part.bias is not None]
     return Scoring(
-        visible=functools.reduce(torch.logical_and, seen) if seen else None,
+        visible=functools.reduce(torch.logical_and, masks) if masks else None,
         bias=functools.reduce(torch.add, biases) if biases else None,
         limits=limits_of(call.spec),
         score_mod=next((part.score_mod for part in parts if part.score_mod is not None), None),
@@ -278,12 +278,12 @@ def limits_of(spec: AttentionSpec) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _laid_out(pattern: Pattern, L: int, S: int) -> Tensor:
+def _constant_mask(pattern: Pattern, L: int, S: int) -> Tensor:
     return torch.from_numpy(pattern.array(L, S))
 
 
 # Or torch.compile would trace NumPy code. As torch.compiler.assume_constant_result does, which loads Dynamo: a second.
-_laid_out._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant_mask._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
@@ -319,6 +319,6 @@ def _check_broadcast(spec: AttentionSpec, mask: Tensor, full: tuple[int, int, in
     exact = spec.mask == "key_padding" and mask.shape != (full[0], 1, 1, full[3])
     pairs = zip(reversed(mask.shape), reversed(full), strict=False)
     if exact or mask.ndim > 4 or any(size not in (1, whole) for size, whole in pairs):
-        wanted = f"(B, S) = {(full[0], full[3])}" if spec.mask == "key_padding" else f"broadcastable to {full}"
+        expected = f"(B, S) = {(full[0], full[3])}" if spec.mask == "key_padding" else f"broadcastable to {full}"
         shape = (mask.shape[0], mask.shape[3]) if spec.mask == "key_padding" else tuple(mask.shape)
-        raise InputError("mask", wanted, str(shape))
+        raise InputError("mask", expected, str(shape))

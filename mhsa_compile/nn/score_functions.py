@@ -11,7 +11,7 @@ from torch import Tensor
 from mhsa_compile.spec.score_functions import Kind, ScoreFunction, Step, constant_value
 
 
-def computed(function: ScoreFunction, tensors: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> Tensor:
+def evaluate(function: ScoreFunction, tensors: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> Tensor:
     """The function's value. `leaves` broadcast against each other: the places, whole numbers, and the score.
 
     An index that is outside of its tensor raises IndexError, where PyTorch checks it.

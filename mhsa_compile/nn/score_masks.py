@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.errors import SpecError
-from mhsa_compile.nn.score_functions import computed
+from mhsa_compile.nn.score_functions import evaluate
 from mhsa_compile.spec.masks import BoolArray
 from mhsa_compile.spec.score_functions import ScoreFunction
 
@@ -48,7 +48,7 @@ def _rows(mask_mod: ScoreFunction, tensors: Sequence[Tensor], heads: int, places
         "kv_idx": torch.arange(S),
     }
     try:
-        return computed(mask_mod, tensors, leaves)
+        return evaluate(mask_mod, tensors, leaves)
     except (IndexError, RuntimeError) as error:  # an index that is outside, a division by 0
         lengths = f"queries up to {int(places.max())} and keys up to {S - 1}"
         raise SpecError("mask_mod", f"a value for {lengths}", str(error).partition("\n")[0]) from error

@@ -40,7 +40,7 @@ DTYPES = ("bool", "int32", "int64", "float32", "bfloat16", "float16")
 """The dtypes of captured tensors."""
 
 
-def traced(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreFunction, tuple[Tensor, ...]]:
+def trace(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreFunction, tuple[Tensor, ...]]:
     """The function that the field `name` of a spec was given, and the tensors that it captures: copies, or `keep` them
     as they are. Raises SpecError."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -62,7 +62,7 @@ def traced(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreF
     if steps != again:
         hint = "It is read once, so it must not depend on anything that changes from call to call."
         raise SpecError(name, "a function that says the same each time", "two that differ", hint)
-    return steps, tuple(tensors if keep else (_held(name, tensor) for tensor in tensors))
+    return steps, tuple(tensors if keep else (_module_tensor(name, tensor) for tensor in tensors))
 
 
 def with_named_arguments(name: str, function: Function) -> Function:
@@ -72,7 +72,7 @@ def with_named_arguments(name: str, function: Function) -> Function:
     return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx)
 
 
-def _held(name: str, tensor: Tensor) -> Tensor:
+def _module_tensor(name: str, tensor: Tensor) -> Tensor:
     """A captured tensor as a module keeps it: a copy, of one axis at least, with the dtype that kernels read."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -459,6 +459,6 @@ def _tensor_of(value: Any) -> Any:
 
 
 def _tensor_kind(tensor: Any) -> TensorKind:
-    value = tensor.meta["val"] if isinstance(tensor, fx.Node) else _held("a score function", tensor)
+    value = tensor.meta["val"] if isinstance(tensor, fx.Node) else _module_tensor("a score function", tensor)
     shape = tuple(size if isinstance(size, int) else -1 for size in value.shape) or (1,)
     return TensorKind(str(value.dtype).removeprefix("torch."), shape)

@@ -31,7 +31,7 @@ from mhsa_compile.spec.checks import (
     resolve_cached_causal,
     resolve_causal,
 )
-from mhsa_compile.spec.field_notes import Note, noted_fields
+from mhsa_compile.spec.field_notes import Note, fields_with_notes
 from mhsa_compile.spec.mask_patterns import AnyPattern, Pattern, checked_static_mask, parse_pattern
 from mhsa_compile.spec.outputs import checked_outputs, split_words
 from mhsa_compile.spec.position_encoding import Rope, checked_rope, parse_rope
@@ -71,11 +71,11 @@ def _mask_words(kind: str) -> str:
     return f"what the mask of a call says: {MASKS[kind]}"
 
 
-def _capped(xp: Any, scores: Any, cap: Any) -> Any:
+def _soft_cap(xp: Any, scores: Any, cap: Any) -> Any:
     return xp.tanh(scores / cap) * cap
 
 
-def _clamped(xp: Any, scores: Any, clamp: Any) -> Any:
+def _soft_clamp(xp: Any, scores: Any, clamp: Any) -> Any:
     return scores / (clamp + xp.abs(scores)) * clamp
 
 
@@ -202,7 +202,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             check=partial(checked_positive_float, otherwise="no cap"),
             row="scores",
             words="capped at {:g}".format,
-            formula=_capped,
+            formula=_soft_cap,
         ),
     ] = None
     softclamp: Annotated[
@@ -212,7 +212,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             check=partial(checked_positive_float, otherwise="no clamp"),
             row="scores",
             words="softly clamped at {:g}".format,
-            formula=_clamped,
+            formula=_soft_clamp,
         ),
     ] = None
     rope: Annotated[
@@ -291,7 +291,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.v_embed_dim is not None and self.kv_embed_dim is None:
             hint = f"State the width of the keys' input, too: kv_embed_dim={self.embed_dim} if it is that of x."
             raise SpecError("v_embed_dim", "None without kv_embed_dim", str(self.v_embed_dim), hint)
-        for name, field in noted_fields(type(self)).items():
+        for name, field in fields_with_notes(type(self)).items():
             value = getattr(self, name)
             if field.note.check is not None and not (value is None and field.may_be_none):
                 self._set(name, field.note.check(name, value))
@@ -431,7 +431,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             if callable(value):
                 hint = "A module has it so: MultiHeadAttention(spec).spec."
                 raise SpecError(name, "a traced function, to be written down", f"{value!r}", hint)
-        return dict(_stated(msgspec.to_builtins(self)))
+        return dict(_without_none(msgspec.to_builtins(self)))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], origin: str = "spec") -> AttentionSpec:
@@ -473,10 +473,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return cls.from_dict(fields)
 
 
-def _stated(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_none(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields without those that are None, which TOML has no word for."""
-    stated = {name: value for name, value in fields.items() if value is not None}
-    return {name: _stated(value) if isinstance(value, Mapping) else value for name, value in stated.items()}
+    values = {name: value for name, value in fields.items() if value is not None}
+    return {name: _without_none(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 def _toml(value: object) -> str:

@@ -41,7 +41,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class NotedField:
+class SpecField:
     """A field's type, as the spec resolves it, and its note."""
 
     type: Any
@@ -53,13 +53,15 @@ class NotedField:
 
 
 @functools.cache
-def noted_fields(spec: type) -> Mapping[str, NotedField]:
+def fields_with_notes(spec: type) -> Mapping[str, SpecField]:
     """The fields of a spec that have a note, in their order."""
     hints = get_type_hints(spec, include_extras=True)
-    annotated = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
-    return {name: NotedField(kind, note) for name, (kind, note) in annotated.items()}
+    kinds = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return {name: SpecField(kind, note) for name, (kind, note) in kinds.items()}
 
 
 def formulas_of(spec: type) -> dict[str, Formula]:
     """What may become of scores by themselves, in the order in which it does."""
-    return {name: field.note.formula for name, field in noted_fields(spec).items() if field.note.formula is not None}
+    return {
+        name: field.note.formula for name, field in fields_with_notes(spec).items() if field.note.formula is not None
+    }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mhsa_compile.errors import MhsaError
-from mhsa_compile.spec.field_notes import noted_fields
+from mhsa_compile.spec.field_notes import fields_with_notes
 
 if TYPE_CHECKING:
     from mhsa_compile.spec.attention_spec import AttentionSpec
@@ -48,7 +48,7 @@ def parameters_of(spec: AttentionSpec) -> int:
     shared = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
     weights = spec.embed_dim * (queries + joined) + spec.source_dim * shared
     biases = queries + shared + spec.embed_dim if spec.bias else 0
-    fields = noted_fields(type(spec)).items()
+    fields = fields_with_notes(type(spec)).items()
     more = (field.note.parameters for name, field in fields if field.note.parameters and getattr(spec, name))
     return weights + biases + sum(int(getattr(spec, name)) for name in more)
 
@@ -99,7 +99,7 @@ def _visible_keys(spec: AttentionSpec) -> list[str]:
 
 def _words(spec: AttentionSpec, row: str) -> list[str]:
     """What the fields that are set say in a row."""
-    values = [(getattr(spec, name), field.note) for name, field in noted_fields(type(spec)).items()]
+    values = [(getattr(spec, name), field.note) for name, field in fields_with_notes(type(spec)).items()]
     phrases = [
         (note.turn, note.words(value)) for value, note in values if note.row == row and value not in (None, False)
     ]

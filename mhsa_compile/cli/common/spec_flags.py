@@ -9,12 +9,12 @@ import typer
 
 from mhsa_compile.cli.common.option_groups import OPTION
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.spec.field_notes import NotedField, noted_fields
+from mhsa_compile.spec.field_notes import SpecField, fields_with_notes
 
 _PARSE = "parse"
 
 
-def _flag(name: str, spec_field: NotedField) -> tuple[str, Any, Any]:
+def _flag(name: str, spec_field: SpecField) -> tuple[str, Any, Any]:
     """A flag named after its field, a bool with its --no- form, unless it has names of its own."""
     note = spec_field.note
     option = typer.Option(
@@ -30,7 +30,7 @@ def _flag(name: str, spec_field: NotedField) -> tuple[str, Any, Any]:
 
 _Flags: Any = make_dataclass(
     "_Flags",
-    [_flag(name, spec_field) for name, spec_field in noted_fields(AttentionSpec).items() if spec_field.note.help],
+    [_flag(name, spec_field) for name, spec_field in fields_with_notes(AttentionSpec).items() if spec_field.note.help],
     frozen=True,
     kw_only=True,
 )

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mhsa_compile.errors import ModelError, SpecError
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.score_masks import MOST_PAIRS
-from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, traced, with_named_arguments
+from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, trace, with_named_arguments
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.score_functions import ScoreFunction, TensorKind
 
@@ -216,7 +216,7 @@ def separate_captures(name: str, function: Function) -> tuple[ScoreFunction, lis
         with _disable_current_modes():
             stand_ins = {name: _stand_in(tensor) for name, tensor in tracer.captured.items()}
             module = fx.GraphModule(stand_ins, graph)
-            steps, used = traced(name, module, keep=True)
+            steps, used = trace(name, module, keep=True)
     except SpecError as error:
         raise ModelError(name, error.expected, error.got, error.next_step) from error
     except Exception as error:  # whatever the function trips over

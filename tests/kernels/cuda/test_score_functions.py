@@ -24,7 +24,7 @@ import mhsa_compile as mhsa
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.decode.kernel import CudaDecodeKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput, WindowSpec
-from mhsa_compile.nn.score_tracing import traced
+from mhsa_compile.nn.score_tracing import trace
 from mhsa_compile.verification.error_budget import budget, max_error
 
 E, F, KV_HEADS = 24, 24, 2
@@ -40,7 +40,7 @@ def attention(kernel: TileKernel, functions: dict[str, Function], **fields: Any)
     captured: list[Tensor] = []
     for name in ("score_mod", "mask_mod"):
         if name in functions:
-            made[name], tensors = traced(name, functions[name])
+            made[name], tensors = trace(name, functions[name])
             captured += tensors
     inputs = tuple(TensorInput(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in captured)
     op = operation((HEADS, KV_HEADS), (E, F), dtype=kernel.dtypes[0], tensors=inputs, **made, **fields)
