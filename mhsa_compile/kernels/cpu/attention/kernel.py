@@ -6,7 +6,7 @@ algorithm; this file deals the tasks out and says where each operand lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.common.head_layout import HeadView, head_view
+from mhsa_compile.kernels.common.head_layout import head_view
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.common.static_mask import constant_arguments, split_window, why_not_plan
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
@@ -22,7 +22,7 @@ from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products, TaskOperands, unit_for
 from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
-from mhsa_compile.kernels.cpu.score_parts import TilePart, keys_of, tile_parts
+from mhsa_compile.kernels.cpu.score_parts import tile_parts
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
@@ -98,7 +98,7 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
             given = attention_arguments(op)
             views = None if planned is None else plan_arguments(planned)
             y = given.output()
-            batch, q_length, inputs = given.batch, given.q_length, given.inputs
+            batch, q_length = given.batch, given.q_length
             tiles = materialize(ceil_div(q_length, queries))
             total = materialize(batch * T.int64(op.num_heads) * tiles)
             with unit.imported(), T.parallel(total) as index:
@@ -110,26 +110,16 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
                     return b, h, materialize(tile_index * queries), runs
 
                 b, h, first_query, runs = task(index)
-                # As a rule the same thread's next task: its rows of Q are asked for meanwhile.
-                next_b, next_h, next_first, _ = task(materialize(T.min(index + 1, total - 1)))
-                g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
-                q = inputs[op.query.buffer]
-                operands = TaskOperands(
-                    op,
-                    query=head_view(q, op.query, op.head_dim, b, h),
-                    key=head_view(inputs[op.key.buffer], op.key, op.head_dim, b, g),
-                    value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
-                    first_query=first_query,
-                    q_length=q_length,
-                    kv_length=keys_of(given, b),
-                    next_query=(head_view(q, op.query, op.head_dim, next_b, next_h), next_first),
-                )
+                following = task(materialize(T.min(index + 1, total - 1)))
+                operands = TaskOperands.of(given, b, h, first_query, following[:3])
                 output = head_view(y, op.output, op.v_head_dim, b, h)
                 parts = tile_parts(given, b, h)
 
                 def tile(width: int) -> None:
                     shape = {**config, "queries": width}
-                    _emit_tile(operands, profile, shape, output, parts, runs, unit)
+                    products = Products(operands, unit, shape, lanes)
+                    visibility = TileMask(operands, width, config["keys"], parts, lanes)
+                    AttentionTile(products, visibility, shape, profile, output, runs).emit()
 
                 _by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
@@ -180,40 +170,6 @@ def _by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Calla
             tile(queries)
         with T.Else():
             _by_width(op, lanes, half, rows, tile)
-
-
-def _emit_tile(
-    operands: TaskOperands,
-    profile: CpuProfile,
-    config: Config,
-    output: HeadView,
-    parts: Sequence[TilePart],
-    runs: Runs | None,
-    unit: Unit,
-) -> None:
-    op, lanes = operands.op, profile.vector_lanes("float32")
-    queries, keys = config["queries"], config["keys"]
-    products = Products(operands, unit, queries, keys, config["key_tile"], lanes)
-    visibility = TileMask(
-        op,
-        queries=queries,
-        keys=keys,
-        first_query=operands.first_query,
-        q_length=operands.q_length,
-        kv_length=operands.kv_length,
-        parts=parts,
-        lanes=lanes,
-    )
-    AttentionTile(
-        products,
-        visibility,
-        config,
-        lanes=lanes,
-        registers=profile.hardware.vector_registers,
-        overwrites_summands=profile.overwrites_summands,
-        output=output,
-        runs=runs,
-    ).emit()
 
 
 def _in_turn(turn: Expr, tiles: Expr) -> Expr:

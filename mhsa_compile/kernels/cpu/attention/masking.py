@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import TilePart, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, RegisterTile, constant, materialize, splat
-from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
 @dataclass(frozen=True)
@@ -32,30 +32,19 @@ class Bits:
 class TileMask:
     """Which keys the rows of one tile see, and what their scores are: by its place, by `parts` of the steps."""
 
-    def __init__(
-        self,
-        op: AttentionOp,
-        *,
-        queries: int,
-        keys: int,
-        first_query: Expr,
-        q_length: Expr,
-        kv_length: Expr,
-        parts: Sequence[TilePart],
-        lanes: int,
-    ) -> None:
-        self.op, self.queries, self.parts = op, queries, parts
-        self.first_query, self.q_length, self.kv_length = first_query, q_length, kv_length
+    def __init__(self, operands: TaskOperands, queries: int, keys: int, parts: Sequence[TilePart], lanes: int) -> None:
+        self.op, self.queries, self.parts = operands.op, queries, parts
+        self.first_query, self.q_length, self.kv_length = operands.first_query, operands.q_length, operands.kv_length
         self.bits: Bits | None = None
-        self.place = place_of(op, first_query, q_length, kv_length)  # of lane 0 among the keys
+        self.place = place_of(self.op, self.first_query, self.q_length, self.kv_length)  # of lane 0 among the keys
         self.leftmost = self.rightmost = None  # the first and the last key that lane 0 sees; lane i sees i further
-        if (window := op.window) is not None:
+        if (window := self.op.window) is not None:
             self.leftmost = None if window.left is None else materialize(self.place - window.left)
             self.rightmost = None if window.right is None else materialize(self.place + window.right)
         self.columns = vectors.chunks(queries, lanes)
         for part in parts:
             part.begin(self, keys)
-        self.hides = op.any_step("hides")
+        self.hides = self.op.any_step("hides")
         self.blind = any(part.blind for part in parts)
         self.looks = any(part.looks for part in parts)
         self.score_hides = any(part.score_hides for part in parts)

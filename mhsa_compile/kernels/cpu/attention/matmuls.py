@@ -8,15 +8,17 @@ wants it: as scalars again, against rows of V.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
-from mhsa_compile.kernels.common.head_layout import HeadView
+from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
+from mhsa_compile.kernels.cpu.score_parts import keys_of
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
@@ -29,8 +31,8 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     scratch,
     store,
 )
-from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Turned, Unit
-from mhsa_compile.kernels.interface.kernel import CACHE_LINE
+from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Strips, Turned, Unit
+from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -47,6 +49,30 @@ class TaskOperands:
     q_length: Expr
     kv_length: Expr
     next_query: tuple[HeadView, Expr]
+
+    @staticmethod
+    def of(
+        arguments: AttentionArguments, b: Expr, h: Expr, first_query: Expr, following: Sequence[Expr] = ()
+    ) -> TaskOperands:
+        """Those of head `h` of entry `b`; `following` are the entry, the head and the first row of Q of the next task,
+        which as a rule the same thread takes."""
+        op, inputs = arguments.op, arguments.inputs
+        g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+
+        def query(b: Expr, h: Expr) -> HeadView:
+            return head_view(inputs[op.query.buffer], op.query, op.head_dim, b, h)
+
+        next_b, next_h, next_first = following or (b, h, first_query)
+        return TaskOperands(
+            op,
+            query=query(b, h),
+            key=head_view(inputs[op.key.buffer], op.key, op.head_dim, b, g),
+            value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+            first_query=first_query,
+            q_length=arguments.q_length,
+            kv_length=keys_of(arguments, b),
+            next_query=(query(next_b, next_h), next_first),
+        )
 
     def query_rows(self, first: Expr, count: int) -> list[Expr]:
         """Rows first .. first + count of the tile, each clamped to the last; those beyond are never written out."""
@@ -115,8 +141,9 @@ class Products:
     time.
     """
 
-    def __init__(self, operands: TaskOperands, unit: Unit, queries: int, keys: int, key_tile: int, lanes: int) -> None:
+    def __init__(self, operands: TaskOperands, unit: Unit, config: Config, lanes: int) -> None:
         op, group = operands.op, unit.group
+        queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
         self.operands, self.unit, self.lanes = operands, unit, lanes
         self.queries, self.lead = queries, key_tile // group
         self.exp2_coefficients = vector_math.exp2_coefficients(unit.dtype)
@@ -137,8 +164,9 @@ class Products:
 
     def pack_queries(self) -> None:
         """Brings the tile's Q^T into scratch."""
-        op, size = self.operands.op, (self.queries, self.operands.op.head_dim)
-        self.unit.pack_columns(self.q_t, size, self.operands.query, self.operands.query_rows, score_factor(op))
+        op, query = self.operands.op, self.operands.query
+        strips = Strips(query.buffer, query.at, self.queries, op.head_dim, self.operands.query_rows)
+        self.unit.pack_columns(self.q_t, strips, score_factor(op))
 
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None] | None = None) -> None:
         """tile[r, c] = K[keys[r]] Q^T * score_factor, over the tile's own columns of queries.

@@ -18,6 +18,7 @@ only when it matters: FlashAttention-4 (github.com/Dao-AILab/flash-attention).
 
 from __future__ import annotations
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup, KeyLoop, Route, Runs, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
@@ -36,13 +37,11 @@ class AttentionTile:
         products: Products,
         visibility: TileMask,
         config: Config,
-        *,
-        lanes: int,
-        registers: int,
-        overwrites_summands: bool,
+        profile: CpuProfile,
         output: HeadView,
         runs: Runs | None,
     ) -> None:
+        lanes, registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
         self.products, self.output, self.queries = products, output, config["queries"]
         self.sums = Accumulator(products, visibility, self.queries, lanes, registers)
         self.probs = OnlineSoftmax(
@@ -52,7 +51,7 @@ class AttentionTile:
             config["key_tile"],
             lanes,
             self.sums.rescale,
-            overwrites_summands=overwrites_summands,
+            overwrites_summands=profile.overwrites_summands,
             interleaves=registers > 16,
         )
         # Backwards where scores fall with the distance, so that the reference need not rise.

@@ -1,7 +1,6 @@
 """x as the inner loop of a linear reads it: in place where it can, else copied once per call into a form that it can.
 
 The copy is a parallel loop of its own before the product, not part of each task: every panel reads the same rows.
-Quantisation of activations: per row and symmetric, as in Dettmers et al., LLM.int8(), 2022.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ class PackedRows:
         step's.)"""
         if self.layout.unit.rows == 1:
             return [row, k]
-        terms = T.int64(self.layout.unit.group)
-        step = T.truncdiv(k, terms)
-        place = step * 2 + T.truncmod(row, T.int64(2))
-        return [T.truncdiv(row, T.int64(2)), place * terms + T.truncmod(k, terms)]
+        rows, terms = T.int64(self.layout.unit.rows), T.int64(self.layout.unit.group)
+        place = T.truncdiv(k, terms) * rows + T.truncmod(row, rows)
+        return [T.truncdiv(row, rows), place * terms + T.truncmod(k, terms)]
 
 
 def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
@@ -78,15 +76,15 @@ def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
 
 
 def _allocated(layout: PackedLayout, size: Expr, dtype: str) -> Expr:
-    width = layout.steps * layout.unit.group
-    if layout.unit.rows == 1:
-        return T.alloc_buffer((size, T.int64(width)), dtype)
-    return T.alloc_buffer((T.truncdiv(size + 1, T.int64(2)), T.int64(2 * width)), dtype)
+    rows = layout.unit.rows
+    lines = size if rows == 1 else ceil_div(size, rows)
+    return T.alloc_buffer((lines, T.int64(rows * layout.steps * layout.unit.group)), dtype)
 
 
 def _whole(layout: PackedLayout, count: Expr) -> Expr:
-    """The number of rows, with the last one twice where it would have no neighbour."""
-    return count if layout.unit.rows == 1 else materialize(ceil_div(count, 2) * 2)
+    """The number of rows, with the last one again where it would have no neighbour."""
+    rows = layout.unit.rows
+    return count if rows == 1 else materialize(ceil_div(count, rows) * rows)
 
 
 def _quantised(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:

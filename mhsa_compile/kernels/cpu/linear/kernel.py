@@ -26,13 +26,11 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     materialize,
     register_tile,
-    tile_registers,
 )
 from mhsa_compile.kernels.interface.kernel import (
     Config,
     Emitted,
     unknown_knobs,
-    why_not_tile,
 )
 from mhsa_compile.kernels.interface.ops import LinearOp
 
@@ -66,11 +64,8 @@ class CpuLinearKernel:
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("rows", "columns", "block", "depth", "group")):
             return reason
-        joined, rows = layout_of(op, profile, 1).unit.rows, config["rows"]
-        if rows % joined:
-            return f"a tile of {rows} rows, where an instruction takes {joined} at once"
-        # So many rows of sums lie in one register, which then holds so many features fewer.
-        return why_not_tile(rows // joined, config["columns"] * joined, profile.hardware.vector_registers)
+        unit = layout_of(op, profile, 1).unit
+        return unit.why_not_tile(config["rows"], config["columns"], profile.hardware.vector_registers)
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features and the fewest loads a product; rows that
@@ -78,9 +73,7 @@ class CpuLinearKernel:
         unit = layout_of(op, profile, 1).unit
         lanes, joined = unit.lanes, unit.rows
         registers = profile.hardware.vector_registers
-        # Of sixteen registers all are used: eight sums are too few to hide the latency of two units. The same goes for
-        # matrix products, of five cycles on four units.
-        room = max(tile_registers(registers), min(registers, 16)) if joined == 1 else registers
+        room = unit.room(registers)
 
         def padded(columns: int) -> int:
             return -(-op.out_features // (columns * lanes)) * columns * lanes

@@ -26,7 +26,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     materialize,
     register_tile,
     store,
-    tile_registers,
 )
 from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
 from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Unit
@@ -55,19 +54,19 @@ class CpuProductKernel(Fixed):
         unit = Float32Lanes.of(profile)
         if op.left.columns != len(op.left.dims) - 1:
             unit = replace(unit, run=1)  # only neighbours in memory are loaded as one vector
-        rows, columns = _tile_shape(op, unit.lanes, profile.hardware.vector_registers)
+        rows, columns = _tile_shape(op, unit, profile.hardware.vector_registers)
         return Emitted(_product(op, unit, rows, columns, profile.hardware.cores))
 
 
-def _tile_shape(op: ProductOp, lanes: int, registers: int) -> tuple[int, int]:
+def _tile_shape(op: ProductOp, unit: Unit, registers: int) -> tuple[int, int]:
     """(rows, vectors of columns) of the register tile: the least padding, then the fewest loads a product."""
-    room = max(tile_registers(registers), min(registers, 16))
+    room = unit.room(registers)
     most = op.rows if isinstance(op.rows, int) and not op.is_flat else 8
     heights = [n for n in (1, 2, 4, 6, 8) if n <= max(1, most)]
     tiles = [register_tile(room, heights, [c]) for c in (1, 2, 3, 4) if c == 1 or 2 * c < room]
 
     def cost(tile: tuple[int, int]) -> float:
-        lines, wide = tile[0], tile[1] * lanes
+        lines, wide = tile[0], tile[1] * unit.lanes
         padded = -(-op.columns // wide) * wide if isinstance(op.columns, int) else 1
         return padded * (1 + (tile[0] + tile[1]) / (lines * tile[1]))
 

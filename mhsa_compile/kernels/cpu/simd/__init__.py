@@ -1,1 +1,1 @@
-"""The vocabulary of CPU kernels: vectors, element types, dot products, functions such as exp2."""
+"""The vocabulary of CPU kernels: vectors, register tiles, functions such as exp2."""

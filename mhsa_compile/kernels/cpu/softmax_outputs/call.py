@@ -10,11 +10,10 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
-from mhsa_compile.kernels.common.head_layout import head_view
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products, TaskOperands, unit_for
-from mhsa_compile.kernels.cpu.score_parts import keys_of, tile_parts
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
+from mhsa_compile.kernels.cpu.score_parts import tile_parts
+from mhsa_compile.kernels.cpu.simd.vectors import Expr
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.kernels.interface.kernel import Config
@@ -38,33 +37,11 @@ class Call(AttentionArguments):
 
     def task(self, b: Expr, h: Expr, first_query: Expr, place: Expr = None) -> tuple[Products, TileMask]:
         """Allocates the scratch of one tile of query rows; `place` is that of a chosen row among those asked for."""
-        op, config, lanes = self.op, self.config, self.profile.vector_lanes("float32")
-        g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
-        query = head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, h)
-        operands = TaskOperands(
-            op,
-            query=query,
-            key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
-            value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
-            first_query=first_query,
-            q_length=self.q_length,
-            kv_length=keys_of(self, b),
-            next_query=(query, first_query),
-        )
+        config, lanes = self.config, self.profile.vector_lanes("float32")
+        operands = TaskOperands.of(self, b, h, first_query)
         parts = tile_parts(self, b, h, place)
-        queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
-        products = Products(operands, self.unit, queries, keys, key_tile, lanes)
-        visibility = TileMask(
-            op,
-            queries=queries,
-            keys=keys,
-            first_query=first_query,
-            q_length=self.q_length,
-            kv_length=operands.kv_length,
-            parts=parts,
-            lanes=lanes,
-        )
-        return products, visibility
+        products = Products(operands, self.unit, config, lanes)
+        return products, TileMask(operands, config["queries"], config["keys"], parts, lanes)
 
 
 def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> Call:

@@ -8,7 +8,7 @@ Manual, DDI 0487.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
     vector_type,
 )
-from mhsa_compile.kernels.cpu.units.unit import Unit
+from mhsa_compile.kernels.cpu.units.unit import Strips, Unit
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,18 @@ class DotProducts(Unit):
         """`sums` (lanes,) plus the products of the groups in `a`, one word, and in `b`, a vector of `lanes` words."""
         return T.call_pure_extern(f"{self.sums}x{self.lanes}", self.function, sums, splat(a, self.lanes), b)
 
-    def multiply(
-        self, sums: RegisterTile, factors: Sequence[Expr], columns: Sequence[Expr], columns_first: bool
-    ) -> None:
-        sums.outer_product(factors.__getitem__, columns.__getitem__, self.accumulate)
+    def multiply(self, sums: RegisterTile, a: Sequence[Expr], b: Sequence[Expr], columns_first: bool) -> None:
+        sums.outer_product(a.__getitem__, b.__getitem__, self.accumulate)
 
     def words(self, buffer: Expr, index: Sequence[Expr], count: int) -> Expr:
         return T.reinterpret(vector_type(self.word, count), load(buffer, index, count * self.group))
 
-    def pack_columns(
-        self, packed: Expr, size: tuple[int, int], view: HeadView, rows: Callable[[Expr, int], list[Expr]], scale: float
-    ) -> None:
+    def pack_columns(self, packed: Expr, strips: Strips, scale: float) -> None:
         def read(row: Expr, step: Expr, count: int) -> Expr:
-            return self.words(view.buffer, view.at(row, step * self.group), count)
+            return self.words(strips.buffer, strips.at(row, step * self.group), count)
 
-        vectors.pack_transposed(packed, size[0], size[1] // self.group, self.lanes, rows, read)
+        steps = strips.width // self.group
+        vectors.pack_transposed(packed, strips.count, steps, self.lanes, strips.numbers, read)
 
     def pack_rows(self, packed: Expr, columns: Sequence[Chunk], view: HeadView, first: Expr, count: Expr) -> None:
         """Step j is rows 2 j and 2 j + 1 side by side."""

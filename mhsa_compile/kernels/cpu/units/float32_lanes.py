@@ -5,7 +5,7 @@ Elements of fewer bits are widened first, on their way into a register or, where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tvm.tirx.script import builder as T
 
@@ -14,7 +14,7 @@ from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, RegisterTile, constant, load, store
-from mhsa_compile.kernels.cpu.units.unit import Unit
+from mhsa_compile.kernels.cpu.units.unit import Strips, Unit
 
 
 class Float32Lanes(Unit):
@@ -27,21 +27,17 @@ class Float32Lanes(Unit):
         lanes, run = profile.vector_lanes("float32"), profile.elements_at_once("float32")
         return Float32Lanes("float32", "float32", lanes, run=run)
 
-    def multiply(
-        self, sums: RegisterTile, factors: Sequence[Expr], columns: Sequence[Expr], columns_first: bool
-    ) -> None:
-        sums.outer_product(factors.__getitem__, columns.__getitem__)
+    def multiply(self, sums: RegisterTile, a: Sequence[Expr], b: Sequence[Expr], columns_first: bool) -> None:
+        sums.outer_product(a.__getitem__, b.__getitem__)
 
     def words(self, buffer: Expr, index: Sequence[Expr], count: int) -> Expr:
         return load(buffer, index, count)
 
-    def pack_columns(
-        self, packed: Expr, size: tuple[int, int], view: HeadView, rows: Callable[[Expr, int], list[Expr]], scale: float
-    ) -> None:
+    def pack_columns(self, packed: Expr, strips: Strips, scale: float) -> None:
         def scaled(row: Expr, k: Expr, count: int) -> Expr:
-            return load_wide(view.buffer, view.at(row, k), count) * constant(scale, count)
+            return load_wide(strips.buffer, strips.at(row, k), count) * constant(scale, count)
 
-        vectors.pack_transposed(packed, *size, self.lanes, rows, scaled)
+        vectors.pack_transposed(packed, strips.count, strips.width, self.lanes, strips.numbers, scaled)
 
     def pack_rows(self, packed: Expr, columns: Sequence[Chunk], view: HeadView, first: Expr, count: Expr) -> None:
         with T.serial(count) as j:

@@ -7,7 +7,7 @@ Arm Architecture Reference Manual, DDI 0487.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
@@ -27,7 +27,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     vector_type,
 )
 from mhsa_compile.kernels.cpu.units.dot_products import AARCH64_PAIR, DotProducts
-from mhsa_compile.kernels.cpu.units.unit import At
+from mhsa_compile.kernels.cpu.units.unit import At, Strips
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,18 @@ class MatrixProducts(DotProducts):
         """`sums` (2 * lanes,) plus the products of the groups in `a`, a vector of two words, and in `b`."""
         return T.call_pure_extern(f"{self.sums}x{self.rows * self.lanes}", self.function, sums, a, b)
 
-    def multiply(
-        self, sums: RegisterTile, factors: Sequence[Expr], columns: Sequence[Expr], columns_first: bool
-    ) -> None:
+    def multiply(self, sums: RegisterTile, a: Sequence[Expr], b: Sequence[Expr], columns_first: bool) -> None:
         if columns_first:
-            super().multiply(sums, factors, columns, columns_first)
+            super().multiply(sums, a, b, columns_first)
             return
-        factors = [let(factor) for factor in factors]
-        for c, column in enumerate(map(let, columns)):
+        factors = [let(factor) for factor in a]
+        for c, column in enumerate(map(let, b)):
             for line, factor in enumerate(factors):
                 sums.set(line, c, self.accumulate(sums.get(line, c), factor, column))
+
+    def room(self, registers: int) -> int:
+        """All: an instruction takes five cycles, on four units."""
+        return registers
 
     def parted(self, sums: Expr) -> list[Expr]:
         sums = let(sums)
@@ -60,17 +62,15 @@ class MatrixProducts(DotProducts):
         words = [let(self.words(buffer, at(row, first * self.group), count)) for row in rows]
         return [let(T.Shuffle(words, [T.int32(i), T.int32(count + i)])) for i in range(count)]
 
-    def pack_columns(
-        self, packed: Expr, size: tuple[int, int], view: HeadView, rows: Callable[[Expr, int], list[Expr]], scale: float
-    ) -> None:
+    def pack_columns(self, packed: Expr, strips: Strips, scale: float) -> None:
         def pack(first: Expr, count: int) -> None:
-            numbers = rows(first, count)
-            with T.serial(T.int64(size[1] // self.group)) as step:
-                for i, row in enumerate(numbers):
-                    word = self.words(view.buffer, view.at(row, step * self.group), 1)
+            rows = strips.numbers(first, count)
+            with T.serial(T.int64(strips.width // self.group)) as step:
+                for i, row in enumerate(rows):
+                    word = self.words(strips.buffer, strips.at(row, step * self.group), 1)
                     store(packed, [step, first + i], word, 1)
 
-        vectors.each_vector(size[0], self.lanes, pack)
+        vectors.each_vector(strips.count, self.lanes, pack)
 
     def pack_rows(self, packed: Expr, columns: Sequence[Chunk], view: HeadView, first: Expr, count: Expr) -> None:
         """Step j is rows 4 j .. 4 j + 3 side by side."""

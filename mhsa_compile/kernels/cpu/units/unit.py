@@ -20,6 +20,7 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, RegisterTile, elements, load, splat
+from mhsa_compile.kernels.interface.kernel import why_not_tile
 
 At = Callable[[Expr, Expr], list[Expr]]  # the index of an element by its row and column
 
@@ -37,6 +38,18 @@ class Columns:
     def vector(self, step: Expr, column: int) -> Expr:
         offset, lanes = self.chunks[column]
         return self.read(self.buffer, self.at(step, T.int64(offset)), lanes)
+
+
+@dataclass(frozen=True)
+class Strips:
+    """`count` columns of B as they come: rows of `width` elements along K, which lie at `at(row, k)`. numbers(first, n)
+    are the rows of so many columns."""
+
+    buffer: Expr
+    at: At
+    count: int
+    width: int
+    numbers: Callable[[Expr, int], list[Expr]]
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,18 @@ class Unit:
         """Whether sums become factors again, by `kept`."""
         return False
 
+    def room(self, registers: int) -> int:
+        """How many of a machine's vector registers a tile may have, with the vectors of a step and a factor. Of sixteen
+        all: eight sums are too few to hide the latency of two units."""
+        return max(vectors.tile_registers(registers), min(registers, 16))
+
+    def why_not_tile(self, rows: int, columns: int, registers: int) -> str | None:
+        """Why a tile does not fit a machine's vector registers, or None."""
+        if rows % self.rows:
+            return f"a tile of {rows} rows, where an instruction takes {self.rows} at once"
+        # So many rows of sums lie in one register, which then holds so many columns fewer.
+        return why_not_tile(rows // self.rows, columns * self.rows, registers)
+
     def imported(self) -> AbstractContextManager[Any]:
         """Stands around the body of a PrimFunc that multiplies. Any number of PrimFuncs of a module may."""
         return nullcontext()
@@ -155,10 +180,8 @@ class Unit:
         run, at_once = turn
         vectors.each_run(*steps, run, multiply, at_once=at_once)
 
-    def multiply(
-        self, sums: RegisterTile, factors: Sequence[Expr], columns: Sequence[Expr], columns_first: bool
-    ) -> None:
-        """One step."""
+    def multiply(self, sums: RegisterTile, a: Sequence[Expr], b: Sequence[Expr], columns_first: bool) -> None:
+        """One step: a line's factor for each line, and a vector for each of its columns."""
         raise NotImplementedError
 
     def each_row(self, sums: RegisterTile, take: Callable[[int, int, Expr], None]) -> None:
@@ -187,11 +210,8 @@ class Unit:
         """`count` steps from `first` on of a line whose rows lie where they are."""
         return elements(self.words(buffer, at(rows[0], first * self.group), count), count)
 
-    def pack_columns(
-        self, packed: Expr, size: tuple[int, int], view: HeadView, rows: Callable[[Expr, int], list[Expr]], scale: float
-    ) -> None:
-        """B of columns that are rows of `view`; `size` is (columns, K), rows(first, n) are the numbers of so many.
-        Factors in float32 take the products' scale."""
+    def pack_columns(self, packed: Expr, strips: Strips, scale: float) -> None:
+        """B of these columns. Factors in float32 take the products' scale."""
         raise NotImplementedError
 
     def pack_rows(self, packed: Expr, columns: Sequence[Chunk], view: HeadView, first: Expr, count: Expr) -> None:
