@@ -16,7 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles, Tensor
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
@@ -134,15 +134,15 @@ def _body(change: str, tensor: Tensor, y: Expr, thread: Expr) -> None:
     tiles = SwizzledTiles(first, 1, KEYS, WIDTH)
     full = first + T.uint32(tiles.bytes)
     with T.If(thread == 0), T.Then():
-        words.begin_barrier(full, 2 if change == "nobody arrives" else 1)
+        hopper_ptx.begin_barrier(full, 2 if change == "nobody arrives" else 1)
         if change != "the engine knows no barrier":
-            words.fence_barriers()
+            hopper_ptx.fence_barriers()
     if change != "barriers begun in time":
         barrier()
     with T.If(thread < 128):
         with T.Then(), T.If(thread == 0), T.Then():
             more = {"too many bytes": 16, "more bytes than there can be": 1 << 20}.get(change, 0)
-            words.arrive_expecting(full, tiles.bytes + more)
+            hopper_ptx.arrive_expecting(full, tiles.bytes + more)
             tiles.load(T.int32(0), tensor, T.int32(0), T.int32(0), T.int32(0), full)
         with T.Else():
             _multiply(change, tiles, full, y, materialize(thread - 128))
@@ -155,20 +155,20 @@ def _multiply(change: str, tiles: SwizzledTiles, full: Expr, y: Expr, thread: Ex
     for i in range(KEYS // 2):
         set_register(sums, i, T.float32(0))
     if change != "nobody waits":
-        words.wait(full, T.int32(1 if change == "the wrong phase" else 0))
+        hopper_ptx.wait(full, T.int32(1 if change == "the wrong phase" else 0))
     if change == "stored plainly":
         store(tiles.address(T.int32(0), T.truncmod(thread, T.int32(KEYS)), T.int32(0)), [T.uint32(0)])
-        words.meet(T.uint32(1), 128)
+        hopper_ptx.meet(T.uint32(1), 128)
     right = tiles.by_rows(T.int32(0))
     if change != "no fence":
-        words.products_begin()
+        hopper_ptx.products_begin()
     instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{KEYS}k16.f32.f16.f16"]
     for step in range(-(-WIDTH // 16)):
         b = right + T.uint64(tiles.row_step(step))
         T.evaluate(instruction(*(sums[i] for i in range(KEYS // 2)), *(left[i] for i in range(4)), b, True, 1, 1, 0))
-    words.products_end()
+    hopper_ptx.products_end()
     if change != "nobody waits for products":
-        words.products_wait(0)
+        hopper_ptx.products_wait(0)
     if change == "overwritten early":
         store(tiles.address(T.int32(0), T.int32(0), T.int32(0)), [T.cast(thread, "uint32")])
     warp, lane = T.truncdiv(thread, T.int32(32)), T.truncmod(thread, T.int32(32))
@@ -227,7 +227,7 @@ def stored(change: str = "") -> HopperMachine:
             for i in range(16):
                 store(tiles.address(T.int32(0), row + i, 2 * lane), [T.cast((row + i) * 32 + lane, "uint32")])
             if change != "no fence":
-                words.fence_for_engines()
+                hopper_ptx.fence_for_engines()
             if change != "no barrier of the warp":
                 warp_barrier()
             with T.If(lane == 0), T.Then():
@@ -236,7 +236,7 @@ def stored(change: str = "") -> HopperMachine:
                 if change == "not in a group":
                     T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
                 else:
-                    words.wait_stores()
+                    hopper_ptx.wait_stores()
     return HopperMachine(builder.get())
 
 
@@ -267,7 +267,7 @@ def roles(body: Callable[[Expr], None], *, bounded: bool = True) -> None:
         with (
             T.launch_thread("blockIdx.x", T.int64(1)),
             T.launch_thread("threadIdx.x", 384) as thread,
-            words.one_block() if bounded else nullcontext(),
+            hopper_ptx.one_block() if bounded else nullcontext(),
         ):
             T.alloc_buffer((8,), "uint16", scope="shared.dyn")
             body(materialize(T.truncdiv(thread, T.int32(128))))
@@ -278,9 +278,9 @@ def dealt(few: int, many: int) -> Callable[[Expr], None]:
     def body(group: Expr) -> None:
         with T.If(group == 0):
             with T.Then():
-                words.give_registers(few)
+                hopper_ptx.give_registers(few)
             with T.Else():
-                words.take_registers(many)
+                hopper_ptx.take_registers(many)
 
     return body
 
@@ -306,7 +306,7 @@ def test_named_barriers_that_there_are_not_are_refused(number: int, threads: tup
     def body(group: Expr) -> None:
         for i, count in enumerate(threads):
             with T.If(group == i), T.Then():
-                words.meet(T.uint32(number), count)
+                hopper_ptx.meet(T.uint32(number), count)
 
     with pytest.raises(SimtError, match=why):
         roles(body)

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from mhsa_compile.frontend.canonicalize.decomposed import masks as masking
-from mhsa_compile.frontend.canonicalize.decomposed import sinks as sinking
+from mhsa_compile.frontend.canonicalize.decomposed import masks as mask_rewrite
+from mhsa_compile.frontend.canonicalize.decomposed import sinks as sink_rewrite
 from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands, attention_operands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     MatchedProbs,
@@ -56,14 +56,14 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
 def _rewrite_one(
     rewriter: Rewriter, constants: ConstantValues, softmax: onnx.NodeProto, definitions: Definitions
 ) -> list[str]:
-    beside = sinking.beside_scores(rewriter.graph, constants, softmax)
+    beside = sink_rewrite.beside_scores(rewriter.graph, constants, softmax)
     weights = weights_after(rewriter.graph, beside.weights)
     product = weights.product
     scores = scores_before(rewriter.graph, constants, beside.scores)
     operands = attention_operands(rewriter, constants, scores.product, product.input[1], scores.apart)
     last, output = _result(rewriter.graph, product, scores.apart)
-    parts = [mask for mask in scores.masks if beside.sinks or not masking.shifts_all(constants, mask)]
-    masks = masking.collect(rewriter, constants, parts, operands)
+    parts = [mask for mask in scores.masks if beside.sinks or not mask_rewrite.shifts_all(constants, mask)]
+    masks = mask_rewrite.collect(rewriter, constants, parts, operands)
     scale = float(np.float32(scores.scale * operands.factor))
     if scale <= 0:
         raise NotRecognised(f"the scores are scaled by {scale:g}")
@@ -75,8 +75,8 @@ def _rewrite_one(
     mask = _broadcastable_mask(rewriter, masks, operands)
     inputs = [operands.query, operands.key, operands.value, *([mask] if mask else [])]
     if beside.sinks:
-        sinks = sinking.of_heads(rewriter, beside.sinks, operands, weights.output)
-        inputs += [*[""] * (sinking.PLACE - len(inputs)), sinks]
+        sinks = sink_rewrite.of_heads(rewriter, beside.sinks, operands, weights.output)
+        inputs += [*[""] * (sink_rewrite.PLACE - len(inputs)), sinks]
     probs = _output_probs(rewriter.graph, weights, operands)
     if probs:
         attrs["qk_matmul_output_mode"] = _WEIGHTS
@@ -120,9 +120,9 @@ def _output_probs(graph: GraphView, weights: MatchedProbs, operands: AttentionOp
     return name
 
 
-def _broadcastable_mask(rewriter: Rewriter, masks: masking.Masks, operands: AttentionOperands) -> str:
+def _broadcastable_mask(rewriter: Rewriter, masks: mask_rewrite.Masks, operands: AttentionOperands) -> str:
     """One mask whose axes are seen to be 1 or full, or an empty name. It is expanded where they are not."""
-    mask = masking.one_mask(rewriter, masks, operands.dtype)
+    mask = mask_rewrite.one_mask(rewriter, masks, operands.dtype)
     if not mask:
         return ""
     graph, proven = rewriter.graph, True

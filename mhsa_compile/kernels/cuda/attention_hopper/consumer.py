@@ -24,7 +24,7 @@ from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention_hopper.nonfinite_values import SharedNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import padded
@@ -62,7 +62,7 @@ class AttentionConsumer:
         output: Tensor,
     ) -> None:
         self.op, self.shape, self.place, self.memory, self.output = op, shape, place, memory, output
-        self.group = materialize(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
+        self.group = materialize(hopper_ptx.same_for_warp(T.truncdiv(place.thread, T.int32(hopper_ptx.WARPGROUP))))
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(shape.v_head_dim) // COLUMNS
         self.probs = registers(shape.keys // 4, "uint32")  # P in 16 bits: four words for 16 keys
         self.words = registers(1, "uint32")
@@ -119,13 +119,13 @@ class AttentionConsumer:
         if self.shape.head_dim > _WIDEST_IN_TURN:
             return
         # One warpgroup waits here and the one before announces: together they are two.
-        words.meet(T.cast(self.group + _TOKEN, "uint32"), 2 * words.WARPGROUP)
+        hopper_ptx.meet(T.cast(self.group + _TOKEN, "uint32"), 2 * hopper_ptx.WARPGROUP)
 
     def _pass_token(self) -> None:
         if self.shape.head_dim > _WIDEST_IN_TURN:
             return
         following = T.Select(self.group == self.shape.consumers - 1, T.int32(0), self.group + 1)
-        words.announce(T.cast(following + _TOKEN, "uint32"), 2 * words.WARPGROUP)
+        hopper_ptx.announce(T.cast(following + _TOKEN, "uint32"), 2 * hopper_ptx.WARPGROUP)
 
     # Products.
 
@@ -133,14 +133,14 @@ class AttentionConsumer:
         """Begins S = Q K^T."""
         keys, queries = self.memory.keys, self.memory.queries.tiles
         keys.wait_full(use)
-        left = queries.by_rows(T.int32(0), self.group * words.ROWS)
+        left = queries.by_rows(T.int32(0), self.group * hopper_ptx.ROWS)
         right = keys.tiles.by_rows(keys.slot(use))
-        words.pin(self.acc_s, self.shape.keys // 2)
-        words.products_begin()
+        hopper_ptx.pin(self.acc_s, self.shape.keys // 2)
+        hopper_ptx.products_begin()
         for step in range(padded(self.shape.head_dim) // DEPTH):
             a, b = left + T.uint64(queries.row_step(step)), right + T.uint64(keys.tiles.row_step(step))
-            words.multiply_shared(self.acc_s, self.shape.keys, a, b, step > 0, self.op.dtype)
-        words.products_end()
+            hopper_ptx.multiply_shared(self.acc_s, self.shape.keys, a, b, step > 0, self.op.dtype)
+        hopper_ptx.products_end()
 
     def _multiply_values(self, use: Expr) -> None:
         """Begins O = O + P V, of values that are there."""
@@ -148,23 +148,23 @@ class AttentionConsumer:
         right = values.tiles.by_columns(values.slot(use))
         self._pin_sums()
         # P must be complete in its registers before the tensor cores read them.
-        words.pin(self.probs, self.shape.keys // 4, "uint32")
-        words.products_begin()
+        hopper_ptx.pin(self.probs, self.shape.keys // 4, "uint32")
+        hopper_ptx.products_begin()
         for step in range(self.shape.keys // DEPTH):
             b = right + T.uint64(values.tiles.column_step(step))
-            words.multiply_registers(self.acc, 8 * self.value_tiles, self.probs, 4 * step, b, self.op.dtype)
-        words.products_end()
+            hopper_ptx.multiply_registers(self.acc, 8 * self.value_tiles, self.probs, 4 * step, b, self.op.dtype)
+        hopper_ptx.products_end()
 
     def _pin_sums(self) -> None:
-        words.pin(self.acc, 4 * self.value_tiles)
+        hopper_ptx.pin(self.acc, 4 * self.value_tiles)
 
     def _wait_keys(self, pending: int, use: Expr) -> None:
-        words.products_wait(pending)
-        words.pin(self.acc_s, self.shape.keys // 2)
+        hopper_ptx.products_wait(pending)
+        hopper_ptx.pin(self.acc_s, self.shape.keys // 2)
         self.memory.keys.release(use, self.place.lane)
 
     def _wait_values(self, use: Expr) -> None:
-        words.products_wait(0)
+        hopper_ptx.products_wait(0)
         self._pin_sums()
         self.memory.values.release(use, self.place.lane)
 
@@ -214,10 +214,10 @@ class AttentionConsumer:
 
     def _write(self, first_row: Expr, b: Expr, h: Expr) -> None:
         """Writes the rows of O, each divided by its sum, by way of the queries' place in shared memory."""
-        words.meet(T.cast(self.group + _GROUP, "uint32"), words.WARPGROUP)  # all are done with their queries
+        hopper_ptx.meet(T.cast(self.group + _GROUP, "uint32"), hopper_ptx.WARPGROUP)  # all are done with their queries
         first = materialize(self.place.warp * ROWS)
         # The addresses below are computed anew for each item: kept, they would take registers that O needs.
-        g, q = words.fresh(self.place.g), words.fresh(self.place.q)
+        g, q = hopper_ptx.fresh(self.place.g), hopper_ptx.fresh(self.place.q)
         tiles = self.memory.output
         for row in range(2):
             part = self.softmax.inverse_row_sum(row)
@@ -228,10 +228,10 @@ class AttentionConsumer:
                 pack(self.words, 0, low, high, self.op.dtype)
                 store(start + tiles.chunk_in_row(n, g), [self.words[0]])
         # First each lane's own writes, then all of the warp's: one lane stores for all.
-        words.fence_for_engines()
+        hopper_ptx.fence_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
             tiles.store(first, self.output, first_row + first, h, b)
-            words.wait_stores()
+            hopper_ptx.wait_stores()
         # By lane 0, which has waited for the store: the place takes the next queries.
         self.memory.queries.release(self.items[0], self.place.lane)

@@ -24,7 +24,7 @@ from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import Schedule, make_schedule
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.fragments import QuadFragment
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
@@ -114,13 +114,13 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", shape.threads) as thread,
-                words.one_block(),
+                hopper_ptx.one_block(),
             ):
                 # 2. Shared memory, and what this block is to compute.
                 memory = AttentionSharedMemory(shape)
                 with T.If(thread == 0), T.Then():
                     memory.begin()
-                    words.fence_barriers()
+                    hopper_ptx.fence_barriers()
                 # No one is to arrive at an mbarrier that is not there yet.
                 barrier()
                 schedule = make_schedule(op, sizes, shape.queries, multiprocessors)
@@ -128,15 +128,15 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
                 # 3. The roles.
                 # The thread that copies needs few registers; those that compute take the rest.
                 few, many = REGISTERS[shape.consumers]
-                with T.If(thread < words.WARPGROUP):
+                with T.If(thread < hopper_ptx.WARPGROUP):
                     with T.Then():
-                        words.give_registers(few)
+                        hopper_ptx.give_registers(few)
                         # One thread asks for whole boxes; the other 127 of its warpgroup are done.
                         with T.If(thread == 0), T.Then():
                             _copy(items, memory, loaded)
                     with T.Else():
-                        words.take_registers(many)
-                        _compute(items, memory, ThreadIndex(materialize(thread - words.WARPGROUP)), output)
+                        hopper_ptx.take_registers(many)
+                        _compute(items, memory, ThreadIndex(materialize(thread - hopper_ptx.WARPGROUP)), output)
     return builder.get()
 
 
@@ -167,7 +167,7 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
     """What one thread does: asks the copy engine for all tiles, as far ahead as the ring goes."""
     query, key, value = tensors
     for tensor in tensors:
-        words.fetch_map(tensor.map)
+        hopper_ptx.fetch_map(tensor.map)
     before, tiles_before = registers(1, "int32"), registers(1, "int32")
     set_register(before, 0, T.int32(0))
     set_register(tiles_before, 0, T.int32(0))
@@ -175,7 +175,7 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
     def load(slots: Slots, use: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
         slots.wait_empty(use)
         slot = slots.slot(use)
-        words.arrive_expecting(slots.full(slot), slots.tiles.bytes)
+        hopper_ptx.arrive_expecting(slots.full(slot), slots.tiles.bytes)
         slots.tiles.load(slot, tensor, row, head, b, slots.full(slot))
 
     def item(rows: ItemRows, b: Expr, h: Expr) -> None:

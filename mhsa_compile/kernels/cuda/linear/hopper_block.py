@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import (
     ALIGNMENT,
     PANEL,
@@ -48,9 +48,9 @@ class HopperShape:
 
     columns: int
     stages: int
-    rows = words.ROWS * CONSUMERS
+    rows = hopper_ptx.ROWS * CONSUMERS
     depth = PANEL
-    threads = words.WARPGROUP * (1 + CONSUMERS)
+    threads = hopper_ptx.WARPGROUP * (1 + CONSUMERS)
 
     @property
     def tiles_bytes(self) -> int:
@@ -78,7 +78,7 @@ class HopperShape:
         terms = -(-depth // self.depth) * self.depth
         work = terms * max(
             self.rows * self.columns / 2048,
-            CONSUMERS * (words.ROWS + self.columns) * ELEMENT / 128,
+            CONSUMERS * (hopper_ptx.ROWS + self.columns) * ELEMENT / 128,
             (self.rows + self.columns) * ELEMENT / 32,
         )
         return most * (work + 300 + 4 * self.columns)
@@ -131,9 +131,9 @@ def produce(
         slot = memory.ring.slot(use)
         there, term = memory.ring.full(slot), materialize(turn * PANEL)
         # Before the copies: their bytes may arrive at once.
-        words.arrive_expecting(there, memory.x.bytes + memory.weight.bytes)
-        words.load_box(memory.x.start(slot), maps[0], (term, row), there)
-        words.load_box(memory.weight.start(slot), maps[1], (term, column), there)
+        hopper_ptx.arrive_expecting(there, memory.x.bytes + memory.weight.bytes)
+        hopper_ptx.load_box(memory.x.start(slot), maps[0], (term, row), there)
+        hopper_ptx.load_box(memory.weight.start(slot), maps[1], (term, column), there)
 
 
 class LinearConsumer:
@@ -144,7 +144,7 @@ class LinearConsumer:
     ) -> None:
         self.dtype, self.shape, self.memory, self.place = dtype, shape, memory, place
         self.bias, self.output = bias, output
-        self.group = materialize(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
+        self.group = materialize(hopper_ptx.same_for_warp(T.truncdiv(place.thread, T.int32(hopper_ptx.WARPGROUP))))
         self.thread_sums = shape.columns // 2  # sums of a thread
         self.sums, self.words = registers(self.thread_sums), registers(3, "uint32")
 
@@ -156,26 +156,26 @@ class LinearConsumer:
             use = materialize(before + turn)
             ring.wait_full(use)
             slot = ring.slot(use)
-            left, right = memory.x.by_rows(slot, self.group * words.ROWS), memory.weight.by_rows(slot)
-            words.pin(self.sums, self.thread_sums)
-            words.products_begin()
+            left, right = memory.x.by_rows(slot, self.group * hopper_ptx.ROWS), memory.weight.by_rows(slot)
+            hopper_ptx.pin(self.sums, self.thread_sums)
+            hopper_ptx.products_begin()
             for step in range(self.shape.depth // DEPTH):
                 a, b = left + T.uint64(memory.x.row_step(step)), right + T.uint64(memory.weight.row_step(step))
-                words.multiply_shared(self.sums, self.shape.columns, a, b, True, self.dtype)
-            words.products_end()
+                hopper_ptx.multiply_shared(self.sums, self.shape.columns, a, b, True, self.dtype)
+            hopper_ptx.products_end()
             # The products of this tile may run on; those of the tile before are done, so it can be given back.
-            words.products_wait(1)
+            hopper_ptx.products_wait(1)
             with T.If(turn > 0), T.Then():
                 ring.release(use - 1, lane)
-        words.products_wait(0)
-        words.pin(self.sums, self.thread_sums)
+        hopper_ptx.products_wait(0)
+        hopper_ptx.pin(self.sums, self.thread_sums)
         ring.release(before + (turns - 1), lane)
         self._write(row, column)
 
     def end(self) -> None:
         """Waits until what was written has been read from shared memory, which is to stay until then."""
         with T.If(self.place.lane == 0), T.Then():
-            words.wait_stores()
+            hopper_ptx.wait_stores()
 
     def _write(self, row: Expr, column: Expr) -> None:
         """Writes a warp's rows by themselves, which the copy engine takes while the next part begins."""
@@ -196,9 +196,9 @@ class LinearConsumer:
                 pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.dtype)
                 store(starts[half] + tiles.chunk_in_row(n, g), [self.words[2]])
         # First each lane's own writes, then all of the warp's: one lane stores for all.
-        words.fence_for_engines()
+        hopper_ptx.fence_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
             for panel in range(self.shape.columns // PANEL):
                 place = tiles.row_start(T.int32(0), first) + T.uint32(panel * self.shape.rows * ROW_BYTES)
-                words.store_box(self.output, (column + panel * PANEL, row + first), place)
+                hopper_ptx.store_box(self.output, (column + panel * PANEL, row + first), place)

@@ -31,7 +31,7 @@ from mhsa_compile.kernels.cuda.linear.kernel import (
     linear_function,
 )
 from mhsa_compile.kernels.cuda.linear.pack_weights import WIDEST, pack, packed_shapes
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import PANEL
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
 from mhsa_compile.kernels.cuda.primitives.warp import (
@@ -134,13 +134,13 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, arguments: A
     with (
         T.launch_thread("blockIdx.x", blocks) as block,
         T.launch_thread("threadIdx.x", shape.threads) as thread,
-        words.one_block(),
+        hopper_ptx.one_block(),
     ):
         # 2. Shared memory, and which parts are this block's.
         memory = LinearSharedMemory(shape)
         with T.If(thread == 0), T.Then():
-            memory.ring.begin(CONSUMERS * words.WARPGROUP // WARP)
-            words.fence_barriers()
+            memory.ring.begin(CONSUMERS * hopper_ptx.WARPGROUP // WARP)
+            hopper_ptx.fence_barriers()
         barrier()
         number, count, all_blocks = (materialize(T.cast(n, "int32")) for n in (block, parts, blocks))
         lines = materialize(T.cast(rows, "int32"))
@@ -155,15 +155,20 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, arguments: A
 
         # 3. The roles.
         few, many = REGISTERS[CONSUMERS]
-        with T.If(thread < words.WARPGROUP):
+        with T.If(thread < hopper_ptx.WARPGROUP):
             with T.Then():
-                words.give_registers(few)
+                hopper_ptx.give_registers(few)
                 with T.If(thread == 0), T.Then():
                     each_part(lambda row, column, before: produce(memory, turns, maps, row, column, before))
             with T.Else():
-                words.take_registers(many)
+                hopper_ptx.take_registers(many)
                 consumer = LinearConsumer(
-                    op.dtype, shape, memory, ThreadIndex(materialize(thread - words.WARPGROUP)), arguments.bias, maps[2]
+                    op.dtype,
+                    shape,
+                    memory,
+                    ThreadIndex(materialize(thread - hopper_ptx.WARPGROUP)),
+                    arguments.bias,
+                    maps[2],
                 )
                 each_part(lambda row, column, before: consumer.part(turns, row, column, before))
                 consumer.end()

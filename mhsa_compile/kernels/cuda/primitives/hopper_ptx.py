@@ -1,4 +1,4 @@
-"""The words of Hopper kernels: barriers in shared memory, the copy engine, and products of a warpgroup.
+"""The PTX instructions of Hopper kernels: barriers in shared memory, the copy engine, and products of a warpgroup.
 
 Addresses of shared memory are uint32, as cvta makes them: what is laid out for wgmma must begin at multiples of 1024
 bytes, and only numbers can be rounded up. Sources: PTX ISA 9.7.13.15 (mbarrier), 9.7.9.27 (cp.async.bulk.tensor),
