@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mhsa_analysis.attention_rows import RowSums
-from mhsa_analysis.heads_page import ShownLayer, framed, heads_page
+from mhsa_analysis.heads_page import ShownLayer, heads_page, in_frame
 from mhsa_analysis.layer_weights import LayerWeights
-from mhsa_analysis.moments import HeadMoments, Moments, blocked, information, whitener
+from mhsa_analysis.moments import HeadMoments, Moments, blocks_of, information, whitener
 from mhsa_analysis.pruning import PruningPlan, plan_for, plan_of
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
@@ -96,7 +96,7 @@ class HeadReport:
 
     def _repr_html_(self) -> str:
         """Shows the page of `mhsa heads` in a notebook, without attention maps, which nobody kept."""
-        return framed(heads_page("What the heads do", [ShownLayer("layer", self)]))
+        return in_frame(heads_page("What the heads do", [ShownLayer("layer", self)]))
 
     def __repr__(self) -> str:
         lines = [f"HeadReport of {self.spec.num_heads} heads, {self.tokens} tokens"]
@@ -121,8 +121,8 @@ def report_of(layer: LayerWeights, moments: Moments, rows: RowSums) -> HeadRepor
     return HeadReport(
         spec=spec,
         tokens=moments.count,
-        rho=_cosine(np.einsum("ijkk->ij", blocked(moments.second, H))),
-        cka=_cosine((blocked(moments.covariance, H) ** 2).sum(axis=(2, 3))),
+        rho=_cosine(np.einsum("ijkk->ij", blocks_of(moments.second, H))),
+        cka=_cosine((blocks_of(moments.covariance, H) ** 2).sum(axis=(2, 3))),
         contribution=_cosine(heads.cost),
         js=rows.apart / max(rows.rows, 1),
         information=_information(moments, H),
@@ -143,7 +143,7 @@ def _cosine(products: np.ndarray) -> np.ndarray:
 
 
 def _information(moments: Moments, H: int) -> np.ndarray:
-    covariance, shuffled = blocked(moments.covariance, H), blocked(moments.shuffled / moments.count, H)
+    covariance, shuffled = blocks_of(moments.covariance, H), blocks_of(moments.shuffled / moments.count, H)
     whiteners = [whitener(covariance[i, i]) for i in range(H)]
     information_of_pairs = np.full((H, H), np.inf)
     for i in range(H):

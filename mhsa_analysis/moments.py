@@ -55,7 +55,7 @@ class Moments:
         return self.covariance + np.outer(self.mean, self.mean)
 
 
-def blocked(matrix: np.ndarray, blocks: int) -> np.ndarray:
+def blocks_of(matrix: np.ndarray, blocks: int) -> np.ndarray:
     """(blocks * n, blocks * n) -> (blocks, blocks, n, n)."""
     n = len(matrix) // blocks
     return matrix.reshape(blocks, n, blocks, n).swapaxes(1, 2)
@@ -99,7 +99,7 @@ class HeadMoments:
         """G (H, H): the mean of <C_i - mean, C_j - mean> over the tokens, C_i = heads[i] W_O^(i)."""
         blocks = self.layer.out_blocks
         gram = np.einsum("ifd,jgd->ijfg", blocks, blocks, optimize=True)
-        cost: np.ndarray = np.einsum("ijfg,ijfg->ij", blocked(self.covariance, self.heads), gram, optimize=True)
+        cost: np.ndarray = np.einsum("ijfg,ijfg->ij", blocks_of(self.covariance, self.heads), gram, optimize=True)
         return cost
 
     @cached_property

@@ -20,7 +20,7 @@ from mhsa_bench.peers.peer import Opened, Peer, Problem
 from mhsa_bench.report import BenchReport, BenchRow, Floor
 from mhsa_compile.bench.timing import INPUT_SETS, Call, interleave, spread, tasks, workers_apart
 from mhsa_compile.errors import InputError
-from mhsa_compile.files.foreign_errors import bounded
+from mhsa_compile.files.foreign_errors import entry_point
 from mhsa_compile.hardware import environment, host
 from mhsa_compile.hardware.profile import detect
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -54,7 +54,7 @@ class _Timed:
     bandwidth_gbs: float
 
 
-@bounded
+@entry_point
 def bench(
     artifact: Artifact | str | os.PathLike[str],
     *,

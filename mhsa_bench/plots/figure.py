@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mhsa_compile.errors import InputError, OutputError
-from mhsa_compile.files.atomic_write import check_file, written
+from mhsa_compile.files.atomic_write import atomic_file, check_file
 from mhsa_compile.hardware import environment
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -65,6 +65,6 @@ def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
         FigureCanvasAgg(figure)
         yield figure.add_subplot()
         metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figures give the same file
-        with written(path, repr(str(path))) as file:
+        with atomic_file(path, repr(str(path))) as file:
             form = path.suffix.removeprefix(".")
             figure.savefig(file, format=form, dpi=150, metadata=metadata, bbox_inches="tight", pad_inches=0.12)

@@ -25,7 +25,7 @@ from mhsa_compile.cli.commands import (
     tune,
 )
 from mhsa_compile.cli.common import output
-from mhsa_compile.cli.common.option_groups import ungrouped
+from mhsa_compile.cli.common.option_groups import flatten_options
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import refusal_of
 
@@ -83,10 +83,10 @@ def _root(
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, callback=_root, pretty_exceptions_show_locals=False)
 for _name, _command in _COMMANDS.items():
-    app.command(_name)(ungrouped(_command))
+    app.command(_name)(flatten_options(_command))
 _records = typer.Typer(no_args_is_help=True, help=records.__doc__)
 for _name, _command in records.COMMANDS.items():
-    _records.command(_name)(ungrouped(_command))
+    _records.command(_name)(flatten_options(_command))
 app.add_typer(_records, name="records")
 _cache = typer.Typer(invoke_without_command=True, callback=cache.show, help=cache.__doc__)
 _cache.command("clear")(cache.clear)

@@ -48,7 +48,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
 
     Raises ModelError where an operation of ours has no kernel on this target.
     """
-    imported = prepared(imported, profile)
+    imported = prepare(imported, profile)
     choose = functools.cache(lambda op: _choose(op, profile, shelf))  # layers of a model are alike
     choice_of = {name: choose(op) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in choice_of.items() if isinstance(choice, _Chosen)}
@@ -74,7 +74,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow)
 
 
-def prepared(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
+def prepare(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
     """The module with everything computed once (each layer of a model makes its mask anew), weights' part of it when
     they are bound, and with what linears can
     do as they write their results in them, and products of two activations as operations."""

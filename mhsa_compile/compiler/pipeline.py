@@ -19,7 +19,7 @@ from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
 from mhsa_compile.files import atomic_write, places, user_folders
 from mhsa_compile.files.atomic_write import Unfinished
-from mhsa_compile.files.foreign_errors import bounded, reading
+from mhsa_compile.files.foreign_errors import entry_point, reading
 from mhsa_compile.files.room import NO_ROOM, number_of
 from mhsa_compile.frontend.export.input_dims import check_dims
 from mhsa_compile.frontend.export.source import Source, as_module, read_source, with_outputs
@@ -48,7 +48,7 @@ WithoutAttention = Literal["warn", "accept", "refuse"]
 _REPORT = "If `onnx.checker` finds the model valid, this is a defect of ours: report it, with the model."
 
 
-@bounded
+@entry_point
 def compile(
     source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
     target: str | TargetProfile = "native",
@@ -110,7 +110,7 @@ def compile(
         cuda_compiler.compiler()  # a missing one is said before the work
     at_hand = tuple(_records(records, profile))
     if dump is not None:
-        places.made(dump, OutputError, "dump")  # before the work, not after it
+        places.make_folder(dump, OutputError, "dump")  # before the work, not after it
     is_checked = proof.is_on(check)
     use_cache = cache and dump is None and artifact_store.is_on()
 
@@ -153,7 +153,7 @@ def compile(
                 tell("check")
                 options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
                 again = partial(compile, target=profile, without_attention="accept", **options)
-                outcome = proof.checked(read, unchecked, again, None if dump is None else Path(dump))
+                outcome = proof.check_source(read, unchecked, again, None if dump is None else Path(dump))
             artifact = unchecked.with_check(outcome, owner)
         before.keep(artifact)
         return artifact
@@ -168,11 +168,13 @@ def operations(
     weights: str | None = None,
 ) -> dict[str, Op]:
     """What a source asks of the kernels, by name; arguments and errors as `compile`."""
-    module = imported(source, dims=dims, example_inputs=example_inputs, dynamic_shapes=dynamic_shapes, weights=weights)
+    module = import_source(
+        source, dims=dims, example_inputs=example_inputs, dynamic_shapes=dynamic_shapes, weights=weights
+    )
     return module.ops
 
 
-def imported(
+def import_source(
     source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
     *,
     dims: Mapping[str, int] | None = None,
@@ -364,7 +366,7 @@ def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: Ta
     OutputError."""
     import onnx
 
-    with atomic_write.written(folder / "1_exported.onnx", "dump") as file:
+    with atomic_write.atomic_file(folder / "1_exported.onnx", "dump") as file:
         onnx.save(read.model, file)
     for name, text in (
         ("2_imported.py", imported.module.script()),

@@ -37,7 +37,7 @@ def is_on(check: bool | None) -> bool:
     return switch != "0"
 
 
-def checked(
+def check_source(
     read: Source, artifact: Artifact, compile: Callable[[onnx.ModelProto], Artifact], dump: Path | None
 ) -> Check:
     """The outcome. `read` is the source as it became canonical; `compile` compiles a part of it again.

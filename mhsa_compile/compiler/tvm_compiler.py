@@ -23,7 +23,7 @@ _REINSTALL = (
 def load() -> None:
     """Loads TVM's runtime and its compiler. Raises InstallationError, with what the system's loader says."""
     tvm_runtime.start()
-    with tvm_runtime.hidden_torch():  # the compiler takes a second to load, and would load PyTorch
+    with tvm_runtime.without_torch():  # the compiler takes a second to load, and would load PyTorch
         import tvm.base
 
         if tvm.base._RUNTIME_ONLY:

@@ -148,13 +148,13 @@ class _Watch:
 
     def notes(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, words: Any) -> Any:
         if module not in self._given:
-            raise refused(module, "its forward was called in a way that no hook sees")
+            raise refusal(module, "its forward was called in a way that no hook sees")
         args, keywords = self._given[module]
         arguments = bound(module, args, keywords)
         x = next(iter(arguments.values()), None)
         context = next((arguments[n] for n in CONTEXTS if isinstance(arguments.get(n), Tensor)), None)
         if not isinstance(x, Tensor) or x.ndim != 3:
-            raise refused(module, "the first that it is called with is no tensor (B, L, D)")
+            raise refusal(module, "the first that it is called with is no tensor (B, L, D)")
         if mask is None and _says_causal(module, words) and q.shape[2] > 1:  # as "sdpa" understands it
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
         mask = None if mask is None else mask[..., : k.shape[2]]
@@ -172,7 +172,7 @@ CONTEXTS = ("encoder_hidden_states", "key_value_states")
 """What modules call the second sequence of cross-attention."""
 
 
-def refused(module: nn.Module, why: str, argument: str = "layer") -> ModelError:
+def refusal(module: nn.Module, why: str, argument: str = "layer") -> ModelError:
     """The error for a layer that means something else than an AttentionSpec can say."""
     hint = "mhsa.compile takes any nn.Module, with example_inputs; its heads are not looked into then."
     return ModelError(argument, "attention that an AttentionSpec can say", f"a {type(module).__name__}: {why}", hint)
@@ -209,7 +209,7 @@ def _attention(
     """What modules call: query (B, H, L, E), key (B, G, S, E), value (B, G, S, F)."""
     watch = vars(module).get(_WATCH)
     if not isinstance(watch, _Watch):
-        raise refused(
+        raise refusal(
             module, f'its config says attn_implementation="{NAME}", which nothing outside of this process has'
         )
     return watch.notes(module, query, key, value, attention_mask, options)
@@ -220,7 +220,7 @@ def _eager(module: nn.Module) -> Any:
     for kind in type(module).__mro__:
         if function := getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None):
             return function
-    raise refused(module, "the file of its class has no eager_attention_forward, to hold ours against")
+    raise refusal(module, "the file of its class has no eager_attention_forward, to hold ours against")
 
 
 def _bias_of(mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -78,7 +78,7 @@ def from_torch(
     return loaded(spec, state)
 
 
-def joined(
+def join_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, full: tuple[int, int, int, int], dtype: torch.dtype
 ) -> Tensor | None:
     """PyTorch's two masks as one of ours, broadcastable to `full` = (B, H, L, S): bool, True takes part, or added.

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.attention_calls import CONTEXTS, LayerCall, attention_calls, refused
+from mhsa_compile.conversion.attention_calls import CONTEXTS, LayerCall, attention_calls, refusal
 from mhsa_compile.conversion.from_torch import dtype_of
 from mhsa_compile.conversion.layer_calls import LayerCalls
 from mhsa_compile.conversion.rotary import tables_by_its_file
@@ -70,7 +70,7 @@ def from_transformers(
             "layer", "weights of one dtype", ", ".join(sorted(dtypes)) or "none", "Call layer.float() first."
         )
     if not asks_by_name(layer):
-        raise refused(layer, "it computes attention itself, and asks for none by name")
+        raise refusal(layer, "it computes attention itself, and asks for none by name")
     call = _trial_call(layer)
     layer_calls = LayerCalls([call], dtypes.pop())
     attention = layer_calls.attention(
@@ -140,9 +140,9 @@ def _trial_call(layer: nn.Module) -> LayerCall:
     except MhsaError:
         raise
     except Exception as error:  # of anybody's forward
-        raise refused(layer, f"it cannot be tried on random numbers: {first_line(error)}") from error
+        raise refusal(layer, f"it cannot be tried on random numbers: {first_line(error)}") from error
     if len(calls) != 1:
-        raise refused(layer, f"it asks for attention {len(calls)} times in a call")
+        raise refusal(layer, f"it asks for attention {len(calls)} times in a call")
     if calls[0].projection is None:
         hint = "Pass the module around it, such as BertAttention: the output projection is in that."
         got = f"a {type(layer).__name__}, from which the heads come as they are, or by another way"
@@ -160,7 +160,7 @@ def _arguments(layer: Any) -> dict[str, Any]:
     if any(getattr(module, "is_cross_attention", False) for module in layer.modules()):
         name = next((one for one in CONTEXTS if one in parameters), None)
         if name is None:
-            raise refused(layer, f"it is for cross-attention, and takes none of {', '.join(CONTEXTS)}")
+            raise refusal(layer, f"it is for cross-attention, and takes none of {', '.join(CONTEXTS)}")
         source = _width(layer, "k")
         arguments[name] = torch.randn(_BATCH, _LENGTHS[1], source, generator=numbers, dtype=torch.float64)
     if "position_embeddings" in parameters:
@@ -183,7 +183,7 @@ def _width(layer: nn.Module, projection: str = "q") -> int:
         if projection == "k" and not name.rpartition(".")[2].startswith(("k", "c_attn")):
             continue
         return weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
-    raise refused(layer, "it has no weights with two axes")
+    raise refusal(layer, "it has no weights with two axes")
 
 
 def _check_mask(call: LayerCall, mask: str | None) -> None:

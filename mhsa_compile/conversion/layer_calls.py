@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.attention_calls import CONTEXTS, LayerCall, attention_calls, refused
+from mhsa_compile.conversion.attention_calls import CONTEXTS, LayerCall, attention_calls, refusal
 from mhsa_compile.conversion.from_torch import loaded
-from mhsa_compile.conversion.rotary import Tables, check_tables, halved, rope_of
+from mhsa_compile.conversion.rotary import Tables, check_tables, half_tables, rope_of
 from mhsa_compile.conversion.visible_keys import VisibleBand, VisibleKeys, constant_band, mask_for, mask_kind
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import first_line
@@ -57,11 +57,11 @@ class LayerCalls:
         self.module: nn.Module = calls[0].module
         for call in calls:
             if call.unknown:
-                raise refused(self.module, f"it hands {', '.join(call.unknown)} to attention")
+                raise refusal(self.module, f"it hands {', '.join(call.unknown)} to attention")
             if call.projection is None:
-                raise refused(self.module, "its heads go through more than one projection, or through none")
+                raise refusal(self.module, "its heads go through more than one projection, or through none")
             if call.q.shape[2] != call.x.shape[1] or (call.context is None and call.k.shape[2] != call.x.shape[1]):
-                raise refused(self.module, "it sees keys of calls before, or other rows than it was given")
+                raise refusal(self.module, "it sees keys of calls before, or other rows than it was given")
         self.dtype = dtype
         self._exact: nn.Module = copy.deepcopy(self.module).double().eval()
         self._out: nn.Module = copy.deepcopy(calls[0].projection).double().eval()
@@ -83,8 +83,8 @@ class LayerCalls:
         except MhsaError:
             raise
         except Exception as error:  # of anybody's forward
-            raise refused(self.module, f"it cannot be run on numbers of our choice: {first_line(error)}") from error
-        tables = halved(self.module, self.longest.arguments.get("position_embeddings"))
+            raise refusal(self.module, f"it cannot be run on numbers of our choice: {first_line(error)}") from error
+        tables = half_tables(self.module, self.longest.arguments.get("position_embeddings"))
         rope = self._rope(maps, tables, max_length)
         masks = [visible_keys_of(call) for call in self.calls]
         band = self._stated_band(window) if states_mask else constant_band(masks)
@@ -124,13 +124,13 @@ class LayerCalls:
                     module(**{name: _convert(value, dtype) for name, value in call.arguments.items()})
                 calls[-1].y = out(calls[-1].heads.flatten(2))
             except Exception as error:  # of anybody's forward
-                raise refused(self.module, f"it cannot be called again: {first_line(error)}") from error
+                raise refusal(self.module, f"it cannot be called again: {first_line(error)}") from error
             pair.append(calls[-1])
         exact, again = pair
         assert exact.y is not None and again.y is not None and call.y is not None
         sees = visible_keys_of(call).rows(len(call.x))
         if not agrees(exact.y[sees], again.y[sees], call.y[sees]):
-            raise refused(self.module, "called again with the same, without a cache, it gives another result")
+            raise refusal(self.module, "called again with the same, without a cache, it gives another result")
         return exact
 
     def _maps(self) -> dict[str, LinearMap]:
@@ -162,7 +162,7 @@ class LayerCalls:
             sample = torch.randn(_TRIED, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
             for name, one, result in zip(names, maps, function(sample), strict=True):
                 if not is_linear(one, sample, result):
-                    raise refused(self.module, self._why_not_linear(name))
+                    raise refusal(self.module, self._why_not_linear(name))
                 by_name[name] = one
         return by_name
 
@@ -214,7 +214,7 @@ class LayerCalls:
                 break
         else:
             how = "turned neither in halves nor in pairs" if tables else "changed between projection and attention"
-            raise refused(self.module, f"its queries and keys are {how}")
+            raise refusal(self.module, f"its queries and keys are {how}")
         if way is None:
             return None
         config: Any = getattr(self.module, "config", None)
@@ -222,7 +222,7 @@ class LayerCalls:
         rope = msgspec.structs.replace(rope, interleaved=way)
         assert tables is not None
         for one in self.calls:
-            theirs = halved(self.module, one.arguments.get("position_embeddings"))
+            theirs = half_tables(self.module, one.arguments.get("position_embeddings"))
             assert theirs is not None
             check_tables(self.module, rope.resolved(call.q.shape[-1]), theirs)
         return rope
@@ -249,19 +249,19 @@ class LayerCalls:
         causal = "top_left" if call.is_causal else None
         if window is not None:
             if call.window is not None and causal and tuple(window) != (call.window - 1, 0):
-                raise refused(
+                raise refusal(
                     self.module, f"its window is {(call.window - 1, 0)}, and window={tuple(window)} is another"
                 )
             return VisibleBand(causal, (window[0], window[1]))
         if call.window is None:
             in_config = getattr(getattr(self.module, "config", None), "sliding_window", None)
             if in_config and "sliding_window" not in call.said and "layer_types" not in vars(self.module.config):
-                raise refused(
+                raise refusal(
                     self.module, f"its config has a window of {in_config}, of which it says nothing: give window="
                 )
             return VisibleBand(causal)
         if causal is None:
-            raise refused(self.module, f"it says a window of {call.window}, and not to which side: give window=")
+            raise refusal(self.module, f"it says a window of {call.window}, and not to which side: give window=")
         return VisibleBand(causal, (call.window - 1, 0))
 
     def _check(self, spec: AttentionSpec, maps: Mapping[str, LinearMap], call: LayerCall) -> None:
@@ -275,7 +275,7 @@ class LayerCalls:
         for dtype in (torch.float64, torch.float32):
             same = copy.deepcopy(module).to(dtype)
             if spec.rope is not None:
-                theirs = halved(self.module, call.arguments.get("position_embeddings"))
+                theirs = half_tables(self.module, call.arguments.get("position_embeddings"))
                 assert theirs is not None
                 same.rope_cos, same.rope_sin = (table.to(dtype) for table in theirs)
             inputs = [one.to(dtype) for one in (call.x, call.context) if one is not None]
@@ -283,7 +283,7 @@ class LayerCalls:
         assert call.y is not None
         sees = visible_keys_of(call).rows(len(call.x))
         if not agrees(results[0][sees], results[1][sees], call.y[sees]):
-            raise refused(self.module, "its own result is another than that of its projections, masks and scale")
+            raise refusal(self.module, "its own result is another than that of its projections, masks and scale")
 
 
 def _convert(value: Any, dtype: torch.dtype) -> Any:

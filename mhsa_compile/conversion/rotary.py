@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.attention_calls import refused
+from mhsa_compile.conversion.attention_calls import refusal
 from mhsa_compile.errors import ModelError
 from mhsa_compile.spec.position_encoding import SCALINGS, Rope
 from mhsa_compile.verification.error_budget import agrees
@@ -36,7 +36,7 @@ def tables_by_its_file(module: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     own = kind.__name__.removesuffix("Attention") + "RotaryEmbedding"
     if own not in classes and len(classes) > 1:
-        raise refused(module, f"its file has several rotary embeddings: {', '.join(sorted(classes))}")
+        raise refusal(module, f"its file has several rotary embeddings: {', '.join(sorted(classes))}")
     rotary: Any = classes[own if own in classes else next(iter(classes))](config=module.config)
     more = {}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
@@ -54,7 +54,7 @@ def _layer_type(module: Any) -> str | None:
     return None if number is None or kinds is None else str(kinds[number])
 
 
-def halved(module: nn.Module, embeddings: Any) -> Tables | None:
+def half_tables(module: nn.Module, embeddings: Any) -> Tables | None:
     """What a layer was given as position_embeddings, one number for each pair of dims. Raises ModelError."""
     if embeddings is None:
         return None
@@ -63,7 +63,7 @@ def halved(module: nn.Module, embeddings: Any) -> Tables | None:
         or len(embeddings) != 2
         or not all(isinstance(one, Tensor) for one in embeddings)
     ):
-        raise refused(module, "its position_embeddings are no cosines and sines")
+        raise refusal(module, "its position_embeddings are no cosines and sines")
     tables = []
     for table in embeddings:
         rows = table[0] if table.ndim == 3 else table
@@ -72,7 +72,7 @@ def halved(module: nn.Module, embeddings: Any) -> Tables | None:
             or not rows.is_floating_point()
             or (table.ndim == 3 and not torch.equal(table, rows.expand_as(table)))
         ):
-            raise refused(module, "its rows stand at other places than 0, 1, ..., or at places with several axes")
+            raise refusal(module, "its rows stand at other places than 0, 1, ..., or at places with several axes")
         tables.append(rows.detach())
     width = tables[0].shape[1]
     for apart in (lambda t: t.chunk(2, dim=1), lambda t: (t[:, 0::2], t[:, 1::2])):
@@ -97,7 +97,7 @@ def check_tables(module: nn.Module, rope: Rope, theirs: Tables) -> None:
         ):
             return
     words = f"theta {rope.theta:g}, {rope.rotary_dim} dims that turn, scaling {rope.scaling!r}"
-    raise refused(module, f"its cosines and sines are not those of what its config says: {words}")
+    raise refusal(module, f"its cosines and sines are not those of what its config says: {words}")
 
 
 def rope_of(layer: nn.Module, config: Any, head_dim: int, max_length: int | None = None) -> Rope:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.attention_calls import bound, refused
-from mhsa_compile.conversion.from_torch import from_torch, joined
+from mhsa_compile.conversion.attention_calls import bound, refusal
+from mhsa_compile.conversion.from_torch import from_torch, join_masks
 from mhsa_compile.conversion.visible_keys import (
     VisibleBand,
     VisibleKeys,
@@ -80,7 +80,7 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
             results.append(copy.deepcopy(attention).to(dtype)(*inputs, mask=mask_for(attention.spec, call.seen, dtype)))
         sees = call.seen.rows(len(call.x))
         if not agrees(results[0][sees], results[1][sees], call.exact[sees]):
-            raise refused(call.module, "its own result is another than that of its projections and masks")
+            raise refusal(call.module, "its own result is another than that of its projections and masks")
     return attention
 
 
@@ -88,7 +88,7 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
 def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if query.ndim != 3 or key is not value or query.is_nested:
-        raise refused(
+        raise refusal(
             layer, "it is called with nested tensors, without a batch, or with keys and values of two tensors"
         )
     exact = _without_hooks(layer).double()(**{name: _exact(value) for name, value in arguments.items()})[0]
@@ -98,7 +98,7 @@ def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
         context = None if context is None else context.transpose(0, 1)
     L, S = query.shape[1], query.shape[1] if context is None else context.shape[1]
     full = (query.shape[0], layer.num_heads, L, S)
-    mask = joined(arguments.get("attn_mask"), arguments.get("key_padding_mask"), full, query.dtype)
+    mask = join_masks(arguments.get("attn_mask"), arguments.get("key_padding_mask"), full, query.dtype)
     mask_of_call = VisibleKeys(bool_where_it_hides(mask), L, S)
     return TorchCall(
         layer, query.detach(), None if context is None else context.detach(), mask_of_call, y.detach(), exact

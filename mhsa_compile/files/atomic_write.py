@@ -100,7 +100,7 @@ def is_at(handle: int, path: Path) -> bool:
 
 
 @contextmanager
-def replaced(folder: Path, force: bool, mark: str) -> Iterator[Path]:
+def atomic_folder(folder: Path, force: bool, mark: str) -> Iterator[Path]:
     """An empty folder that becomes `folder` when the block ends well; arguments and errors as `check_place`."""
     check_place(folder, force, mark)
     try:
@@ -175,10 +175,10 @@ def check_file(path: Path, argument: str) -> None:
 
 
 @contextmanager
-def written(path: Path, argument: str) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, argument: str) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well. Raises OutputError, and leaves what was there."""
     check_file(path, argument)
-    path = places.resolved(path, OutputError, argument)  # a link stays one
+    path = places.resolve(path, OutputError, argument)  # a link stays one
     try:
         with _unfinished_file(path) as file:
             yield file
@@ -193,8 +193,8 @@ def written(path: Path, argument: str) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, data: bytes, argument: str) -> None:
-    """Writes a file, whole or not at all; see `written`."""
-    with written(path, argument) as file:
+    """Writes a file, whole or not at all; see `atomic_file`."""
+    with atomic_file(path, argument) as file:
         file.write(data)
 
 

@@ -1,7 +1,7 @@
 """Where what other libraries raise becomes an error of ours. Standard library only.
 
 Two boundaries, and no others: `reading` around a reader of bytes from outside, whose author lists no exceptions; and
-`bounded` around the entry points of this library, for what any line within may run out of.
+`entry_point` around the entry points of this library, for what any line within may run out of.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def reading(kind: type[MhsaError], argument: str, expected: str, next_step: str 
         raise kind(argument, expected, got, next_step) from error
 
 
-def bounded(function: Callable[P, T]) -> Callable[P, T]:
+def entry_point(function: Callable[P, T]) -> Callable[P, T]:
     """An entry point: what its work runs out of is said by one of our errors. Defects stay what they are."""
 
     @functools.wraps(function)

@@ -37,7 +37,7 @@ def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     raise OSError(errno.EINVAL, f"it is {next((name for is_one, name in _KINDS if is_one(mode)), 'no file')}", path)
 
 
-def opened(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, expected: str) -> BufferedReader:
+def open_file(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, expected: str) -> BufferedReader:
     """A regular file, for reading. Anything else is refused by a `kind`."""
     try:
         return os.fdopen(regular(path), "rb")
@@ -46,13 +46,13 @@ def opened(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, e
 
 
 def read(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, expected: str) -> bytes:
-    """A file's bytes, read as `opened` opens it: anything but a regular file is refused by a `kind`."""
-    with opened(path, kind, argument, expected) as file:
+    """A file's bytes, read as `open_file` opens it: anything but a regular file is refused by a `kind`."""
+    with open_file(path, kind, argument, expected) as file:
         return file.read()
 
 
 def read_text(path: str | Path, kind: type[MhsaError], argument: str, expected: str) -> str:
-    """A file's text, read as `opened` opens it. What is no UTF-8 is refused, too."""
+    """A file's text, read as `open_file` opens it. What is no UTF-8 is refused, too."""
     raw = read(path, kind, argument, expected)
     try:
         return raw.decode("utf-8")

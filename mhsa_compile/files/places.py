@@ -26,7 +26,7 @@ def is_there(path: AnyPath) -> bool:
     return os.path.exists(path)
 
 
-def made(folder: AnyPath, kind: type[MhsaError], argument: str) -> Path:
+def make_folder(folder: AnyPath, kind: type[MhsaError], argument: str) -> Path:
     """A folder, with those that it lies in: it is made where there is none. A `kind` says why it cannot be."""
     try:
         os.makedirs(folder, exist_ok=True)
@@ -47,7 +47,7 @@ def check_possible(path: AnyPath, kind: type[MhsaError], argument: str) -> None:
         raise kind(argument, "a path that this file system can have", f"{os.fspath(path)!r} ({reason})") from error
 
 
-def resolved(path: AnyPath, kind: type[MhsaError], argument: str) -> Path:
+def resolve(path: AnyPath, kind: type[MhsaError], argument: str) -> Path:
     """The path without links, from the root on. What no path can be is refused by a `kind`."""
     try:
         return Path(os.path.realpath(path))

@@ -63,7 +63,7 @@ def microarchitecture_name(root: Path = ROOT) -> str:
     return microarchitecture.of_x86(fields["vendor_id"], family, model, stepping)
 
 
-def emulated(root: Path = ROOT) -> bool:
+def is_emulated(root: Path = ROOT) -> bool:
     """Whether QEMU runs this process without hardware's help, as far as it shows: by what its CPU says, by the name
     that the kernel has for the process, or by a /proc/cpuinfo of another architecture."""
     if (cpu := _cpuid(root)) is not None and cpu.hypervisor == _EMULATING_HYPERVISOR:
@@ -74,7 +74,7 @@ def emulated(root: Path = ROOT) -> bool:
 
 def cpu_model(root: Path = ROOT) -> str:
     """The marketing name on x86; implementer and part number on ARM, which has no name there."""
-    if emulated(root):
+    if is_emulated(root):
         return f"an emulated {architecture()} CPU"
     if (cpu := _cpuid(root)) is not None and cpu.brand:
         return cpu.brand

@@ -31,14 +31,14 @@ _ROOM = ("NoSpaceLeft", "FileTooBig", "DiskQuota", "ReadOnlyFileSystem", "No spa
 _KILLED_AS_IT_WROTE = (signal.SIGXFSZ, signal.SIGBUS)  # beyond a limit on sizes; into mapped pages that no disk has
 
 
-def wanted_cache() -> Path:
+def first_cache() -> Path:
     """The folder in which Zig keeps what it built: what its variable says, by default in the user's cache."""
     return Path(os.environ.get(CACHE) or user_folders.cache_home() / "zig")
 
 
 def cache_folder() -> Path:
-    """`wanted_cache`, or where that cannot be written a folder of this user's among the temporary files."""
-    folder = wanted_cache()
+    """`first_cache`, or where that cannot be written a folder of this user's among the temporary files."""
+    folder = first_cache()
     return folder if user_folders.can_write(folder) else user_folders.spare() / "zig"
 
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.from_torch import from_torch, joined
+from mhsa_compile.conversion.from_torch import from_torch, join_masks
 from mhsa_compile.errors import ModelError
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.call_context import why_not_numbers
@@ -210,7 +210,7 @@ class LayerForward:
         causal = is_causal and key_padding_mask is None and not need_weights  # then PyTorch takes the hint's word, too
         keys = inputs[1] if len(inputs) > 1 else inputs[0]
         full = (inputs[0].shape[0], layer.num_heads, inputs[0].shape[1], keys.shape[1])
-        mask = joined(None if causal else attn_mask, key_padding_mask, full, query.dtype)
+        mask = join_masks(None if causal else attn_mask, key_padding_mask, full, query.dtype)
         kind = None if mask is None else "bool" if mask.dtype == torch.bool else "additive"
         compiled = self._bound.get(CallKind(layer.num_heads, len(inputs), kind, causal, need_weights))
         if isinstance(compiled, str):

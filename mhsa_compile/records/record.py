@@ -160,7 +160,7 @@ def why_doubtful(record: Record) -> str | None:
     return None
 
 
-def merged(records: Iterable[Record]) -> list[Record]:
+def merge_best(records: Iterable[Record]) -> list[Record]:
     """The fastest right one for each operation, number of threads, ISA and device, in the order in which they came.
 
     Of the same lengths that is the one of the shortest time; of different lengths in one bucket, the one that gains the

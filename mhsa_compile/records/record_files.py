@@ -16,7 +16,7 @@ import msgspec
 from mhsa_compile.errors import RecordsError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.records import append_log
-from mhsa_compile.records.record import FORMAT, Record, does_not_tell, encoded, merged
+from mhsa_compile.records.record import FORMAT, Record, does_not_tell, encoded, merge_best
 
 _SPLIT = "Split the file by device first."
 _BEGIN = b'{"format":'
@@ -101,7 +101,7 @@ def merge_into(path: Path, more: Iterable[Record]) -> list[Record]:
         for flaw in flaws:
             if flaw.error is not None:
                 raise flaw.error
-        best.extend(merged([*(record for _, record in rows), *more]))
+        best.extend(merge_best([*(record for _, record in rows), *more]))
         return [encoded(record) for record in best]
 
     with _room_for(path):

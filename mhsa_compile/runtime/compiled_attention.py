@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
-from mhsa_compile.files.foreign_errors import bounded, reading, refusal_of
+from mhsa_compile.files.foreign_errors import entry_point, reading, refusal_of
 from mhsa_compile.files.opened_once import HashedFile
 from mhsa_compile.hardware import host
 from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
-from mhsa_compile.runtime.artifact.artifact import Artifact, opened, stored_weights
+from mhsa_compile.runtime.artifact.artifact import Artifact, open_artifact, stored_weights
 from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
 from mhsa_compile.runtime.artifact.manifest import MODULE, WEIGHTS, Manifest, TensorInfo
 from mhsa_compile.runtime.bound_call import BoundCall
@@ -45,7 +45,7 @@ _REPORT = "Compile it again; if it ends so once more, report it, with the model.
 _AGAIN = "Compile it again."
 
 
-@bounded
+@entry_point
 def load(
     path: str | os.PathLike[str] | Artifact,
     *,
@@ -75,7 +75,7 @@ def load(
     if threads is not None:
         host.thread_count(threads)
     check_pool(pool)
-    with opened(path.path if isinstance(path, Artifact) else path) as artifact:
+    with open_artifact(path.path if isinstance(path, Artifact) else path) as artifact:
         manifest = artifact.manifest
         readers: dict[str, Callable[[HashedFile], Any]] = {MODULE: HashedFile.read}
         if (needs := own_weights(manifest, weights)) is not None:
@@ -114,7 +114,7 @@ def _on_gpu(
     launched before all is well."""
     if threads is not None:
         raise InputError("threads", "None: a GPU computes", repr(threads))
-    gpu = cuda_devices.chosen(manifest, device)
+    gpu = cuda_devices.select_gpu(manifest, device)
     arrays = weight_arrays(manifest, contents.pop(WEIGHTS, {}), weights, partial(DeviceWeight, gpu))
     runtime = tvm_runtime.start_cuda()
     with runtime.calls.lock:
@@ -200,7 +200,7 @@ class CompiledAttention:
         except Exception as error:
             raise self._refusal(error, arrays, sizes) from error
 
-    @bounded
+    @entry_point
     def bind(self, /, *inputs: Any, **by_name: Any) -> BoundCall:
         """A call of these very arrays, for loops that make it again and again: they are checked now, and each run reads
         what is in them then. Raises InputError, also for a GPU's artifact.
@@ -219,7 +219,7 @@ class CompiledAttention:
         values = self._signature.values(inputs, by_name)
         return BoundCall(self._signature, self._run, lambda: self._thread.lock, values, arrays, sizes)
 
-    @bounded
+    @entry_point
     def profile(self, /, *inputs: Any, cache: Any = None, seconds: float = 1.0, **by_name: Any) -> CallProfile:
         """What this call spends its time on, by operation: it is made again and again, for about so many seconds.
 
@@ -264,7 +264,7 @@ class CompiledAttention:
             return refusal
         return ArtifactError("artifact", "code that fits its manifest", f"code that ends at {shapes}", _REPORT)
 
-    @bounded
+    @entry_point
     def from_host(self, /, *inputs: Any, **by_name: Any) -> Any:
         """A call on NumPy arrays, wherever it runs: to a GPU they are copied, and its outputs back.
 

@@ -67,7 +67,7 @@ def driver() -> Driver:
     return _Library(library)
 
 
-def chosen(manifest: Manifest, device: str | None) -> Gpu:
+def select_gpu(manifest: Manifest, device: str | None) -> Gpu:
     """The GPU on which to load an artifact: `device` is "cuda:1" or the like, "cuda" or None the first.
 
     Raises InstallationError (no driver, an older one), DeviceError (no GPU, too little memory), InputError (none of

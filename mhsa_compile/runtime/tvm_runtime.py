@@ -232,7 +232,7 @@ def start() -> Runtime:
     """Loads TVM's runtime. Raises InstallationError for a pair of packages that would crash."""
     environment.check_tvm_pair()
     os.environ.setdefault(*_SPINS)  # read when the first pool starts
-    with hidden_torch():
+    with without_torch():
         import tvm_ffi
     ctypes.CDLL(str(_library("libtvm_runtime.so")), ctypes.RTLD_GLOBAL)
     function = tvm_ffi.get_global_func
@@ -304,7 +304,7 @@ def _library(name: str) -> Path:
 
 
 @contextmanager
-def hidden_torch() -> Iterator[None]:
+def without_torch() -> Iterator[None]:
     """TVM imports PyTorch where it is installed, which takes a second; it works without, torch tensors included.
 
     Only for this thread: another may be importing PyTorch at this moment.

@@ -100,7 +100,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     if not isinstance(path, str | os.PathLike):
         raise InputError("weights", f"arrays by name, or {expected}", type(path).__name__)
     with (
-        input_files.opened(path, InputError, "weights", expected) as file,
+        input_files.open_file(path, InputError, "weights", expected) as file,
         reading(InputError, "weights", f"{expected}, {str(path)!r}"),
     ):
         return read_tensors(file, os.fstat(file.fileno()).st_size)

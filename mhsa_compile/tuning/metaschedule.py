@@ -98,7 +98,7 @@ def tune_function(
     RuntimeError where not even the default can be measured."""
     end = monotonic() + seconds - 4 * LAST
     job = job_of(task, seed)
-    default = candidate_of(cpu_schedule.scheduled(task.function, profile.vector_lanes("float32")), profile)
+    default = candidate_of(cpu_schedule.schedule_function(task.function, profile.vector_lanes("float32")), profile)
     result = ScheduleResult(task, float("nan"), float("nan"), 0.0)
     space = _Space(task, profile, session.threads, seed)
     best: tuple[float, str, Candidate] | None = None
@@ -127,7 +127,7 @@ def _candidates(
     candidates = []
     for trace in texts:
         result.trials += 1
-        function = traces.applied(task.function, trace)
+        function = traces.apply(task.function, trace)
         if isinstance(function, str):  # why the trace does not apply
             result.failures[BUILD] += 1
             continue

@@ -27,7 +27,7 @@ from mhsa_compile.tuning.measure.job import Candidate, Failure, Outcome, Timing
 from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkOrder
 from mhsa_compile.tuning.measure.work_results import Measurement, Results
 from mhsa_compile.tuning.search.sampler import TrialResult, plain, point_of, results_of
-from mhsa_compile.tuning.search.search import FINALISTS, SearchResult, chosen, noise_of
+from mhsa_compile.tuning.search.search import FINALISTS, SearchResult, choose, noise_of
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study import Study, digest
 from mhsa_compile.tuning.search.study_storage import open_storage
@@ -222,12 +222,12 @@ def _best(
 ) -> SearchResult:
     """The result of the best candidate: each was measured beside a default of its own, so each is judged by that."""
     noise = noise_of(incumbent, again)
-    point, best = chosen(space.default, incumbent, {}, noise)
+    point, best = choose(space.default, incumbent, {}, noise)
     result = best[point]
     for candidate, pair in pairs.items():
         both = _both(pair)
         if both is not None:
-            faster, its = chosen(space.default, both[0], {candidate: both[1]}, noise)
+            faster, its = choose(space.default, both[0], {candidate: both[1]}, noise)
             if its[faster].score < result.score:
                 point, result = faster, its[faster]
     return SearchResult(point, result, noise, tuple(study.trials()), "results")

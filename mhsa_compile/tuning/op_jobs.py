@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mhsa_compile.bench.timing import INPUT_SETS
 from mhsa_compile.compiler.codegen import build
-from mhsa_compile.compiler.selection.op_key import sized, symbols
+from mhsa_compile.compiler.selection.op_key import size_in, symbols
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
@@ -83,7 +83,7 @@ def _some(count: int, most: int) -> np.ndarray:
 
 
 def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) -> MeasureJob:
-    rows = [sized(dim, sizes) for dim in op.rows]
+    rows = [size_in(dim, sizes) for dim in op.rows]
     K, N, count = op.in_features, op.out_features, prod(rows)
     x = _draw(rng, (*rows, K), op.dtype)
     shapes = [(K, n) if transposed else (n, K) for n, transposed in zip(op.widths, op.transposed, strict=True)]
@@ -120,9 +120,9 @@ class _AttentionJob:
 
     def __init__(self, op: AttentionOp, sizes: Mapping[str, int]) -> None:
         self.op = op
-        self.B, self.L, self.S = (sized(dim, sizes) for dim in (op.batch, op.q_length, op.kv_length))
+        self.B, self.L, self.S = (size_in(dim, sizes) for dim in (op.batch, op.q_length, op.kv_length))
         kinds = ([kind for _, kind in step.arguments(op)] for step in op.scores)
-        self.kinds = [[(kind.dtype, tuple(sized(dim, sizes) for dim in kind.dims)) for kind in own] for own in kinds]
+        self.kinds = [[(kind.dtype, tuple(size_in(dim, sizes) for dim in kind.dims)) for kind in own] for own in kinds]
 
     def job(self, rng: np.random.Generator) -> MeasureJob:
         op = self.op

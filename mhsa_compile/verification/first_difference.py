@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from mhsa_compile.files.atomic_write import written
+from mhsa_compile.files.atomic_write import atomic_file
 from mhsa_compile.verification.evaluators import Evaluators
 from mhsa_compile.verification.file_check import Difference, check_file
 from mhsa_compile.verification.repeated_runs import Run
@@ -125,5 +125,5 @@ def keep(folder: Path, difference: Difference) -> None:
         "got": difference.actual,
     }
     as_numpy = {n: a.astype(np.float32) if str(a.dtype) == "bfloat16" else a for n, a in arrays.items()}
-    with written(folder / "5_mismatch.npz", "dump") as file:
+    with atomic_file(folder / "5_mismatch.npz", "dump") as file:
         np.savez(file, **as_numpy)  # type: ignore[arg-type]  # its stub mistakes the names

@@ -149,7 +149,7 @@ class RunPairs:
         if not self._keys:
             return results
         keys = {name: results[i] for i, name in self._keys.items()}
-        triples = top_k_parity.weighed(self.model, inputs, keys, int8_weights=self.manifest.int8_weights)
+        triples = top_k_parity.weigh(self.model, inputs, keys, int8_weights=self.manifest.int8_weights)
         weights = {i: triples[name][2] for i, name in self._keys.items()}
         return [weights.get(i, array) for i, array in enumerate(results)]
 

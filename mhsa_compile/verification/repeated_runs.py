@@ -36,7 +36,7 @@ class Repeats:
     difference: float
 
 
-def repeated(
+def repeat(
     start: Callable[[int], Run],
     inputs: Arrays,
     *,

@@ -47,7 +47,7 @@ def with_any_threads(manifest: Manifest, start: Callable[[int], repeated_runs.Ru
     inputs = SelfCheckInputs(manifest, seed).draw_large()
     numbers = [n for n in repeated_runs.THREADS if n <= max(2, host.allowed_cpus())]  # TVM warns of more
     try:
-        repeats = repeated_runs.repeated(start, inputs, calls=MOST_CALLS, seconds=SECONDS, threads=numbers)
+        repeats = repeated_runs.repeat(start, inputs, calls=MOST_CALLS, seconds=SECONDS, threads=numbers)
     except InputError as error:
         return SelfCheck(THREADS, note=f"its largest sizes are refused: {error}")
     calls, different = (sum(counts) for counts in zip(*((one.calls, one.different) for one in repeats), strict=True))

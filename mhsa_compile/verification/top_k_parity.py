@@ -41,7 +41,7 @@ def by_weight(
     """(The oracle's, the yardstick's, the actual) of each output, with weights in place of keys."""
     names = [value.name for value in model.graph.output]
     keys = {name: results[names.index(name)][2] for name in key_outputs(model)}
-    triples = weighed(model, inputs, keys, int8_weights=int8_weights) if keys else {}
+    triples = weigh(model, inputs, keys, int8_weights=int8_weights) if keys else {}
     return [triples.get(name, triple) for name, triple in zip(names, results, strict=True)]
 
 
@@ -61,7 +61,7 @@ def in_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def weighed(
+def weigh(
     model: onnx.ModelProto, inputs: Arrays, keys: Mapping[str, np.ndarray], *, int8_weights: bool
 ) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Returns three arrays for each output that holds keys: the oracle's largest weights, those of PyTorch, and the
@@ -86,12 +86,12 @@ def weighed(
     arrays = {**inputs, **{f"{name}.probe": keys[name] for name in nodes}}
     exact, yardstick = oracle(probing, arrays), eager(probing, arrays, int8_weights=int8_weights)
     return {
-        name: (exact[2 * i], yardstick[2 * i], np.where(repeated(keys[name]), np.nan, exact[2 * i + 1]))
+        name: (exact[2 * i], yardstick[2 * i], np.where(repetitions(keys[name]), np.nan, exact[2 * i + 1]))
         for i, name in enumerate(nodes)
     }
 
 
-def repeated(keys: np.ndarray) -> np.ndarray:
+def repetitions(keys: np.ndarray) -> np.ndarray:
     """Returns a mask of the places at which a row names a key again."""
     order = np.argsort(keys, axis=-1, kind="stable")
     ordered = np.take_along_axis(keys, order, axis=-1)

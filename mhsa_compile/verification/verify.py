@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mhsa_compile.files.foreign_errors import bounded
+from mhsa_compile.files.foreign_errors import entry_point
 from mhsa_compile.verification import self_checks as selfcheck
 from mhsa_compile.verification.oracle.evaluate import Reference, eager, oracle
 from mhsa_compile.verification.paired_runs import SelfCheck
@@ -31,9 +31,9 @@ __all__ = [
     "Verdict",
     "check",
     "eager",
-    "judged",
     "oracle",
     "verify",
+    "verify_run",
 ]
 
 
@@ -53,7 +53,7 @@ class Verdict:
         return max(self.cases, key=lambda case: case.ratio)
 
 
-@bounded
+@entry_point
 def verify(
     artifact: Artifact | str | os.PathLike[str],
     *,
@@ -90,13 +90,13 @@ def verify(
         return run
 
     on_cpu = opened.manifest.target.family == "cpu"
-    verdict = judged(opened, start(threads), cases=cases, seed=seed, self_checks=self_checks)
+    verdict = verify_run(opened, start(threads), cases=cases, seed=seed, self_checks=self_checks)
     if not self_checks or not on_cpu:
         return verdict
     return replace(verdict, checks=(*verdict.checks, selfcheck.with_any_threads(opened.manifest, start, seed)))
 
 
-def judged(
+def verify_run(
     artifact: Artifact,
     run: Callable[[Arrays], list[np.ndarray]],
     *,

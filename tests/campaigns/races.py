@@ -192,7 +192,7 @@ def run(case: Case, calls: int) -> tuple[int, int, list[str]]:
             return once
 
         began = time.monotonic()
-        found = repeated_runs.repeated(start, inputs, calls=calls)
+        found = repeated_runs.repeat(start, inputs, calls=calls)
         count, off = sum(one.calls for one in found), sum(one.different for one in found)
         sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
         seconds = time.monotonic() - began

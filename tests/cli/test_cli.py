@@ -488,7 +488,7 @@ from mhsa_compile.files import atomic_write
 
 @cli.app.command("stop")
 def stop(place: Path, wrapped: bool = False) -> None:
-    with atomic_write.replaced(place, False, "mark") as folder:
+    with atomic_write.atomic_folder(place, False, "mark") as folder:
         (folder / "half").touch()
         try:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -8,7 +8,7 @@ from onnx import parser
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.fallback.binding_order import sizes_first
-from mhsa_compile.compiler.pipeline import imported
+from mhsa_compile.compiler.pipeline import import_source
 
 MODEL = """<ir_version: 9, opset_import: ["" : 17]> g (int32 n) => (float[m] y) {
     whole = HannWindow(n)  half = HannWindow <periodic = 0> (n)  y = Mul(whole, half) }"""
@@ -24,5 +24,5 @@ def test_windows_of_a_length_that_comes_by_the_call() -> None:
 
 def test_what_is_in_order_stays_as_it_is() -> None:
     with pytest.warns(UserWarning, match="holds no attention"):
-        module = imported(parser.parse_model(MODEL)).module
+        module = import_source(parser.parse_model(MODEL)).module
     assert sizes_first(module) is module

@@ -258,7 +258,7 @@ def test_nothing_but_the_weights_hangs_on_their_values(width: int) -> None:
         for parameter in module.parameters():
             if value is not None:
                 nn.init.constant_(parameter, value)
-        found = pipeline.imported(module)
+        found = pipeline.import_source(module)
         seen.add((found.module.script(), repr(sorted(found.ops.items()))))
     assert len(seen) == 1
 

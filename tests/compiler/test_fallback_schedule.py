@@ -239,7 +239,7 @@ def test_reshapes_between_sizes_that_nobody_can_show_to_be_equal_are_views() -> 
     graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
     with pytest.warns(UserWarning, match="no attention"):
-        module = pipeline.imported(model).module
+        module = pipeline.import_source(model).module
     assert not [name for name in cpu_schedule.primitives(module, load_profile("x86-64-v3")) if "reshape" in name]
     x = np.random.default_rng(0).standard_normal((6, 5, 4)).astype(np.float32)
     z = mhsa.load(mhsa.compile(model, without_attention="accept"))(x, np.zeros((3, 2, 4, 5), np.float32))

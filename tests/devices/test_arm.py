@@ -16,7 +16,7 @@ from support.arm.runs import Refused, There
 
 import mhsa_compile as mhsa
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.verification.verify import judged
+from mhsa_compile.verification.verify import verify_run
 
 SPEC = mhsa.AttentionSpec(embed_dim=66, num_heads=6, head_dim=11, num_kv_heads=2, causal=True, mask="key_padding")
 
@@ -38,7 +38,7 @@ def there() -> Iterator[There]:
 @pytest.mark.arm
 def test_a_cross_build_is_right_there(artifact: Artifact, there: There, record_property) -> None:
     run = there.load(artifact)
-    verdict = judged(artifact, run, cases=[{"B": 3, "L": 7}, {"B": 1, "L": 67}], self_checks=False)
+    verdict = verify_run(artifact, run, cases=[{"B": 3, "L": 7}, {"B": 1, "L": 67}], self_checks=False)
     runs.note(record_property, "a causal block on neoverse-n1", *verdict.cases)
     assert verdict.ok, verdict.worst
 

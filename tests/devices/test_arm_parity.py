@@ -14,7 +14,7 @@ from support.cases import PARITY, ParityCase
 
 import mhsa_compile as mhsa
 from mhsa_compile.hardware.profile import load_profile, profile_names
-from mhsa_compile.verification.verify import judged
+from mhsa_compile.verification.verify import verify_run
 
 pytestmark = pytest.mark.arm
 
@@ -78,7 +78,7 @@ def test_parity(case: ParityCase, target: str, machines: Machines, record_proper
     there = machines[runs.cpu_of(target)]
     for fixed, cases in case.builds:
         artifact = mhsa.compile(module, runs.emulable(target), dims=fixed, weights=case.weights)
-        verdict = judged(artifact, there.load(artifact), cases=cases, self_checks=False)
+        verdict = verify_run(artifact, there.load(artifact), cases=cases, self_checks=False)
         runs.note(record_property, f"{case.name} on {target}", *verdict.cases)
         worst = verdict.worst
         assert verdict.ok, f"error {worst.error:.3g}, budget {worst.budget:.3g} at {worst.dims}"
@@ -95,7 +95,7 @@ def test_sve(name: str, bits: int, machines: Machines, record_property) -> None:
     module = mhsa.MultiHeadAttention(case.spec).eval()
     artifact = mhsa.compile(module, wide, weights=case.weights)
     run = machines[runs.SVE[bits]].load(artifact)
-    verdict = judged(artifact, run, cases=case.builds[0][1], self_checks=False)
+    verdict = verify_run(artifact, run, cases=case.builds[0][1], self_checks=False)
     runs.note(record_property, f"{name} on {ALL} with SVE of {bits} bits", *verdict.cases)
     assert verdict.ok, verdict.worst
 

@@ -14,7 +14,7 @@ from support.cases import PARITY, ParityCase
 from support.cuda import gpu_machine
 
 import mhsa_compile as mhsa
-from mhsa_compile.verification.verify import judged
+from mhsa_compile.verification.verify import verify_run
 
 pytestmark = gpu_machine.marks
 
@@ -33,7 +33,7 @@ def test_parity(case: ParityCase, record_property: Callable[[str, Any], None]) -
         artifact = gpu_machine.compiled(module, **fixed)
         self_checks = case.name in CHECKED_AGAINST_ITSELF
         run = gpu_machine.through(mhsa.load(artifact))
-        verdict = judged(artifact, run, cases=cases, self_checks=self_checks)
+        verdict = verify_run(artifact, run, cases=cases, self_checks=self_checks)
         runs_noted.note(record_property, case.name, *verdict.cases, machine=torch.cuda.get_device_name())
         worst = verdict.worst
         assert verdict.ok, f"error {worst.error:.3g}, budget {worst.budget:.3g} at {worst.dims}; {verdict.checks}"

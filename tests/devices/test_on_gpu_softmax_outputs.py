@@ -7,7 +7,7 @@ from support.cuda import gpu_machine
 
 import mhsa_compile as mhsa
 from mhsa_compile.spec.masks import Longformer
-from mhsa_compile.verification.verify import judged
+from mhsa_compile.verification.verify import verify_run
 
 pytestmark = gpu_machine.marks
 
@@ -28,5 +28,5 @@ def test_rows_under_a_constant_mask() -> None:
 
 
 def _check(artifact: mhsa.Artifact, cases: tuple[tuple[int, int, int], ...]) -> None:
-    verdict = judged(artifact, gpu_machine.through(mhsa.load(artifact)), cases=cases)
+    verdict = verify_run(artifact, gpu_machine.through(mhsa.load(artifact)), cases=cases)
     assert verdict.ok, verdict.checks

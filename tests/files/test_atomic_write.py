@@ -13,7 +13,7 @@ import pytest
 
 from mhsa_compile.errors import OutputError
 from mhsa_compile.files import atomic_write
-from mhsa_compile.files.atomic_write import Unfinished, replaced, written
+from mhsa_compile.files.atomic_write import Unfinished, atomic_file, atomic_folder
 
 MAKER = """
 import sys
@@ -44,11 +44,11 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_else(tmp_
     makers[0].send_signal(signal.SIGKILL)
     makers[0].communicate()
     assert names(tmp_path) == kept | {left}
-    with replaced(tmp_path / "a.mhsa", force=False, mark="mark"):
+    with atomic_folder(tmp_path / "a.mhsa", force=False, mark="mark"):
         assert left not in names(tmp_path) and alive in names(tmp_path)
     assert names(tmp_path) == kept | {"a.mhsa"}
     makers[1].communicate()  # it ends, and leaves its folder, too
-    with replaced(tmp_path / "a.mhsa", force=True, mark="mark"):
+    with atomic_folder(tmp_path / "a.mhsa", force=True, mark="mark"):
         assert alive not in names(tmp_path)
 
 
@@ -91,14 +91,14 @@ def test_temporary_folders_are_private_and_no_longer_than_they_are_needed(
 
 def test_a_file_is_written_whole_and_replaces_only_files(tmp_path: Path) -> None:
     place = tmp_path / "y.npz"
-    with written(place, "-o") as file:
+    with atomic_file(place, "-o") as file:
         file.write(b"old")
-    with pytest.raises(OutputError, match="No space left"), written(place, "-o"):
+    with pytest.raises(OutputError, match="No space left"), atomic_file(place, "-o"):
         Path("/dev/full").write_bytes(b"new")
     assert place.read_bytes() == b"old" and names(tmp_path) == {"y.npz"}
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null"), Path("")):
-        with pytest.raises(OutputError, match="-o: expected a place for a file, got"), written(path, "-o"):
+        with pytest.raises(OutputError, match="-o: expected a place for a file, got"), atomic_file(path, "-o"):
             raise AssertionError("it must not come to this")
-    with pytest.raises(OutputError, match="a file in a folder that exists"), written(tmp_path / "no" / "y", "-o"):
+    with pytest.raises(OutputError, match="a file in a folder that exists"), atomic_file(tmp_path / "no" / "y", "-o"):
         raise AssertionError("it must not come to this")

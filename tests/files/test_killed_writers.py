@@ -15,7 +15,7 @@ import pytest
 from support import tiny_artifact
 
 from mhsa_compile.compiler.cache import artifact_store
-from mhsa_compile.files.atomic_write import Unfinished, written
+from mhsa_compile.files.atomic_write import Unfinished, atomic_file
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle
 
@@ -91,7 +91,7 @@ def write(kind: str, artifact: Artifact, place: Path) -> None:
     elif kind == "bundle":
         bundle(artifact, place / "a.mhsa", force=True)
     else:
-        with written(place / "a.mhsa", "-o") as file:
+        with atomic_file(place / "a.mhsa", "-o") as file:
             file.write(b"whole")
 
 

@@ -66,9 +66,9 @@ def test_a_command_says_it_in_one_line(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_is_written(folder: Path) -> None:
     for odd in ("x" * 300, "file/below", "a\0b"):
-        with pytest.raises(OutputError), atomic_write.written(folder / odd, "-o"):
+        with pytest.raises(OutputError), atomic_write.atomic_file(folder / odd, "-o"):
             pass
-        with pytest.raises(OutputError), atomic_write.replaced(folder / odd, False, "manifest.json"):
+        with pytest.raises(OutputError), atomic_write.atomic_folder(folder / odd, False, "manifest.json"):
             pass
         with pytest.raises(OutputError):
-            places.made(folder / odd, OutputError, "dump")
+            places.make_folder(folder / odd, OutputError, "dump")

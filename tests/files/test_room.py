@@ -12,7 +12,7 @@ import pytest
 
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.files import room, user_folders
-from mhsa_compile.files.foreign_errors import bounded, reading
+from mhsa_compile.files.foreign_errors import entry_point, reading
 
 COMPILED = """
 import resource, sys
@@ -44,7 +44,7 @@ def test_what_finds_no_room_is_an_output_error_however_a_library_says_it(number:
         with pytest.raises(OutputError), reading(InputError, "file", "one"):
             raise error
 
-        @bounded
+        @entry_point
         def entry(error: Exception = error) -> None:
             raise error
 

@@ -37,7 +37,7 @@ from mhsa_compile.errors import (
 )
 from mhsa_compile.files import free_memory
 from mhsa_compile.files import input_files as files
-from mhsa_compile.files.foreign_errors import bounded, reading
+from mhsa_compile.files.foreign_errors import entry_point, reading
 from mhsa_compile.frontend.export.source import read_onnx, read_source
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records import record_files
@@ -112,7 +112,7 @@ def test_a_path_with_a_nul_is_refused(read: object) -> None:
 def test_devices_and_folders_are_no_files(tmp_path: Path) -> None:
     for path, what in (("/dev/zero", "a device"), (tmp_path, "a folder")):
         with pytest.raises(InputError, match=f"it is {what}"):
-            files.opened(path, InputError, "weights", "a file")
+            files.open_file(path, InputError, "weights", "a file")
 
 
 @pytest.mark.thorough
@@ -260,11 +260,11 @@ def test_memory_that_cannot_be_had_is_said_by_entry_points() -> None:
             raise error
 
         with pytest.raises(ResourceError):
-            bounded(entry)()
+            entry_point(entry)()
     with pytest.raises(OutputError, match="No space"):
-        bounded(lambda: (_ for _ in ()).throw(OSError(28, "No space left on device")))()
+        entry_point(lambda: (_ for _ in ()).throw(OSError(28, "No space left on device")))()
     with pytest.raises(ZeroDivisionError):  # a defect stays one
-        bounded(lambda: 1 / 0)()
+        entry_point(lambda: 1 / 0)()
 
 
 def test_what_a_machine_has(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from fuzz import mutations
 from mhsa_compile.cli.common import arrays
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records import record_files
-from mhsa_compile.records.record import Isa, RecordSet, encoded, merged, why_doubtful, why_not_on
+from mhsa_compile.records.record import Isa, RecordSet, encoded, merge_best, why_doubtful, why_not_on
 from mhsa_compile.runtime.array_memory import aligned_zeros
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.spec.attention_spec import AttentionSpec
@@ -232,7 +232,7 @@ def records(files: Files, draw: random.Random) -> Case:
 
 def read_records(files: Files, path: Path) -> None:
     found, flaws = record_files.examine(path)
-    best = merged(found)
+    best = merge_best(found)
     for record in best:
         why_not_on(record, files.profile)
         why_doubtful(record)
@@ -297,7 +297,7 @@ def model(files: Files, draw: random.Random) -> Case:
 def imported(path: Path) -> object:
     from mhsa_compile.compiler import pipeline
 
-    return pipeline.imported(path)
+    return pipeline.import_source(path)
 
 
 KINDS: dict[str, tuple[Callable[[Files, random.Random], Case], int]] = {

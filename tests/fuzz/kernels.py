@@ -41,7 +41,7 @@ from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.verification.oracle import softmax_outputs as reference_inside
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
 from mhsa_compile.verification.parity import Draw, judge
-from mhsa_compile.verification.top_k_parity import repeated
+from mhsa_compile.verification.top_k_parity import repetitions
 
 ORDERS = 8
 """The number of orders in which PyTorch's sums are taken, where one may be luck."""
@@ -186,7 +186,7 @@ def _inside_eager(op: AttentionOp, given: Operands, wanted: SoftmaxOutputs) -> d
 def _weights_of(keys: np.ndarray, expected: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """The weights of keys: NaN for one that is none, or comes twice in a row, or stands where there should be none."""
     S = weights.shape[-1]
-    wrong = (keys < -1) | (keys >= S) | ((keys < 0) != (expected < 0)) | repeated(keys)
+    wrong = (keys < -1) | (keys >= S) | ((keys < 0) != (expected < 0)) | repetitions(keys)
     found = np.take_along_axis(weights, keys.clip(0, S - 1), axis=-1)
     return np.where(wrong, np.nan, np.where(keys < 0, 0, found))
 

@@ -90,7 +90,7 @@ def test_qemu_without_hardwares_help_is_an_emulator(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(host, "architecture", lambda: "x86_64")
         answers = made("zen4", hypervisor=hypervisor)
         monkeypatch.setattr(cpuid, "read", lambda answers=answers: answers)
-        assert (answers.hypervisor, host.emulated()) == (hypervisor, emulated)
+        assert (answers.hypervisor, host.is_emulated()) == (hypervisor, emulated)
 
 
 @on_x86

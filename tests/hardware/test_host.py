@@ -34,7 +34,7 @@ def test_arm_features_and_model(tmp_path: Path) -> None:
     root = machine(tmp_path, {"proc/cpuinfo": text})
     assert host.cpu_features(root) == {"fp", "asimd", "asimddp"}
     assert host.cpu_model(root) == "implementer 0x41 part 0xd0c"
-    assert not host.emulated(root)
+    assert not host.is_emulated(root)
 
 
 def test_extensions_of_riscv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -49,13 +49,13 @@ def test_extensions_of_riscv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_an_emulator_is_noticed(tmp_path: Path) -> None:
     """QEMU 7.2 shows the file of the machine it runs on."""
     root = machine(tmp_path, {"proc/cpuinfo": "model name\t: AMD EPYC\nflags\t: avx2 fma\n"})
-    assert host.emulated(root)
+    assert host.is_emulated(root)
     assert host.cpu_model(root) == "an emulated aarch64 CPU"
 
 
 @pytest.mark.parametrize(("name", "emulated"), [("qemu-x86_64-st", True), ("python3", False)])
 def test_an_emulator_is_known_by_its_process(tmp_path: Path, name: str, emulated: bool) -> None:
-    assert host.emulated(machine(tmp_path, {"proc/self/comm": f"{name}\n"})) is emulated
+    assert host.is_emulated(machine(tmp_path, {"proc/self/comm": f"{name}\n"})) is emulated
 
 
 def test_data_caches_are_told_from_instruction_caches(tmp_path: Path) -> None:

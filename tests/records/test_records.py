@@ -21,7 +21,7 @@ from mhsa_compile.hardware import data_paths, environment
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records import append_log, record_files
 from mhsa_compile.records import record as records
-from mhsa_compile.records.record import Record, RecordSet, encoded, merged, why_not_on
+from mhsa_compile.records.record import Record, RecordSet, encoded, merge_best, why_not_on
 
 LINE = encoded(made())
 
@@ -291,8 +291,8 @@ def test_merging_keeps_the_fastest_right_one_of_each() -> None:
         made(device=msgspec.structs.replace(DEVICE, cpu="another CPU")),
     ]
     for order in itertools.permutations([slow, fast, wrong]):
-        assert merged([*order, *others]) == [fast, *others]
-    assert merged([wrong]) == []
+        assert merge_best([*order, *others]) == [fast, *others]
+    assert merge_best([wrong]) == []
 
 
 def test_merging_weighs_other_lengths_of_a_bucket_by_their_gain() -> None:
@@ -301,8 +301,8 @@ def test_merging_weighs_other_lengths_of_a_bucket_by_their_gain() -> None:
     shorter = made(sizes={"rows": 65}, median_us=39.0, default_us=40.0)
     long = made(sizes={"rows": 128}, median_us=85.0, default_us=100.0)
     for order in itertools.permutations([short, shorter, long]):
-        assert merged(order) == [long]
-    assert merged([short, long]) == [short]
+        assert merge_best(order) == [long]
+    assert merge_best([short, long]) == [short]
 
 
 DOUBTS = {
@@ -364,7 +364,7 @@ def test_what_is_shipped_may_be_shipped() -> None:
         profile = load_profile(path.stem)
         contents = record_files.read(path)
         assert not contents.torn
-        assert merged(contents.records) == list(contents.records)
+        assert merge_best(contents.records) == list(contents.records)
         assert [(records.why_doubtful(record), why_not_on(record, profile)) for record in contents.records] == [
             (None, None) for _ in contents.records
         ]

@@ -247,9 +247,9 @@ def test_a_process_may_end_while_a_daemon_thread_is_inside_a_call(artifact: Arti
 
 
 def test_torch_is_hidden_from_one_thread_only() -> None:
-    from mhsa_compile.runtime.tvm_runtime import hidden_torch
+    from mhsa_compile.runtime.tvm_runtime import without_torch
 
-    with hidden_torch():
+    with without_torch():
         finder = sys.meta_path[0]
         assert in_a_new_thread(lambda: finder.find_spec("torch")) is None  # None: ask the next finder
         with pytest.raises(ModuleNotFoundError):

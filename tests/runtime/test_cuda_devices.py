@@ -34,7 +34,7 @@ def manifest(target: str, **versions: str) -> Manifest:
 
 def choose(monkeypatch: pytest.MonkeyPatch, driver: MadeUp, target: str, device: str | None, **versions: str) -> Gpu:
     monkeypatch.setattr(cuda_devices, "driver", lambda: driver)
-    return cuda_devices.chosen(manifest(target, **versions), device)
+    return cuda_devices.select_gpu(manifest(target, **versions), device)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle
 from mhsa_compile.verification.oracle.evaluate import Array
 from mhsa_compile.verification.random_inputs import Arrays
-from mhsa_compile.verification.verify import judged
+from mhsa_compile.verification.verify import verify_run
 
 pytestmark = pytest.mark.arm
 
@@ -177,7 +177,7 @@ def test_its_makefile_takes_the_compiler_of_the_device(there: Device, tmp_path: 
 def test_its_outputs_are_right(there: Device, name: str, record_property) -> None:
     artifact = there.compiled(name)
     cases = SPECS["a causal block" if name == INT8 else name][1]
-    verdict = judged(artifact, there.runner(artifact), cases=cases, self_checks=False)
+    verdict = verify_run(artifact, there.runner(artifact), cases=cases, self_checks=False)
     if there.machine != host.architecture():
         what = f"{name}, in C++ on {there.target}"
         runs.note(record_property, what, *verdict.cases, machine=there.machine)

@@ -83,7 +83,7 @@ def test_what_is_wrong_makes_no_record(
     whole, short = (f"T.grid(T.int64(53), T.int64({width}))" for width in (37, 36))
     assert whole in task.function.script()
     missing = tvm.script.from_source(task.function.script().replace(whole, short))
-    monkeypatch.setattr(traces, "applied", lambda function, trace: missing)
+    monkeypatch.setattr(traces, "apply", lambda function, trace: missing)
     monkeypatch.setattr(metaschedule, "noise_of", lambda first, last: -1e9)
     found = metaschedule.tune_function(task, profile, session, seconds=30, trials=2)
     assert found.failures == {WRONG: 2}

@@ -33,7 +33,7 @@ def bundle(
     from mhsa_compile.runtime.standalone import bundle as standalone
     from mhsa_compile.runtime.standalone import templates
 
-    standalone.check_folder(places.resolved(out, OutputError, "-o"), force)
+    standalone.check_folder(places.resolve(out, OutputError, "-o"), force)
     opened = Artifact.open(artifact)
     with output.stages() as stage:
         result = standalone.bundle(opened, out, runtime=runtime, build=build, force=force, progress=stage)

@@ -51,10 +51,10 @@ def clear(*, json: options.Json = False) -> None:
 def _what(place: Path) -> str:
     """Describes a kept artifact in a few words, from its manifest."""
     from mhsa_compile.errors import ArtifactError
-    from mhsa_compile.runtime.artifact.artifact import opened
+    from mhsa_compile.runtime.artifact.artifact import open_artifact
 
     try:
-        with opened(place) as files:
+        with open_artifact(place) as files:
             manifest = files.manifest
     except ArtifactError:
         return "damaged; it is compiled again when it is asked for"

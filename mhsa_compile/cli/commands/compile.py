@@ -65,7 +65,7 @@ def compile_source(
     from mhsa_compile.runtime.artifact.manifest import MANIFEST
 
     fields, sizes = spec.stated(), dims.stated()
-    check_place(places.resolved(out, OutputError, "-o"), force, MANIFEST)  # before the work, not after it
+    check_place(places.resolve(out, OutputError, "-o"), force, MANIFEST)  # before the work, not after it
     begin, stages = time.perf_counter(), dict[str, float]()
     artifact = sources.compile_with_progress(
         source,

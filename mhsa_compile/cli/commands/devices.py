@@ -73,7 +73,7 @@ def measure(
     from mhsa_compile.hardware import environment
 
     # Nothing here compiles; whoever called this command has the environment that they had.
-    with environment.variable(environment.RUNTIME_ALONE, "1"), output.counted("measure") as count:
+    with environment.variable(environment.RUNTIME_ALONE, "1"), output.counter("measure") as count:
         from mhsa_compile.tuning.measure import work_results
 
         results = work_results.measure(work, out, lambda now: count(len(now.measured), now.total, _last(now)))

@@ -206,7 +206,7 @@ def _own_records() -> Iterator[Finding]:
 
 def _linker_cache() -> Finding:
     """Into which Zig links: nothing can be compiled without it."""
-    first_choice, folder = zig.wanted_cache(), zig.cache_folder()
+    first_choice, folder = zig.first_cache(), zig.cache_folder()
     if folder != first_choice:
         advice = "Set ZIG_GLOBAL_CACHE_DIR to a folder that can be written, and lasts."
         return Finding("cache folder", "warn", f"{first_choice} cannot be written, {folder} takes its place", advice)

@@ -59,7 +59,7 @@ def heads(
 ) -> None:
     """What the heads of trained layers do: what they look at, how alike they are, what a layer loses without them."""
     from mhsa_analysis.heads_page import heads_page
-    from mhsa_compile.files.atomic_write import check_file, written
+    from mhsa_compile.files.atomic_write import atomic_file, check_file
 
     if html is not None:
         check_file(html, "--html")  # before the work, not after it
@@ -74,7 +74,7 @@ def heads(
     plans = [layer.report.prune(prune) for layer in model.layers] if prune else []
     if html is not None:
         page = heads_page(model.title, model.layers, model.texts)
-        with written(html, "--html") as file:
+        with atomic_file(html, "--html") as file:
             file.write(page.encode())
     if json:
         output.print_json({"layers": [_description(layer) for layer in model.layers], "html": html, "prune": [

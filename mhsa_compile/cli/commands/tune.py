@@ -258,8 +258,8 @@ def _read(storage: str, results: Path | None) -> None:
 
 
 def _database(records: Path) -> str:
-    place = places.resolved(records, RecordsError, "--records")
-    places.made(place.parent, RecordsError, "--records")
+    place = places.resolve(records, RecordsError, "--records")
+    places.make_folder(place.parent, RecordsError, "--records")
     return f"sqlite:///{place.with_suffix('.studies.db')}"
 
 
@@ -293,11 +293,11 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
     from mhsa_compile.tuning.tuner import tune
 
     profile, request = settings.profile, settings.request(case)
-    imported = pipeline.imported(case.source, dims=case.dims, weights=case.weights)
+    imported = pipeline.import_source(case.source, dims=case.dims, weights=case.weights)
     if not isinstance(profile, CpuProfile):  # for GPUs what no kernel claims has its schedules by rules
         with tune_view.live(case.name, settings.seconds, peers) as watch:
             return TunedSource(tune(imported.ops, profile, session, request, watch=watch), None, peers)
-    tasks = fallback_jobs.fallback_tasks(lower.prepared(imported, profile).module, profile)
+    tasks = fallback_jobs.fallback_tasks(lower.prepare(imported, profile).module, profile)
     for_rest = REST_SHARE * settings.seconds if any(not task.reason for task in tasks) else 0.0
     request = replace(request, seconds=settings.seconds - for_rest)
     with tune_view.live(case.name, settings.seconds - for_rest, peers) as watch:

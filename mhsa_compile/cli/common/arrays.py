@@ -12,7 +12,7 @@ import numpy as np
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.files import input_files
-from mhsa_compile.files.atomic_write import written
+from mhsa_compile.files.atomic_write import atomic_file
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.free_memory import require_memory
 from mhsa_compile.verification.random_inputs import random_array
@@ -71,7 +71,7 @@ def _as_bfloat16(arrays: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo])
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """One uncompressed .npz, whole or not at all; bfloat16 becomes float32, exactly. Raises OutputError."""
     arrays = {n: a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for n, a in arrays.items()}
-    with written(path, "--output") as file:
+    with atomic_file(path, "--output") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub mistakes the names for allow_pickle
 
 
@@ -84,7 +84,7 @@ def _split(assignment: str) -> tuple[str, Path]:
 
 def _load(name: str, path: Path) -> np.ndarray:
     argument, expected = f"--input {name}", "an .npy file"
-    with input_files.opened(path, InputError, argument, expected) as file:
+    with input_files.open_file(path, InputError, argument, expected) as file:
         beginning = file.read(len(_MAGIC))
         if beginning.startswith(_ARCHIVE):
             raise InputError(argument, "one array in an .npy file", f"{path}, an archive of several")

@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 OPTION = "option"
 
 
-def ungrouped(command: Callable[..., None]) -> Callable[..., None]:
+def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the fields of each group in the group's place. A group may hold groups."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
 

@@ -113,7 +113,7 @@ def stages(seconds: dict[str, float] | None = None) -> Iterator[Callable[[str], 
 
 
 @contextmanager
-def counted(what: str) -> Iterator[Callable[[int, int, str], None]]:
+def counter(what: str) -> Iterator[Callable[[int, int, str], None]]:
     """A function to call with how many are done, of how many, and a word on them: a bar on a terminal, else nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -49,7 +49,7 @@ def resolve(source: Path | None, fields: dict[str, Any]) -> Path | AttentionSpec
         raise ModelError("SOURCE", "a file named .onnx or .toml", repr(str(source)))
     if source.suffix == ".toml":
         return AttentionSpec.from_toml(input_files.read_text(source, ModelError, "SOURCE", "a spec .toml"))
-    input_files.opened(source, ModelError, "SOURCE", "an .onnx file").close()  # now, not after seconds of imports
+    input_files.open_file(source, ModelError, "SOURCE", "an .onnx file").close()  # now, not after seconds of imports
     return source
 
 

@@ -28,7 +28,7 @@ from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.hardware import data_paths
-from mhsa_compile.runtime.artifact.artifact import Artifact, opened
+from mhsa_compile.runtime.artifact.artifact import Artifact, open_artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 
 WAIT_SECONDS = 900.0
@@ -125,7 +125,7 @@ def find(key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
     owner = None
     try:
         owner = atomic_write.temporary()
-        with opened(place) as files:
+        with open_artifact(place) as files:
             files.copy(owner.path, without=() if make_weights is None else (WEIGHTS,))
         os.utime(place)
         if make_weights is not None:

@@ -67,7 +67,7 @@ def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> No
         executable = device_executable(scheduled, profile)
     else:
         with pass_context():
-            module = empty_arrays.allocated(scheduled.module, "main")
+            module = empty_arrays.allocate_constants(scheduled.module, "main")
             executable = relax.build(module, _target(profile), relax_pipeline=_pipeline())
     _export(executable, library, profile)
     check_functions(library, tvm_runtime.libraries(isinstance(profile, CudaProfile)))
@@ -77,7 +77,7 @@ def device_executable(scheduled: LoweredModule, profile: CudaProfile) -> Any:
     """The executable for a GPU; its kernels are CUDA C++ still, whether there is a GPU here or not."""
     inputs = len(scheduled.module["main"].params) - scheduled.packed
     module = caller_memory.from_caller(tvm.transform.Sequential(_planning())(scheduled.module), inputs)
-    module = empty_arrays.guarded(module)
+    module = empty_arrays.guard_launches(module)
     with _for_kernels():
         return relax.build(module, _target(profile), relax_pipeline=tvm.transform.Sequential(_lowering()))
 
@@ -163,7 +163,7 @@ def pass_context() -> Iterator[None]:
     passes = ["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp", *_FOR_GPUS]
     config = {"tirx.disable_cse_tir": True}
     with (
-        data_races.refused() as look,
+        data_races.race_check() as look,
         tvm.transform.PassContext(disabled_pass=passes, config=config, instruments=[look]),
     ):
         yield

@@ -25,7 +25,7 @@ _LAST = "tirx.LowerTVMBuiltin"
 
 
 @contextmanager
-def refused() -> Iterator[Any]:
+def race_check() -> Iterator[Any]:
     """What a PassContext takes as an instrument. At the end of the block raises BuildError, if in it code was made of a
     function whose iterations write to shared places."""
     errors: list[BuildError] = []
@@ -36,7 +36,7 @@ def refused() -> Iterator[Any]:
 
 @tvm.instrument.pass_instrument
 class _Look:
-    """The instrument of `refused`. It keeps errors, since an exception that passes through TVM comes back as
+    """The instrument of `race_check`. It keeps errors, since an exception that passes through TVM comes back as
     another."""
 
     def __init__(self, errors: list[BuildError]) -> None:

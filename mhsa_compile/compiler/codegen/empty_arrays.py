@@ -18,7 +18,7 @@ from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 
-def guarded(module: Any) -> Any:
+def guard_launches(module: Any) -> Any:
     """The module with each launch, whose grid follows from sizes of a call, in a loop of one turn, or of none where the
     grid has no blocks.
 
@@ -72,7 +72,7 @@ def _tag(binding: Any) -> str:
     return str(axis.thread_tag)
 
 
-def allocated(module: Any, main: str) -> Any:
+def allocate_constants(module: Any, main: str) -> Any:
     """The module whose function `main` reads no constant without elements."""
     function = module[main]
     empty: list[Any] = []

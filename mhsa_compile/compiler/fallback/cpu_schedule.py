@@ -53,7 +53,7 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
             function = _as_arithmetic(function)
             tuned = _tuned(str(variable.name_hint), function, shelf)
             reports += [tuned[1]] if tuned else []
-            primitive = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
+            primitive = tuned[0] if tuned and tuned[0] else schedule_function(function, lanes)
             lowered.update_func(
                 variable,
                 rewritten(primitive, at_any_address, without_scopes, hide_dividends, hide_operands, wrap_in_llvm),
@@ -91,7 +91,7 @@ def _tuned(name: str, function: tirx.PrimFunc, shelf: RecordSet) -> tuple[tirx.P
     key = traces.key_of(function)
     if not shelf.knows(traces.KIND, key):
         return None
-    match = shelf.best_match(traces.KIND, key, lambda record: traces.applied(function, record.trace))
+    match = shelf.best_match(traces.KIND, key, lambda record: traces.apply(function, record.trace))
     if isinstance(match, str):
         return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, match)
     record, primitive = match
@@ -211,7 +211,7 @@ _LEGALIZED = {
 # ---- Schedules by fixed rules
 
 
-def scheduled(function: tirx.PrimFunc, lanes: int) -> tirx.PrimFunc:
+def schedule_function(function: tirx.PrimFunc, lanes: int) -> tirx.PrimFunc:
     """The function by the rules of this file, `lanes` to a vector; as it is where they do not know its form."""
     if not function.attrs.get("s_tir", False) or not _is_tree_of_blocks(function):
         return function

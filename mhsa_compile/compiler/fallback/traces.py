@@ -52,7 +52,7 @@ def is_static(function: tirx.PrimFunc) -> bool:
     return all(isinstance(dim, tirx.IntImm) for buffer in buffers(function) for dim in buffer.shape)
 
 
-def applied(function: tirx.PrimFunc, trace: str) -> tirx.PrimFunc | str:
+def apply(function: tirx.PrimFunc, trace: str) -> tirx.PrimFunc | str:
     """The function scheduled by a record's trace, or why it cannot be."""
     schedule = s_tir.Schedule(canonical(function))
     try:
@@ -60,10 +60,10 @@ def applied(function: tirx.PrimFunc, trace: str) -> tirx.PrimFunc | str:
     except Exception as error:  # a record is someone's text: whatever TVM trips over is a reason
         lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
         return f"its trace does not fit: {lines[-1].strip()[:200]}"
-    return finished(schedule)
+    return finish(schedule)
 
 
-def finished(schedule: Any) -> tirx.PrimFunc:
+def finish(schedule: Any) -> tirx.PrimFunc:
     """The scheduled function, its buffers as small as they can be: `build` leaves that pass out."""
     return COMPACT(schedule.mod)["main"]
 

@@ -53,7 +53,7 @@ def elsewhere(op: Op, sizes: Mapping[str, int]) -> list[dict[str, int]]:
     return [{**sizes, **own} for own in others if own and min(own.values()) > 0 and max(own.values()) <= FARTHEST]
 
 
-def sized(dim: Dim, sizes: Mapping[str, int]) -> int:
+def size_in(dim: Dim, sizes: Mapping[str, int]) -> int:
     """The size of a dim; a symbol that is not among `sizes` raises KeyError."""
     return dim if isinstance(dim, int) else sizes[dim]
 
@@ -119,7 +119,7 @@ def _attention_dims(op: AttentionOp) -> tuple[Dim, ...]:
 
 def _attention_sizes(op: AttentionOp, sizes: Mapping[str, int]) -> dict[str, int]:
     dims = {"B": op.batch, "L": op.q_length, "S": op.kv_length}
-    return {name: sized(dim, sizes) for name, dim in dims.items()}
+    return {name: size_in(dim, sizes) for name, dim in dims.items()}
 
 
 _TUNABLE: dict[type[Op], _Tunable] = {
@@ -127,7 +127,7 @@ _TUNABLE: dict[type[Op], _Tunable] = {
         key=_linear_key,
         dims=lambda op: op.rows,
         lengths=lambda op: _symbolic(op.rows)[-1:],
-        measured_at=lambda op, sizes: {"rows": prod(sized(dim, sizes) for dim in op.rows)},
+        measured_at=lambda op, sizes: {"rows": prod(size_in(dim, sizes) for dim in op.rows)},
     ),
     AttentionOp: _Tunable(
         key=_attention_key,

@@ -132,7 +132,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
 def _load(path: Path) -> onnx.ModelProto:
     """An .onnx file as it is, with its external data."""
     name = f"model {str(path)!r}"
-    with input_files.opened(path, ModelError, name, "a readable .onnx file") as file:
+    with input_files.open_file(path, ModelError, name, "a readable .onnx file") as file:
         try:
             model = onnx.load_model_from_string(file.read())
         except Exception as error:  # protobuf's DecodeError has no public home

@@ -27,10 +27,10 @@ import numpy as np
 
 from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.files import places
-from mhsa_compile.files.atomic_write import Unfinished, replaced, unwritable
+from mhsa_compile.files.atomic_write import Unfinished, atomic_folder, unwritable
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.opened_once import HashedFile, OpenFolder
-from mhsa_compile.runtime.artifact.manifest import MANIFEST, WEIGHTS, Check, Manifest, damaged, read_manifest, seal
+from mhsa_compile.runtime.artifact.manifest import MANIFEST, WEIGHTS, Check, Manifest, damage, read_manifest, seal
 from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 
 _BLOCK = 2**20  # bytes copied at once
@@ -55,7 +55,7 @@ class Artifact:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Artifact:
         """Checks the format version, then every byte against its hash. Raises ArtifactError."""
-        with opened(path) as files:
+        with open_artifact(path) as files:
             files.contents()
             return cls(files.path, files.manifest)
 
@@ -73,7 +73,7 @@ class Artifact:
 
     @contextmanager
     def _opened_again(self) -> Iterator[OpenArtifact]:
-        with opened(self.path) as files:
+        with open_artifact(self.path) as files:
             if files.manifest.sha256 != self.manifest.sha256:
                 expected, hint = "the one that was opened", "Open it again."
                 raise ArtifactError(f"artifact {str(self.path)!r}", expected, "another, saved in its place", hint)
@@ -113,8 +113,8 @@ class Artifact:
 
         Raises OutputError, and ArtifactError where its own files changed since it was opened; what was there stays.
         """
-        folder = places.resolved(path, OutputError, "output folder")
-        with replaced(folder, force, MANIFEST) as staged:
+        folder = places.resolve(path, OutputError, "output folder")
+        with atomic_folder(folder, force, MANIFEST) as staged:
             self.copy(staged)
         return Artifact(folder, self.manifest)
 
@@ -165,7 +165,7 @@ class OpenArtifact:
 
     def _check(self, name: str, digest: str, actual: str) -> None:
         if actual != digest:
-            raise damaged(f"artifact file {str(self.path / name)!r}", f"sha256 {digest}", actual)
+            raise damage(f"artifact file {str(self.path / name)!r}", f"sha256 {digest}", actual)
 
 
 def stored_weights(source: HashedFile, needs: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
@@ -176,7 +176,7 @@ def stored_weights(source: HashedFile, needs: Callable[[str], bool] = lambda nam
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
+def open_artifact(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
     """Opens the files of an artifact, once more where `save(force=True)` replaced it meanwhile; see `contents`.
 
     Raises ArtifactError.
@@ -232,9 +232,9 @@ def _read_manifest(folder: Path, file: BufferedReader | None) -> tuple[bytes, Ma
 def _open_file(folder: Path, name: str, here: OpenFolder) -> BufferedReader:
     argument = f"artifact file {str(folder / name)!r}"
     if name != os.path.basename(name) or name in ("", ".", ".."):
-        raise damaged(argument, "a plain file name", repr(name))
+        raise damage(argument, "a plain file name", repr(name))
     if (file := here.open(name)) is None:
-        raise damaged(argument, "a file, as the manifest lists it", "no such file")
+        raise damage(argument, "a file, as the manifest lists it", "no such file")
     return file
 
 

@@ -239,9 +239,9 @@ def read_manifest(raw: bytes, argument: str) -> Manifest:
         manifest = msgspec.json.decode(raw, type=Manifest)
     digest = hashlib.sha256(raw.replace(manifest.sha256.encode(), _UNSEALED.encode())).hexdigest()
     if digest != manifest.sha256:
-        raise damaged(argument, f"sha256 {manifest.sha256}", digest)
+        raise damage(argument, f"sha256 {manifest.sha256}", digest)
     if missing := {MODULE, WEIGHTS, MODEL} - manifest.files.keys():
-        raise damaged(argument, "a hash of each file", f"none of {', '.join(sorted(missing))}")
+        raise damage(argument, "a hash of each file", f"none of {', '.join(sorted(missing))}")
     return manifest
 
 
@@ -256,6 +256,6 @@ def _other_version(argument: str, version: int) -> ArtifactError:
     return ArtifactError(argument, f"format version {FORMAT_VERSION}", f"format version {version}", next_step)
 
 
-def damaged(argument: str, expected: str, got: str) -> ArtifactError:
+def damage(argument: str, expected: str, got: str) -> ArtifactError:
     """A file that is not what the manifest says, as an error."""
     return ArtifactError(argument, expected, got, _COPY_AGAIN)

@@ -8,7 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from mhsa_compile.files.atomic_write import written
+from mhsa_compile.files.atomic_write import atomic_file
 
 OFTEN_KEPT = 2
 """Bytes come from memory where an operation touches so many times the last-level cache; those that nothing in a call
@@ -158,7 +158,7 @@ class CallProfile:
 
     def save_trace(self, path: str | Path) -> None:
         """Writes `chrome_trace` to a file. Raises OutputError."""
-        with written(Path(path), "trace") as file:
+        with atomic_file(Path(path), "trace") as file:
             file.write(json.dumps(self.chrome_trace()).encode() + b"\n")
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.files import places
-from mhsa_compile.files.atomic_write import check_place, replaced
+from mhsa_compile.files.atomic_write import atomic_folder, check_place
 from mhsa_compile.hardware import zig
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MANIFEST
@@ -71,7 +71,7 @@ def bundle(
 
     Raises OutputError, InputError, InstallationError and BuildError.
     """
-    folder = places.resolved(path, OutputError, "output folder")
+    folder = places.resolve(path, OutputError, "output folder")
     check_folder(folder, force)
     if (family := artifact.manifest.target.family) != "cpu":
         raise InputError("artifact", "one for a CPU: bundles are for those so far", f"one for {family}")
@@ -83,7 +83,7 @@ def bundle(
     runtime_libraries = runtimes.find(artifact.manifest, runtime, progress)
     headers = runtimes.package_folder("tvm_ffi") / "include"
     triple = artifact.manifest.target.link.triple
-    with replaced(folder, force, f"{_ARTIFACT}/{MANIFEST}") as staged:
+    with atomic_folder(folder, force, f"{_ARTIFACT}/{MANIFEST}") as staged:
         (staged / _ARTIFACT).mkdir()
         artifact.copy(staged / _ARTIFACT)
         shutil.copytree(_FILES, staged, dirs_exist_ok=True)

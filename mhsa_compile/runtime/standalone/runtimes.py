@@ -71,7 +71,7 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
         return _prebuilt(architecture, folders, "the packages installed where it was made")
     if source in (None, BUILD):
         triple = manifest.target.link.triple
-        library = built(triple, package_folder("tvm"), package_folder("tvm_ffi"), progress)
+        library = build_library(triple, package_folder("tvm"), package_folder("tvm_ffi"), progress)
         origin = f"Zig, by the sources of apache-tvm {environment.TESTED_TVM}"
         return RuntimeLibraries({library.name: library.read_bytes()}, origin, f"glibc {_glibc(triple)}")
     place = Path(source)
@@ -130,7 +130,7 @@ def _in_wheel(name: str, wheel: Path) -> list[tuple[str, bytes]]:
         return []
     argument, expected = "--runtime", f"a wheel that can be read, {str(wheel)!r}"
     with (
-        input_files.opened(wheel, InputError, argument, expected) as file,
+        input_files.open_file(wheel, InputError, argument, expected) as file,
         reading(InputError, argument, expected),
         zipfile.ZipFile(file) as archive,
     ):
@@ -144,7 +144,7 @@ def _is_for(architecture: str, library: bytes) -> bool:
     return library[:4] == b"\x7fELF" and int.from_bytes(library[18:20], "little") == machine
 
 
-def built(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str], None]) -> Path:
+def build_library(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str], None]) -> Path:
     """The library for a Zig triple, from the user's cache if it was built before: it takes a minute or two.
 
     tvm, tvm_ffi   the folders of the two packages

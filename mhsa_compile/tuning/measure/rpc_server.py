@@ -47,7 +47,7 @@ Address = tuple[str, int]
 
 
 def this_device(emulated: bool = False, *, gpu: bool = False) -> Device:
-    """What this machine is. `emulated` is for an emulator that `host.emulated` does not notice.
+    """What this machine is. `emulated` is for an emulator that `host.is_emulated` does not notice.
 
     `gpu` also asks for its first GPU, and so starts the driver, which a process that forks must not do before that.
     """
@@ -57,7 +57,7 @@ def this_device(emulated: bool = False, *, gpu: bool = False) -> Device:
         architecture=host.architecture(),
         l1d_kib=host.cache_kib(1),
         l2_kib=host.cache_kib(2),
-        emulated=emulated or host.emulated(),
+        emulated=emulated or host.is_emulated(),
         features=tuple(sorted(host.cpu_features())),
         gpu=_gpu() if gpu else None,
         microarchitecture=host.microarchitecture_name(),

@@ -30,7 +30,7 @@ from safetensors.numpy import save
 
 from mhsa_compile.errors import BundleError
 from mhsa_compile.files import input_files as files
-from mhsa_compile.files.atomic_write import written
+from mhsa_compile.files.atomic_write import atomic_file
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.hardware.profile import Count
@@ -132,7 +132,7 @@ def create(path: str | os.PathLike[str], order: WorkOrder) -> Iterator[Callable[
     tasks: list[_TaskEntry] = []
     digests: dict[str, str] = {}
     with (
-        written(Path(path), repr(str(path))) as file,
+        atomic_file(Path(path), repr(str(path))) as file,
         zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as bundle,
     ):
 
@@ -169,7 +169,7 @@ class WorkBundle:
         """Opens a bundle, and checks every byte of it. Raises BundleError."""
         what = f"bundle {str(path)!r}"
         with ExitStack() as stack:
-            file = stack.enter_context(files.opened(path, BundleError, what, "a file that can be read"))
+            file = stack.enter_context(files.open_file(path, BundleError, what, "a file that can be read"))
             with reading(BundleError, what, "a zip of `mhsa tune --on bundle`", COPY_AGAIN):
                 work = cls._check(what, stack.enter_context(zipfile.ZipFile(file)), os.fstat(file.fileno()).st_size)
             yield work

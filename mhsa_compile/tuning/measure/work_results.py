@@ -16,7 +16,7 @@ import msgspec
 
 from mhsa_compile.errors import BundleError, DeviceError
 from mhsa_compile.files import input_files, places
-from mhsa_compile.files.atomic_write import written
+from mhsa_compile.files.atomic_write import atomic_file
 from mhsa_compile.hardware import environment
 from mhsa_compile.records.device import Device
 from mhsa_compile.runtime.artifact.manifest import Digest
@@ -145,5 +145,5 @@ def _earlier_results(path: Path, work: WorkBundle, device: Device) -> Results:
 
 
 def _write(path: Path, results: Results) -> None:
-    with written(path, repr(str(path))) as file:
+    with atomic_file(path, repr(str(path))) as file:
         file.write(msgspec.json.format(work_bundle.encoded(results)) + b"\n")

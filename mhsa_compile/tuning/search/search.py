@@ -157,10 +157,10 @@ class Search:
         self.noise = noise_of(first, again)
         timings = dict(zip(candidates, outcomes[1:-1], strict=True))
         right = {point: timing for point, timing in timings.items() if isinstance(timing, Timing)}
-        point, results = chosen(self.space.default, first, right, self.noise)
+        point, results = choose(self.space.default, first, right, self.noise)
         while point != self.space.default and not self._holds_elsewhere(candidates[point]):
             del right[point]
-            point, _ = chosen(self.space.default, first, right, self.noise)
+            point, _ = choose(self.space.default, first, right, self.noise)
         of_sweep = None if before is None else results.get(own[0] if own else self.space.default)
         return SearchResult(point, results[point], self.noise, tuple(trials), reason, of_sweep)
 
@@ -218,7 +218,7 @@ class Search:
         self.tell(Progress(self.default_us, min(best, 1.0), len(trials), failures_of(trials), self.noise))
 
 
-def chosen(
+def choose(
     default: Point, incumbent: Timing, timings: Mapping[Point, Timing], noise: float
 ) -> tuple[Point, dict[Point, TrialResult]]:
     """(the fastest of those that gain more than the noise and the error of their own, else the default; what each

@@ -10,7 +10,7 @@ import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
-from mhsa_compile.compiler.codegen.empty_arrays import guarded
+from mhsa_compile.compiler.codegen.empty_arrays import guard_launches
 from mhsa_compile.hardware.profile import load_profile
 
 os.environ["TVM_COMPILE_FORCE_FALLBACK"] = "1"  # kernels stay source, which nothing runs
@@ -108,11 +108,11 @@ def main() -> None:
     tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
     for form, function, tensors in (("launched", launched, 1), ("bound", bound, 1), ("scheduled", scheduled(), 2)):
         module = tvm.IRModule({"run": function.with_attr("global_symbol", "run")})
-        for how, program in (("as it was", built(module)), ("guarded", built(guarded(module)))):
+        for how, program in (("as it was", built(module)), ("guarded", built(guard_launches(module)))):
             for rows, columns in ((0, 5), (4, 0), (0, 0), (4, 5)):
                 print(f"{form}, {rows} x {columns}, {how}: {outcome(program['run'], tensors, rows, columns)}")
     module = tvm.IRModule({"run": fixed.with_attr("global_symbol", "run")})
-    print("fixed, guarded:", "as it was" if tvm_ffi.structural_equal(guarded(module), module) else "changed")
+    print("fixed, guarded:", "as it was" if tvm_ffi.structural_equal(guard_launches(module), module) else "changed")
 
 
 if __name__ == "__main__":

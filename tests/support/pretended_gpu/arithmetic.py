@@ -25,7 +25,7 @@ from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.runtime import tvm_runtime
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.verify import judged
+from mhsa_compile.verification.verify import verify_run
 
 NAMES = ("h1-e7-d11", "bool-cross", "bottom-right-cross", "f24", "longformer-cross", "bf16-key-padding-cross",
          "fp16-scale-1")  # fmt: skip
@@ -99,7 +99,7 @@ def test_parity(case: ParityCase, computed: Computed) -> None:
     for fixed, cases in case.builds:
         small = [sizes for sizes in cases if sizes.get("L", 0) * sizes.get("S", 0) <= 197 * 197]
         artifact = computed.artifact(module, dims=fixed)
-        verdict = judged(artifact, runs(artifact), cases=small, self_checks=case.name == CHECKED_AGAINST_ITSELF)
+        verdict = verify_run(artifact, runs(artifact), cases=small, self_checks=case.name == CHECKED_AGAINST_ITSELF)
         worst = verdict.worst
         assert verdict.ok, f"error {worst.error:.3g}, budget {worst.budget:.3g} at {worst.dims}; {verdict.checks}"
 
@@ -149,4 +149,4 @@ def test_what_is_wrong_is_seen(computed: Computed, monkeypatch: pytest.MonkeyPat
     emulated = emulator.emulated
     monkeypatch.setattr(emulator, "emulated", lambda source: emulated(source.replace("* 0.25", "* 0.26")))
     artifact = computed.artifact(mhsa.AttentionSpec(embed_dim=32, num_heads=2, causal=True))
-    assert not judged(artifact, runs(artifact), cases=[{"B": 2, "L": 7}], self_checks=False).ok
+    assert not verify_run(artifact, runs(artifact), cases=[{"B": 2, "L": 7}], self_checks=False).ok
