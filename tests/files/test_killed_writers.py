@@ -55,8 +55,8 @@ elif kind == "dropped":
     shutil.rmtree = stop
     artifact_store.drop(artifact_store.data_paths.artifact_cache() / ("5" * 64))
 elif kind == "file":
-    from mhsa_compile.files.atomic_write import written
-    with written(place / "a.mhsa", "-o") as file:
+    from mhsa_compile.files.atomic_write import atomic_file
+    with atomic_file(place / "a.mhsa", "-o") as file:
         file.write(b"half")
         file.flush()
         stop()
