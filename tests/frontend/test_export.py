@@ -20,7 +20,7 @@ from mhsa_compile.frontend.export.export import export
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
 from mhsa_compile.verification.error_budget import max_error
-from mhsa_compile.verification.oracle.evaluate import Reference, promoted
+from mhsa_compile.verification.oracle.evaluate import Reference, promote
 from mhsa_compile.verification.random_inputs import random_inputs
 from mhsa_compile.verification.verify import oracle
 
@@ -209,7 +209,7 @@ def test_an_operator_of_our_own_comes_with_its_definition(fields: dict[str, obje
     sizes = {"B": 2, "L": 11, "S": 7 if "kv_embed_dim" in fields else 11, "C": 13, "mask_H": 4}
     inputs = random_inputs(model, sizes | fixed, seed=3)
     wide = {name: array.astype(np.float64) if array.dtype == np.float32 else array for name, array in inputs.items()}
-    graph, weights = promoted(model, {})
+    graph, weights = promote(model, {})
     outputs = ReferenceEvaluator(graph).run(None, weights | wide)
     for expected, actual in zip(oracle(model, inputs), outputs, strict=True):
         assert max_error(expected, actual) < 1e-12

@@ -173,7 +173,7 @@ def _inside_truth(op: AttentionOp, given: Operands, wanted: SoftmaxOutputs) -> t
 
     L, S = exact.shape[2:]
     every, _ = look(slice(0, L), SoftmaxOutputs(weights=True))
-    return reference_inside.collected(look, [slice(0, L)], L, S, wanted), every["weights"]
+    return reference_inside.collect(look, [slice(0, L)], L, S, wanted), every["weights"]
 
 
 def _inside_eager(op: AttentionOp, given: Operands, wanted: SoftmaxOutputs) -> dict[str, np.ndarray]:

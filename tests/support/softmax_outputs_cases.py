@@ -15,7 +15,7 @@ from mhsa_compile.nn import softmax_outputs
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.softmax_outputs import collected, softmax_outputs_of_rows
+from mhsa_compile.verification.oracle.softmax_outputs import collect, softmax_outputs_of_rows
 from support.attention_ops import attention_of, features
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -111,11 +111,11 @@ def compare(
         ) -> tuple[dict[str, Array], int]:
             return softmax_outputs_of_rows(exact[:, :, rows], sinks, part), 0
 
-        expected = collected(look, [slice(0, L)], L, S, which)
+        expected = collect(look, [slice(0, L)], L, S, which)
         narrow, narrow_sinks = scores(op, inputs, getattr(torch, op.dtype))
         # PyTorch's error is that of all rows: that of a few chosen ones says less than the budget takes it for.
         every = replace(which, heads=None, rows=None)
-        whole = collected(look, [slice(0, L)], L, S, every)
+        whole = collect(look, [slice(0, L)], L, S, every)
         yardstick = {
             name: to_numpy(t)
             for name, t in softmax_outputs.softmax_outputs_of_rows(narrow, narrow_sinks, every).items()

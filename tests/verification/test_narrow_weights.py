@@ -42,7 +42,7 @@ def _chain(kind: type) -> onnx.ModelProto:
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
 def test_products_and_rows_are_those_of_wide_weights(kind: type) -> None:
     model, ids = _chain(kind), rng.integers(-300, 300, (2, 3))
-    weights = evaluate.promoted(model, {})[1]
+    weights = evaluate.promote(model, {})[1]
     assert narrow_weights(model.graph) == {"table", "square"} and weights["square"].dtype == kind
     exact = evaluate.oracle(model, {"ids": ids})[0]
     w = {name: array.astype(np.float64) for name, array in weights.items()}

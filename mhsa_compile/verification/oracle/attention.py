@@ -77,23 +77,23 @@ class _Evaluation:
     def of(
         cls, inputs: Sequence[Array | None], attributes: Mapping[str, Any], opset: int, arithmetic: Arithmetic
     ) -> _Evaluation:
-        named = {name: value for name, value in zip(mhsa_operator.INPUTS, inputs, strict=False) if value is not None}
-        q, k, v = named["Q"], named["K"], named["V"]
+        by_name = {name: value for name, value in zip(mhsa_operator.INPUTS, inputs, strict=False) if value is not None}
+        q, k, v = by_name["Q"], by_name["K"], by_name["V"]
         if by_rows := q.ndim == 3:
             q = _split_heads(q, attributes["q_num_heads"])
             k, v = (_split_heads(array, attributes["kv_num_heads"]) for array in (k, v))
         offset: int | Array = 0
-        if (lengths := named.get("nonpad_kv_seqlen")) is not None:
+        if (lengths := by_name.get("nonpad_kv_seqlen")) is not None:
             offset = lengths.reshape(-1, 1, 1, 1) - q.shape[2]
-        if "past_key" in named:
-            offset = named["past_key"].shape[2]
-            k = np.concatenate((named["past_key"], k), axis=2)
-            v = np.concatenate((named["past_value"], v), axis=2)
+        if "past_key" in by_name:
+            offset = by_name["past_key"].shape[2]
+            k = np.concatenate((by_name["past_key"], k), axis=2)
+            v = np.concatenate((by_name["past_value"], v), axis=2)
         S = k.shape[2]
-        if (mask := named.get("attn_mask")) is not None:
+        if (mask := by_name.get("attn_mask")) is not None:
             mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-            named["attn_mask"] = padded(mask, S) if opset >= 24 else mask
-        view = View(S, offset, named, attributes, _captured(inputs, attributes))
+            by_name["attn_mask"] = padded(mask, S) if opset >= 24 else mask
+        view = View(S, offset, by_name, attributes, _tensors_by_function(inputs, attributes))
         return cls(q, k, v, by_rows, inputs[PROBE] if len(inputs) > PROBE else None, attributes, view, arithmetic)
 
     def outputs(self, node: onnx.NodeProto) -> tuple[Array, ...]:
@@ -107,33 +107,33 @@ class _Evaluation:
         if node.output[3]:
             scores = stages(self.q, self.k, self._scoring(slice(0, L)))
             stage = scores[self.attributes["qk_matmul_output_mode"]]
-        wanted = mhsa_operator.outputs_of(node)
-        inside = softmax_outputs.collected(self._look, blocks, L, self.view.S, wanted)
+        request = mhsa_operator.outputs_of(node)
+        inside = softmax_outputs.collect(self._look, blocks, L, self.view.S, request)
         if self.probe is not None:
-            inside["probe"] = softmax_outputs.probed(self._look, blocks, self.view.S, self.probe)
-        named = (inside.get(name, nothing) for name in (*mhsa_operator.NAMES, "probe"))
-        return (*standard, stage, *named)[: len(node.output)]
+            inside["probe"] = softmax_outputs.probe(self._look, blocks, self.view.S, self.probe)
+        extras = (inside.get(name, nothing) for name in (*mhsa_operator.NAMES, "probe"))
+        return (*standard, stage, *extras)[: len(node.output)]
 
     def _y(self) -> Array:
         """The result Y, (B, H, L, F), or (B, L, H F) where Q came so."""
         parts = []
         for rows in self._blocks():
-            keys, scoring = self._of_seen_keys(rows)
+            keys, scoring = self._of_visible_keys(rows)
             q, k, v = self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys]
             parts.append(self.arithmetic.attend(q, k, v, scoring))
         y: Array = np.concatenate(parts, axis=2)
         return y.swapaxes(1, 2).reshape(*y.shape[0:3:2], -1) if self.by_rows else y
 
-    def _look(self, rows: slice, wanted: SoftmaxOutputs) -> tuple[dict[str, Array], int]:
-        keys, scoring = self._of_seen_keys(rows)
-        found = self.arithmetic.softmax_outputs_of(self.q[:, :, rows], self.k[:, :, keys], scoring, wanted)
-        return found, keys.start
+    def _look(self, rows: slice, request: SoftmaxOutputs) -> tuple[dict[str, Array], int]:
+        keys, scoring = self._of_visible_keys(rows)
+        arrays = self.arithmetic.softmax_outputs_of(self.q[:, :, rows], self.k[:, :, keys], scoring, request)
+        return arrays, keys.start
 
-    def _of_seen_keys(self, rows: slice) -> tuple[slice, Scoring]:
+    def _of_visible_keys(self, rows: slice) -> tuple[slice, Scoring]:
         """(the keys between the first and the last that these queries see, and what makes their weights)."""
         scoring = self._scoring(rows)
-        seen = np.flatnonzero(scoring.visible.any(axis=(0, 1, 2)))
-        keys = slice(seen[0], seen[-1] + 1) if seen.size else slice(0, 1)
+        visible = np.flatnonzero(scoring.visible.any(axis=(0, 1, 2)))
+        keys = slice(visible[0], visible[-1] + 1) if visible.size else slice(0, 1)
         return keys, scoring.of_keys(keys)
 
     def _scoring(self, rows: slice) -> Scoring:
@@ -148,14 +148,14 @@ class _Evaluation:
             yield slice(first, min(first + QUERIES, L))
 
 
-def _captured(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> dict[str, Sequence[Array]]:
+def _tensors_by_function(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> dict[str, Sequence[Array]]:
     """What each function of scores captures, by its name."""
-    captured, rest = {}, inputs[FIRST_TENSOR:]
+    tensors, rest = {}, inputs[FIRST_TENSOR:]
     for name in FUNCTIONS:
         if text := attributes.get(name):
             count = len(ScoreFunction.from_json(name, text).tensors)
-            captured[name], rest = rest[:count], rest[count:]
-    return captured
+            tensors[name], rest = rest[:count], rest[count:]
+    return tensors
 
 
 def _split_heads(array: Array, heads: int) -> Array:

@@ -27,9 +27,9 @@ def _attend(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), _eager(scoring), scoring.scale))
 
 
-def _look(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    found = softmax_outputs_of(to_torch(q), to_torch(k), _eager(scoring), scoring.scale, wanted)
-    return {name: to_numpy(tensor) for name, tensor in found.items()}
+def _look(q: Array, k: Array, scoring: Scoring, request: SoftmaxOutputs) -> dict[str, Array]:
+    tensors = softmax_outputs_of(to_torch(q), to_torch(k), _eager(scoring), scoring.scale, request)
+    return {name: to_numpy(tensor) for name, tensor in tensors.items()}
 
 
 def _eager(scoring: Scoring) -> score_features.Scoring:

@@ -58,11 +58,11 @@ class Reference:
 
     def oracle(self, inputs: Arrays) -> list[Array]:
         """The graph's outputs in float64, as the function `oracle` returns them."""
-        return self._evaluated("oracle", inputs)
+        return self._evaluate("oracle", inputs)
 
     def eager(self, inputs: Arrays) -> list[Array]:
         """The graph's outputs at its own dtype, as the function `eager` returns them."""
-        return self._evaluated("eager", inputs)
+        return self._evaluate("eager", inputs)
 
     def blurred(self, inputs: Arrays) -> list[Array] | None:
         """What depends on rows that a finite fill such as -1e9 hides whole: bool, for each output; None if nothing.
@@ -74,33 +74,33 @@ class Reference:
         if _digest(inputs) not in self._with_filled:
             return None
         with np.errstate(all="ignore"):
-            return [~np.isfinite(np.asarray(output)) for output in self._spoiled.run(None, self._widened(inputs))]
+            return [~np.isfinite(np.asarray(output)) for output in self._with_nan_rows.run(None, self._feeds(inputs))]
 
-    def _evaluated(self, which: str, inputs: Arrays) -> list[Array]:
+    def _evaluate(self, which: str, inputs: Arrays) -> list[Array]:
         digest = _digest(inputs)
-        found = self._kept.pop((which, digest), None)
-        if found is None:
+        results = self._kept.pop((which, digest), None)
+        if results is None:
             self._filled = False
             with np.errstate(all="ignore"):  # NaN and Inf may come, and are carried as IEEE says
                 if which == "oracle":
-                    outputs = self._exact.run(None, self._widened(inputs))
+                    outputs = self._exact.run(None, self._feeds(inputs))
                 else:
                     outputs = self._rounded.run(None, dict(inputs))
-            found = [np.asarray(output) for output in outputs]
+            results = [np.asarray(output) for output in outputs]
             if self._filled:
                 self._with_filled.add(digest)
-        self._kept[which, digest] = found  # the last of them
+        self._kept[which, digest] = results  # the last of them
         if len(self._kept) > KEPT:
             del self._kept[next(iter(self._kept))]
-        return list(found)
+        return list(results)
 
     @cached_property
-    def _promoted(self) -> tuple[onnx.ModelProto, dict[str, Array]]:
-        return promoted(self.model, self._wide)
+    def _wide_graph(self) -> tuple[onnx.ModelProto, dict[str, Array]]:
+        return promote(self.model, self._wide)
 
-    def _widened(self, inputs: Arrays) -> dict[str, Array]:
+    def _feeds(self, inputs: Arrays) -> dict[str, Array]:
         """All that the float64 graph is fed with: its weights, and the inputs."""
-        return {**self._promoted[1], **{name: in_float64(array) for name, array in inputs.items()}}
+        return {**self._wide_graph[1], **{name: in_float64(array) for name, array in inputs.items()}}
 
     @cached_property
     def _exact(self) -> ReferenceEvaluator:
@@ -109,10 +109,10 @@ class Reference:
             return attend_exactly(q, k, v, scoring)
 
         operators = [*_EXACT, *attention_operators(Arithmetic(attend, look_exactly))]
-        return ReferenceEvaluator(self._promoted[0], new_ops=operators)
+        return ReferenceEvaluator(self._wide_graph[0], new_ops=operators)
 
     @cached_property
-    def _spoiled(self) -> ReferenceEvaluator:
+    def _with_nan_rows(self) -> ReferenceEvaluator:
         """A float64 evaluator in which rows that a finite fill hides are NaN, and with them what depends on them."""
 
         def attend(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
@@ -120,7 +120,7 @@ class Reference:
             return y if rows is None else np.where(rows, np.nan, y)
 
         operators = [*_EXACT, *attention_operators(Arithmetic(attend, look_exactly))]
-        return ReferenceEvaluator(self._promoted[0], new_ops=operators)
+        return ReferenceEvaluator(self._wide_graph[0], new_ops=operators)
 
     @cached_property
     def _rounded(self) -> ReferenceEvaluator:
@@ -138,17 +138,17 @@ def _digest(inputs: Arrays) -> str:
     return digest.hexdigest()
 
 
-def promoted(model: onnx.ModelProto, known: Arrays) -> tuple[onnx.ModelProto, dict[str, Array]]:
+def promote(model: onnx.ModelProto, arrays: Arrays) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """(a copy whose floating constants and casts are float64, its floating weights in float64, or as they are where the
     operators that read them widen them).
 
     The copy has no floating weights of its own: it is fed with them. As tensors of the file they would be written out
-    as bytes and read again, which takes longer than a run. `known` has some of them, by name.
+    as bytes and read again, which takes longer than a run. `arrays` has some of them, by name.
     """
     weights, others, narrow = {}, [], narrow_weights(model.graph)
     for tensor in model.graph.initializer:
         if tensor.data_type in FLOATS:
-            array, other = numpy_helper.to_array(tensor), known.get(tensor.name)
+            array, other = numpy_helper.to_array(tensor), arrays.get(tensor.name)
             if other is None or not np.array_equal(array, other):
                 other = array if tensor.name in narrow else in_float64(array)
             weights[tensor.name] = other

@@ -54,8 +54,10 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
             x, h, c = (None if value is None else value.swapaxes(0, 1) for value in (x, h, c))  # type: ignore[assignment]
         steps, batch = x.shape[:2]
         lengths = np.full(batch, steps) if lengths is None else lengths
-        kept = [np.zeros((directions, batch, units), kind) if value is None else value.astype(kind) for value in (h, c)]
-        for value in kept:
+        state = [
+            np.zeros((directions, batch, units), kind) if value is None else value.astype(kind) for value in (h, c)
+        ]
+        for value in state:
             value[:, lengths == 0] = 0  # as ONNX Runtime has it
         y = np.zeros((steps, directions, batch, units), kind)
         biases = np.zeros((directions, 2 * w.shape[1]), kind) if b is None else b.astype(kind)
@@ -67,10 +69,10 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
             for step in range(steps):
                 rows = np.flatnonzero(step < lengths)
                 at = lengths[rows] - 1 - step if backwards else np.full(len(rows), step)
-                states = cell(x[at, rows].astype(kind) @ w[d].astype(kind).T, kept[0][d, rows], kept[1][d, rows])
-                kept[0][d, rows], kept[1][d, rows] = states
+                states = cell(x[at, rows].astype(kind) @ w[d].astype(kind).T, state[0][d, rows], state[1][d, rows])
+                state[0][d, rows], state[1][d, rows] = states
                 y[at, d, rows] = states[0]
-        results = [y, *kept][: 3 if self.op_type == "LSTM" else 2]
+        results = [y, *state][: 3 if self.op_type == "LSTM" else 2]
         if batch_first:
             results = [y.transpose(2, 0, 1, 3), *(value.swapaxes(0, 1) for value in results[1:])]
         return tuple(value.astype(x.dtype) for value in results[: len(self.onnx_node.output)])
@@ -107,9 +109,9 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
             f, g, last = functions
             i, o, forget, new = products(x + h @ r.T + b[: len(r)] + b[len(r) :])
             peep = p.reshape(3, -1)
-            taken = f(bounded(i + peep[0] * c))
-            left = 1 - taken if attributes.get("input_forget") else f(bounded(forget + peep[2] * c))
-            c = left * c + taken * g(bounded(new))
+            input_gate = f(bounded(i + peep[0] * c))
+            forget_gate = 1 - input_gate if attributes.get("input_forget") else f(bounded(forget + peep[2] * c))
+            c = forget_gate * c + input_gate * g(bounded(new))
             return f(bounded(o + peep[1] * c)) * last(c), c
 
         def gru(x: Array, h: Array, c: Array) -> tuple[Array, Array]:

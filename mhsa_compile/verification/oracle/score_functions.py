@@ -13,7 +13,7 @@ from mhsa_compile.spec.score_functions import ScoreFunction, Step, constant_valu
 Array = np.ndarray
 
 
-def evaluated(
+def evaluate(
     function: ScoreFunction, tensors: Sequence[Array], places: Mapping[str, Array], score: Array | None = None
 ) -> Array:
     """The function's value. The places b, h, q_idx and kv_idx are int64 and broadcast against each other and the score.
@@ -47,7 +47,7 @@ def broken_pairs(function: ScoreFunction, tensors: Sequence[Array], places: Mapp
     """Returns for which pairs a mask_mod has no value: their scores are NaN."""
     steps = function.steps
     as_score = ScoreFunction((*steps, Step("cast", "float", (len(steps) - 1,))), function.tensors)
-    return np.asarray(np.isnan(evaluated(as_score, tensors, places)))
+    return np.asarray(np.isnan(evaluate(as_score, tensors, places)))
 
 
 def _value(step: Step, leaves: Mapping[str, Array], args: list[Array], wide: Any) -> Array:
@@ -77,13 +77,13 @@ def _loaded(tensor: Array, indices: list[Array]) -> tuple[Array, Array]:
     """(the elements, where an index is outside); negative indices count from the end."""
     at, outside = [], np.zeros((), np.bool_)
     for index, size in zip(indices, tensor.shape, strict=True):
-        counted = np.where(index < 0, index + size, index)
-        outside = outside | (counted < 0) | (counted >= size)
-        at.append(np.clip(counted, 0, max(size - 1, 0)))
+        place = np.where(index < 0, index + size, index)
+        outside = outside | (place < 0) | (place >= size)
+        at.append(np.clip(place, 0, max(size - 1, 0)))
     if tensor.size == 0:
         return np.zeros(np.broadcast_shapes(*(index.shape for index in at)), tensor.dtype), np.ones((), np.bool_)
-    found = tensor[tuple(at)]
-    return np.asarray(found.astype(np.int64) if found.dtype.kind in "iu" else found), outside
+    values = tensor[tuple(at)]
+    return np.asarray(values.astype(np.int64) if values.dtype.kind in "iu" else values), outside
 
 
 def _sigmoid(x: Array) -> Array:

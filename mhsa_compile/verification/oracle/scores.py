@@ -41,10 +41,10 @@ class ScoreMod:
         return replace(self, places=places, broken=self.broken[..., keys] if self.broken.ndim else self.broken)
 
     def __call__(self, scores: Array) -> Array:
-        made = scores
+        result = scores
         if self.function is not None:
-            made = score_functions.evaluated(self.function, self.tensors, self.places, scores)
-        return np.where(self.broken, np.nan, np.broadcast_to(made, scores.shape)).astype(scores.dtype)
+            result = score_functions.evaluate(self.function, self.tensors, self.places, scores)
+        return np.where(self.broken, np.nan, np.broadcast_to(result, scores.shape)).astype(scores.dtype)
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class View:
     def scoring(self, rows: slice, B: int, H: int, scale: float) -> Scoring:
         """What becomes of these queries' scores of all S keys."""
         pairs = Pairs(self, rows, B, H)
-        seen = [array for hides in HIDING if (array := hides(pairs)) is not None]
+        masks = [array for hides in HIDING if (array := hides(pairs)) is not None]
         biases = [array for adds in ADDING if (array := adds(pairs)) is not None]
         limits = {name: self.attributes[name] for name in FORMULAS if self.attributes.get(name)}
         bias = functools.reduce(np.add, biases) if biases else None
-        return Scoring(functools.reduce(np.logical_and, seen), bias, scale, limits, _no_key(self), _score_mod(pairs))
+        return Scoring(functools.reduce(np.logical_and, masks), bias, scale, limits, _no_key(self), _score_mod(pairs))
 
     def function(self, name: str) -> ScoreFunction | None:
         text = self.attributes.get(name)
@@ -163,7 +163,7 @@ def _mask_mod(pairs: Pairs) -> Array | None:
     function = pairs.view.function("mask_mod")
     if function is None:
         return None
-    return score_functions.evaluated(function, pairs.view.captured["mask_mod"], pairs.places)
+    return score_functions.evaluate(function, pairs.view.captured["mask_mod"], pairs.places)
 
 
 def _lengths(pairs: Pairs) -> Array | None:
@@ -255,8 +255,8 @@ def attend_exactly(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     return np.asarray(y)
 
 
-def look_exactly(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    return softmax_outputs.softmax_outputs_of_rows(stages(q, k, scoring)[2], scoring.no_key, wanted)
+def look_exactly(q: Array, k: Array, scoring: Scoring, request: SoftmaxOutputs) -> dict[str, Array]:
+    return softmax_outputs.softmax_outputs_of_rows(stages(q, k, scoring)[2], scoring.no_key, request)
 
 
 def _take(array: Array, axis: int, part: slice) -> Array:

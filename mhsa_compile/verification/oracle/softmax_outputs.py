@@ -17,11 +17,11 @@ Look = Callable[[slice, SoftmaxOutputs], tuple[Mapping[str, Array], int]]
 """(query rows, what is wanted of them) -> (arrays over the keys that they may see, the first of these keys)."""
 
 
-def softmax_outputs_of_rows(scores: Array, no_key: Array | None, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    """The arrays `wanted.names` of scores (B, H, rows, keys), -inf where hidden, as the softmax takes them; `no_key`
+def softmax_outputs_of_rows(scores: Array, no_key: Array | None, request: SoftmaxOutputs) -> dict[str, Array]:
+    """The arrays `request.names` of scores (B, H, rows, keys), -inf where hidden, as the softmax takes them; `no_key`
     (H,) are scores of no key.
 
-    `wanted.rows` is None: whoever wants a single row asks for it alone.
+    `request.rows` is None: whoever wants a single row asks for it alone.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         top = scores.max(axis=-1, keepdims=True)
@@ -36,56 +36,56 @@ def softmax_outputs_of_rows(scores: Array, no_key: Array | None, wanted: Softmax
         share = sink_exponent / divisor
         terms = np.where(weights == 0, 0, weights * np.log(weights)).sum(axis=-1)
         terms = terms + np.where(share == 0, 0, share * np.log(share))[..., 0]
-    order = np.argsort(-scores, axis=-1, kind="stable")[..., : wanted.top_k]
-    order = np.pad(order, [(0, 0)] * 3 + [(0, wanted.top_k - order.shape[-1])])
-    gone = np.isneginf(np.take_along_axis(scores, order, axis=-1))
-    gone[..., scores.shape[-1] :] = True
-    found = {
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., : request.top_k]
+    order = np.pad(order, [(0, 0)] * 3 + [(0, request.top_k - order.shape[-1])])
+    no_keys = np.isneginf(np.take_along_axis(scores, order, axis=-1))
+    no_keys[..., scores.shape[-1] :] = True
+    arrays = {
         "lse": lse[..., 0],
         "entropy": 0.0 - terms,
-        "top_k_weights": np.where(gone, 0 / divisor, np.take_along_axis(weights, order, axis=-1)),
-        "top_k_keys": np.where(gone, -1, order),
-        "weights": weights if wanted.heads is None else weights[:, list(wanted.heads)],
+        "top_k_weights": np.where(no_keys, 0 / divisor, np.take_along_axis(weights, order, axis=-1)),
+        "top_k_keys": np.where(no_keys, -1, order),
+        "weights": weights if request.heads is None else weights[:, list(request.heads)],
     }
-    return {name: found[name] for name in wanted.names}
+    return {name: arrays[name] for name in request.names}
 
 
-def collected(look: Look, blocks: list[slice], L: int, S: int, wanted: SoftmaxOutputs) -> dict[str, Array]:
+def collect(look: Look, blocks: list[slice], L: int, S: int, request: SoftmaxOutputs) -> dict[str, Array]:
     """The arrays of all L queries and S keys."""
-    together = wanted if wanted.rows is None else SoftmaxOutputs(wanted.lse, wanted.entropy, wanted.top_k)
-    parts = [_placed(*look(rows, together), S) for rows in blocks] if together.names else []
-    found = {name: np.concatenate([part[name] for part in parts], axis=2) for name in together.names}
-    if wanted.rows is not None:
-        found["weights"] = _single_rows(look, L, S, wanted)
-    return found
+    together = request if request.rows is None else SoftmaxOutputs(request.lse, request.entropy, request.top_k)
+    parts = [_among_all_keys(*look(rows, together), S) for rows in blocks] if together.names else []
+    arrays = {name: np.concatenate([part[name] for part in parts], axis=2) for name in together.names}
+    if request.rows is not None:
+        arrays["weights"] = _single_rows(look, L, S, request)
+    return arrays
 
 
-def probed(look: Look, blocks: list[slice], S: int, keys: Array) -> Array:
+def probe(look: Look, blocks: list[slice], S: int, keys: Array) -> Array:
     """The weights of these keys, (B, H, L, n); 0 for the key -1, and NaN for one that is no key."""
     parts = []
     for rows in blocks:
-        weights = _placed(*look(rows, SoftmaxOutputs(weights=True)), S)["weights"]
-        wanted = keys[:, :, rows]
-        found = np.take_along_axis(weights, np.clip(wanted, 0, S - 1), axis=-1)
-        parts.append(np.where(wanted == -1, 0, np.where((wanted >= 0) & (wanted < S), found, np.nan)))
+        weights = _among_all_keys(*look(rows, SoftmaxOutputs(weights=True)), S)["weights"]
+        own_keys = keys[:, :, rows]
+        values = np.take_along_axis(weights, np.clip(own_keys, 0, S - 1), axis=-1)
+        parts.append(np.where(own_keys == -1, 0, np.where((own_keys >= 0) & (own_keys < S), values, np.nan)))
     return np.concatenate(parts, axis=2)
 
 
-def _single_rows(look: Look, L: int, S: int, wanted: SoftmaxOutputs) -> Array:
-    alone = SoftmaxOutputs(weights=True, heads=wanted.heads)
-    none = np.zeros_like(_placed(*look(slice(0, 1), alone), S)["weights"])
-    rows = [row % L if -L <= row < L else None for row in wanted.rows or ()]
-    found = [none if row is None else _placed(*look(slice(row, row + 1), alone), S)["weights"] for row in rows]
-    return np.concatenate(found, axis=2)
+def _single_rows(look: Look, L: int, S: int, request: SoftmaxOutputs) -> Array:
+    alone = SoftmaxOutputs(weights=True, heads=request.heads)
+    none = np.zeros_like(_among_all_keys(*look(slice(0, 1), alone), S)["weights"])
+    rows = [row % L if -L <= row < L else None for row in request.rows or ()]
+    parts = [none if row is None else _among_all_keys(*look(slice(row, row + 1), alone), S)["weights"] for row in rows]
+    return np.concatenate(parts, axis=2)
 
 
-def _placed(found: Mapping[str, Array], first: int, S: int) -> dict[str, Array]:
+def _among_all_keys(arrays: Mapping[str, Array], first: int, S: int) -> dict[str, Array]:
     """The arrays of some keys, from `first` on, among all S."""
-    placed = dict(found)
-    if "top_k_keys" in found:
-        keys = found["top_k_keys"]
-        placed["top_k_keys"] = np.where(keys < 0, -1, keys + first)
-    if "weights" in found:
-        weights = found["weights"]
-        placed["weights"] = np.pad(weights, [(0, 0)] * 3 + [(first, S - first - weights.shape[3])])
-    return placed
+    whole = dict(arrays)
+    if "top_k_keys" in arrays:
+        keys = arrays["top_k_keys"]
+        whole["top_k_keys"] = np.where(keys < 0, -1, keys + first)
+    if "weights" in arrays:
+        weights = arrays["weights"]
+        whole["weights"] = np.pad(weights, [(0, 0)] * 3 + [(first, S - first - weights.shape[3])])
+    return whole
