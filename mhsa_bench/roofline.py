@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import tvm
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import CpuProfile, detect
 from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, constant, let, load, splat, store
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, splat, store
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.runtime.artifact.manifest import Manifest

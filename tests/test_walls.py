@@ -197,14 +197,24 @@ def test_targets_are_asked_for_capabilities_not_names(path: Path) -> None:
             assert not ast.unparse(node.value).endswith("profile"), f"line {node.lineno} reads a target's name"
 
 
-@pytest.mark.thorough
-def test_a_class_name_is_one_class() -> None:
+def type_names(path: Path) -> Iterator[str]:
+    """The classes of a file, and the names that it gives to types; a TypeVar is a parameter, and no type."""
+    tree = tree_of(path)
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    blocks = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]
+    for node in (node for block in blocks for node in block if isinstance(node, ast.Assign)):
+        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        if not isinstance(node.value, ast.Call):
+            yield from filter(re.compile(r"_?[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*").fullmatch, names)
+
+
+def test_a_type_name_has_one_meaning() -> None:
+    """Whoever searches for a type finds the one place that says what it is."""
     places: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module_of(path))
-    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+        for name in type_names(path):
+            places.setdefault(name, []).append(module_of(path))
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 def loaded_after(code: str) -> tuple[set[str], str]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
-from mhsa_compile.nn.score_features import Scoring
+from mhsa_compile.nn.score_features import EagerScoring
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.verification.error_budget import budget, in_float64, max_error, share_of_budget
 from mhsa_compile.verification.oracle.evaluate import eager, oracle
@@ -128,7 +128,7 @@ def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> n
         q, k, v = (torch.unflatten(_linear(arrays, n, a), -1, width).transpose(1, 2) for n, a, width in inputs)
     L = arrays["q" if "q" in arrays else "x"].shape[-2]
     visible, bias = _visible_and_bias(spec, arrays, entry, rows, L, k.shape[2])
-    y = attend(q, k, v, Scoring(visible, bias), spec.head_dim**-0.5 if spec.scale is None else spec.scale)
+    y = attend(q, k, v, EagerScoring(visible, bias), spec.head_dim**-0.5 if spec.scale is None else spec.scale)
     return to_numpy((y if "q" in arrays else _linear(arrays, "out", y.transpose(1, 2).flatten(2)))[0])
 
 

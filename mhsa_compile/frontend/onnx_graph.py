@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from mhsa_compile.frontend.detach_weights import without_contents
 
-Dim = int | str | None  # a size, the name of a symbolic one, unknown
+GraphDim = int | str | None  # a size, the name of a symbolic one, unknown
 
 
 class GraphView:
@@ -52,7 +52,7 @@ class GraphView:
     def consumers(self, name: str) -> list[onnx.NodeProto]:
         return self._consumers[name]
 
-    def shape(self, name: str) -> tuple[Dim, ...] | None:
+    def shape(self, name: str) -> tuple[GraphDim, ...] | None:
         """The dims of a value, or None where its rank is unknown."""
         if name in self.initializers:
             return tuple(self.initializers[name].dims)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.nn.functional import attend
-from mhsa_compile.nn.score_features import Scoring
+from mhsa_compile.nn.score_features import EagerScoring
 
 ROWS = 32
 """So many of the first queries, and of the last, are looked at: scores of all of a long call might not fit memory."""
@@ -46,7 +46,7 @@ def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
         else:
             bias = mask.float()
     sinks = None if sinks is None else sinks.float()  # all in float32, as compiled attention sums
-    scoring = Scoring(visible, bias, {"softcap": softcap} if softcap else {}, no_key=sinks)
+    scoring = EagerScoring(visible, bias, {"softcap": softcap} if softcap else {}, no_key=sinks)
     y = attend(q[:, :, rows].float(), k.float(), v.float(), scoring, scale)
     return y.to(q.dtype).transpose(1, 2)
 

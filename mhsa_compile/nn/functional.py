@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.nn import softmax_outputs
-from mhsa_compile.nn.score_features import Call, FeatureTensors, Scoring, scoring_of
+from mhsa_compile.nn.score_features import EagerCall, EagerScoring, FeatureTensors, scoring_of
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.field_notes import formulas_of
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
@@ -20,7 +20,7 @@ from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 FORMULAS = formulas_of(AttentionSpec)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, scale: float, dropout: float = 0.0) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, scoring: EagerScoring, scale: float, dropout: float = 0.0) -> Tensor:
     """softmax(scores) v over the visible keys, scores being q k^T * scale after all that `scoring` does to them.
 
     q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> (B, H, L, F); `dropout` is the probability with which a weight
@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, scale: float, drop
 
 
 def softmax_outputs_of(
-    q: Tensor, k: Tensor, scoring: Scoring, scale: float, outputs: SoftmaxOutputs
+    q: Tensor, k: Tensor, scoring: EagerScoring, scale: float, outputs: SoftmaxOutputs
 ) -> dict[str, Tensor]:
     """What the rows of `attend`'s softmax are like: the arrays `outputs.names`."""
     scores, visible = _scores(q, k, scoring, scale)
@@ -54,7 +54,7 @@ def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(group, dim=1) if group > 1 else x
 
 
-def _scores(q: Tensor, k: Tensor, scoring: Scoring, scale: float) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, scoring: EagerScoring, scale: float) -> tuple[Tensor, Tensor | None]:
     """(scores as the softmax takes them, what is visible once the bias has masked as well)."""
     scores = (q * scale) @ _for_each_query_head(k, q).transpose(-1, -2)
     visible, bias = scoring.visible, scoring.bias
@@ -114,7 +114,7 @@ def attention(
     dropout         of the weights that meet the values; what `spec.outputs` wants is of those before it
     """
     sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-    scoring = scoring_of(Call(spec, sizes, q.dtype, q.device, tensors, mask, lengths))
+    scoring = scoring_of(EagerCall(spec, sizes, q.dtype, q.device, tensors, mask, lengths))
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     outputs = inside_of(spec.outputs)
     extra = softmax_outputs_of(q, k, scoring, scale, outputs) if outputs.names else {}

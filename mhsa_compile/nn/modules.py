@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.files.free_memory import require_memory
 from mhsa_compile.nn import onnx_symbolic
-from mhsa_compile.nn.functional import (
-    attention,
-    rotate,
-    to_numpy,
-    written,
-)
+from mhsa_compile.nn.functional import attention, rotate, to_numpy, written
 from mhsa_compile.nn.score_features import FEATURES, FeatureTensors
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
@@ -33,8 +28,10 @@ from mhsa_compile.spec.picture import picture_of
 from mhsa_compile.spec.position_encoding import Rope
 
 _Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
-_Arrays = dict[str, Tensor]  # by the names of `outputs.array_names`
-_Result = tuple[Tensor, _Arrays, tuple[Tensor, Tensor] | None]  # y, what else is wanted, and the caches as they are now
+_OutputTensors = dict[str, Tensor]  # by the names of `outputs.array_names`
+_Result = tuple[
+    Tensor, _OutputTensors, tuple[Tensor, Tensor] | None
+]  # y, what else is wanted, and the caches as they are now
 
 
 class _AttentionModule(nn.Module):
@@ -285,7 +282,7 @@ class ScaledDotProductAttention(_AttentionModule):
 
 
 def _results(
-    spec: AttentionSpec, arrays: _Arrays, present: tuple[Tensor, Tensor] | None
+    spec: AttentionSpec, arrays: _OutputTensors, present: tuple[Tensor, Tensor] | None
 ) -> Tensor | tuple[Tensor, ...]:
     """What `spec.outputs` asks for, then the caches; a single one by itself."""
     results = (*(arrays[name] for name in array_names(spec.outputs)), *(present or ()))

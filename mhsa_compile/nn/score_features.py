@@ -29,7 +29,7 @@ FeatureTensors = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Scoring:
+class EagerScoring:
     """What becomes of scores before they are weights; None and an empty mapping are nothing.
 
     visible    bool, broadcastable to (B, H, L, S): what queries see
@@ -47,7 +47,7 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Call:
+class EagerCall:
     """An eager call of (B, H, L, S), for queries of `dtype`. `lengths` int64 (B,) are how many of the S keys are valid;
     the queries are the last of them."""
 
@@ -92,8 +92,8 @@ class Feature:
         buffers."""
         return spec, {}
 
-    def scoring(self, call: Call) -> Scoring:
-        return Scoring()
+    def scoring(self, call: EagerCall) -> EagerScoring:
+        return EagerScoring()
 
     def words(self, spec: AttentionSpec) -> dict[str, Any]:
         """The attributes of a node."""
@@ -113,20 +113,20 @@ class Feature:
 
 
 class _CallMask(Feature):
-    def scoring(self, call: Call) -> Scoring:
+    def scoring(self, call: EagerCall) -> EagerScoring:
         mask = checked_mask(call.spec, call.mask)
         if mask is not None:
             _check_broadcast(call.spec, mask, call.sizes)
-        return Scoring(bias=mask) if call.spec.mask == "additive" else Scoring(mask)
+        return EagerScoring(bias=mask) if call.spec.mask == "additive" else EagerScoring(mask)
 
 
 class _Band(Feature):
-    def scoring(self, call: Call) -> Scoring:
+    def scoring(self, call: EagerCall) -> EagerScoring:
         if call.spec.band is None:
-            return Scoring()
+            return EagerScoring()
         left, right, _ = call.spec.band
         visible = torch.ones_like(call.distance, dtype=torch.bool) if right < 0 else call.distance <= right
-        return Scoring(visible & (-call.distance <= left) if left >= 0 else visible)
+        return EagerScoring(visible & (-call.distance <= left) if left >= 0 else visible)
 
     def words(self, spec: AttentionSpec) -> dict[str, Any]:
         sizes = zip(("left_window_size", "right_window_size"), spec.window or (), strict=False)
@@ -137,19 +137,19 @@ class _Band(Feature):
 
 
 class _Lengths(Feature):
-    def scoring(self, call: Call) -> Scoring:
+    def scoring(self, call: EagerCall) -> EagerScoring:
         if call.lengths is None:
-            return Scoring()
-        return Scoring(torch.arange(call.sizes[3], device=call.device) < call.lengths.view(-1, 1, 1, 1))
+            return EagerScoring()
+        return EagerScoring(torch.arange(call.sizes[3], device=call.device) < call.lengths.view(-1, 1, 1, 1))
 
     def opset(self, spec: AttentionSpec) -> int:
         return 24 if spec.kv_cache else 23
 
 
 class _StaticMask(Feature):
-    def scoring(self, call: Call) -> Scoring:
+    def scoring(self, call: EagerCall) -> EagerScoring:
         pattern, (L, S) = call.spec.static_mask, call.sizes[2:]
-        return Scoring(None if pattern is None else _constant_mask(pattern, L, S).to(call.device))
+        return EagerScoring(None if pattern is None else _constant_mask(pattern, L, S).to(call.device))
 
 
 class _Function(Feature):
@@ -186,19 +186,19 @@ class _Function(Feature):
 
 
 class _MaskMod(_Function):
-    def scoring(self, call: Call) -> Scoring:
+    def scoring(self, call: EagerCall) -> EagerScoring:
         function = self.of(call.spec)
         if function is None:
-            return Scoring()
-        return Scoring(evaluate(function, self.captures(call.spec, call.tensors), call.places))
+            return EagerScoring()
+        return EagerScoring(evaluate(function, self.captures(call.spec, call.tensors), call.places))
 
 
 class _ScoreMod(_Function):
-    def scoring(self, call: Call) -> Scoring:
+    def scoring(self, call: EagerCall) -> EagerScoring:
         """Computed in float32 at least."""
         function, tensors = self.of(call.spec), self.captures(call.spec, call.tensors)
         if function is None:
-            return Scoring()
+            return EagerScoring()
         places = call.places
 
         def modify(scores: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class _ScoreMod(_Function):
             changed = evaluate(function, tensors, {**places, "score": wide})
             return changed.to(scores.dtype).expand_as(scores)
 
-        return Scoring(score_mod=modify)
+        return EagerScoring(score_mod=modify)
 
 
 class _Slopes(Feature):
@@ -217,12 +217,12 @@ class _Slopes(Feature):
             return spec, {}
         return spec, {"alibi_slopes": torch.tensor(alibi_slopes(spec.num_heads), dtype=getattr(torch, spec.dtype))}
 
-    def scoring(self, call: Call) -> Scoring:
+    def scoring(self, call: EagerCall) -> EagerScoring:
         slopes = self.input(call.spec, call.tensors)
         if slopes is None:
-            return Scoring()
+            return EagerScoring()
         wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))  # more bits than a place in 16-bit floats
-        return Scoring(bias=(wide.view(-1, 1, 1) * call.distance).to(call.dtype))
+        return EagerScoring(bias=(wide.view(-1, 1, 1) * call.distance).to(call.dtype))
 
     def input(self, spec: AttentionSpec, tensors: FeatureTensors) -> Tensor | None:
         return tensors["alibi_slopes"] if spec.alibi else None
@@ -235,8 +235,8 @@ class _Sinks(Feature):
         dtype = getattr(torch, spec.dtype)
         return spec, {"sinks": nn.Parameter(torch.randn(spec.num_heads, dtype=dtype)) if spec.sinks else None}
 
-    def scoring(self, call: Call) -> Scoring:
-        return Scoring(no_key=call.tensors["sinks"])
+    def scoring(self, call: EagerCall) -> EagerScoring:
+        return EagerScoring(no_key=call.tensors["sinks"])
 
     def input(self, spec: AttentionSpec, tensors: FeatureTensors) -> Tensor | None:
         return tensors["sinks"]
@@ -258,12 +258,12 @@ FEATURES: tuple[Feature, ...] = (
 """In the order in which a node takes what they capture."""
 
 
-def scoring_of(call: Call) -> Scoring:
+def scoring_of(call: EagerCall) -> EagerScoring:
     """What all features of a call do to its scores."""
     parts = [feature.scoring(call) for feature in FEATURES]
     masks = [part.visible for part in parts if part.visible is not None]
     biases = [part.bias for part in parts if part.bias is not None]
-    return Scoring(
+    return EagerScoring(
         visible=functools.reduce(torch.logical_and, masks) if masks else None,
         bias=functools.reduce(torch.add, biases) if biases else None,
         limits=limits_of(call.spec),

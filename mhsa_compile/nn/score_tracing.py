@@ -29,7 +29,7 @@ from mhsa_compile.spec.score_functions import (
     wrapped,
 )
 
-Function = Callable[..., Any]
+UserFunction = Callable[..., Any]
 ASKED = "an expression of its arguments and of captured tensors, without branches on their values"
 WHITELIST = (
     "It may use + - * / // %, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, abs, exp, exp2, log, tanh,"
@@ -40,7 +40,7 @@ DTYPES = ("bool", "int32", "int64", "float32", "bfloat16", "float16")
 """The dtypes of captured tensors."""
 
 
-def trace(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreFunction, tuple[Tensor, ...]]:
+def trace(name: str, function: UserFunction, *, keep: bool = False) -> tuple[ScoreFunction, tuple[Tensor, ...]]:
     """The function that the field `name` of a spec was given, and the tensors that it captures: copies, or `keep` them
     as they are. Raises SpecError."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -65,7 +65,7 @@ def trace(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreFu
     return steps, tuple(tensors if keep else (_module_tensor(name, tensor) for tensor in tensors))
 
 
-def with_named_arguments(name: str, function: Function) -> Function:
+def with_named_arguments(name: str, function: UserFunction) -> UserFunction:
     """The function with its arguments and no others, whatever it calls them and whatever more it could take."""
     if name == "score_mod":
         return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx, kv_idx)

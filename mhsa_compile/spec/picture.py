@@ -15,7 +15,7 @@ from mhsa_compile.spec.field_notes import fields_with_notes
 if TYPE_CHECKING:
     from mhsa_compile.spec.attention_spec import AttentionSpec
 
-Rows = Iterable[tuple[str, str]]
+TableRows = Iterable[tuple[str, str]]
 
 _CELLS = 12  # of the mask on each side
 _FEW = 3  # cells that stand for a window
@@ -26,12 +26,12 @@ _STYLE = "font:13px/1.5 system-ui,sans-serif;max-width:680px;color:inherit"
 _FRAME = 'fill="none" stroke="currentColor" stroke-opacity=".45"'
 
 
-def picture_of(title: str, spec: AttentionSpec, *, projections: bool = True, more: Rows = ()) -> str:
+def picture_of(title: str, spec: AttentionSpec, *, projections: bool = True, more: TableRows = ()) -> str:
     """HTML: a drawing from x to y, and what there is to say, with `more` at its end."""
     return card(title, (*_said(spec, projections), *more), _drawing(spec, projections))
 
 
-def card(title: str, rows: Rows, drawing: str = "") -> str:
+def card(title: str, rows: TableRows, drawing: str = "") -> str:
     """HTML of a title, a drawing and rows of a name and a text each."""
     terms = "".join(
         f'<div style="opacity:.7">{html.escape(name)}</div>'
@@ -65,7 +65,7 @@ def shortened(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _said(spec: AttentionSpec, projections: bool) -> Rows:
+def _said(spec: AttentionSpec, projections: bool) -> TableRows:
     """What a person would ask first, and of the rest what is not as usual."""
     heads = f"{spec.num_heads} of {spec.head_dim} dims"
     if spec.num_kv_heads != spec.num_heads:

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mhsa_compile.errors import SpecError
-from mhsa_compile.spec.checks import (
-    check_choice,
-    check_positive_int,
-    checked_flag,
-    checked_positive_float,
-    value_text,
-)
+from mhsa_compile.spec.checks import check_choice, check_positive_int, checked_flag, checked_positive_float, value_text
 
 if TYPE_CHECKING:  # what only reads a spec does not load NumPy
     import numpy as np

@@ -25,7 +25,7 @@ from mhsa_compile.kernels.interface.kernel import Config, Kernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, Op
 from mhsa_compile.kernels.interface.score_step import SomeRows
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
-from mhsa_compile.nn.score_features import Scoring
+from mhsa_compile.nn.score_features import EagerScoring
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
@@ -143,7 +143,7 @@ class _AttentionJob:
             operands = [to_torch(np.ascontiguousarray(x[entries])).to(dtype) for x in (q[:, :, rows], k, v)]
             bias = None if scores is None else scores.to(dtype)
             extra = None if no_key is None else no_key.to(dtype)
-            scoring = Scoring(visible, bias, limits, no_key=extra)
+            scoring = EagerScoring(visible, bias, limits, no_key=extra)
             return to_numpy(attend(operands[0], operands[1], operands[2], scoring, op.scale))
 
         expected = at(torch.float64)

@@ -25,7 +25,6 @@ from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle
-from mhsa_compile.verification.oracle.evaluate import Array
 from mhsa_compile.verification.random_inputs import Arrays
 from mhsa_compile.verification.verify import verify_run
 
@@ -78,11 +77,11 @@ class Device:
             self._command(self._program, *words), env=environment, capture_output=True, text=True, timeout=240
         )
 
-    def runner(self, artifact: Artifact) -> Callable[[Arrays], list[Array]]:
+    def runner(self, artifact: Artifact) -> Callable[[Arrays], list[np.ndarray]]:
         """What `judged` calls: inputs and outputs are files."""
         given, got = self.folder / "in.safetensors", self.folder / "out.safetensors"
 
-        def run(inputs: Arrays) -> list[Array]:
+        def run(inputs: Arrays) -> list[np.ndarray]:
             save_file({name: np.ascontiguousarray(array) for name, array in inputs.items()}, given)
             files = ("--inputs", given, "--outputs", got, "--repeat", "1", "--threads", "2")
             done = self.run("--artifact", artifact.path, *files)

@@ -14,7 +14,7 @@ import onnx
 from onnx import helper
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import Dim, is_standard, reads
+from mhsa_compile.frontend.onnx_graph import GraphDim, is_standard, reads
 from mhsa_compile.frontend.reading.microsoft import DOMAIN
 from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 
@@ -50,6 +50,6 @@ def _caches(model: onnx.ModelProto) -> Iterator[tuple[str, str]]:
             yield from zip(node.input[3:5], node.output[1:3], strict=False)
 
 
-def _dims(value: onnx.ValueInfoProto) -> list[Dim]:
+def _dims(value: onnx.ValueInfoProto) -> list[GraphDim]:
     dims = value.type.tensor_type.shape.dim
     return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.definitions import Definitions
 from mhsa_compile.frontend.canonicalize.layers import Layer
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.outputs import LayerWord, SoftmaxOutputs, array_names, inside_of
 
@@ -80,11 +80,11 @@ def _list_of(layers: Sequence[Layer]) -> str:
 class _Sizes:
     """B, H, L, S and F of one Attention, None where one is not known by name, and its type of floats."""
 
-    batch: Dim
+    batch: GraphDim
     heads: int
-    queries: Dim
-    keys: Dim
-    v_head_dim: Dim
+    queries: GraphDim
+    keys: GraphDim
+    v_head_dim: GraphDim
     dtype: int
     by_rows: bool  # Q, K and V have three axes
 
@@ -174,9 +174,9 @@ class _Change:
         graph.node.append(helper.make_node("Transpose", [split], [name], name=name, perm=[0, 2, 1, 3]))
 
 
-def _types(sizes: _Sizes, outputs: SoftmaxOutputs) -> dict[str, tuple[int, list[Dim]]]:
+def _types(sizes: _Sizes, outputs: SoftmaxOutputs) -> dict[str, tuple[int, list[GraphDim]]]:
     """(element type, dims) of every array that there can be."""
-    rows: list[Dim] = [sizes.batch, sizes.heads, sizes.queries]
+    rows: list[GraphDim] = [sizes.batch, sizes.heads, sizes.queries]
     heads = sizes.heads if outputs.heads is None else len(outputs.heads)
     queries = sizes.queries if outputs.rows is None else len(outputs.rows)
     return {

@@ -27,20 +27,13 @@ from mhsa_compile.frontend.export.check import (
     check_equal_but_for_sizes,
     check_symbols,
 )
-from mhsa_compile.frontend.export.free_dims import (
-    Program,
-    cause,
-    freest_model,
-    quiet,
-    requested_freedom,
-    with_names,
-)
+from mhsa_compile.frontend.export.free_dims import Program, cause, freest_model, quiet, requested_freedom, with_names
 from mhsa_compile.frontend.export.module_calls import TensorModule, flatten, with_own_names
 from mhsa_compile.frontend.export.score_functions import sizes_within
 from mhsa_compile.frontend.export.sdpa_translation import TRANSLATIONS
 from mhsa_compile.frontend.export.signatures import (
     IN_PLACE,
-    Signature,
+    ModuleSignature,
     check_lengths,
     output_names,
     own_signature,
@@ -51,13 +44,7 @@ from mhsa_compile.frontend.onnx_graph import reads
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.mhsa_operator import attention_function
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, opset
-from mhsa_compile.spec.attention_spec import (
-    DOMAIN,
-    IN_PLACE_KEY,
-    LIMITS_KEY,
-    SPEC_KEY,
-    AttentionSpec,
-)
+from mhsa_compile.spec.attention_spec import DOMAIN, IN_PLACE_KEY, LIMITS_KEY, SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.mask_patterns import BlockDiagonal
 from mhsa_compile.spec.masks import BoolArray
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
@@ -193,11 +180,13 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
     return model
 
 
-def _shapes(signature: Signature) -> dict[str, Shape]:
+def _shapes(signature: ModuleSignature) -> dict[str, Shape]:
     return {name: shape for name, (shape, _) in signature.items()}
 
 
-def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> BoolArray | None:
+def _static_mask(
+    module: MultiHeadAttention | ScaledDotProductAttention, signature: ModuleSignature
+) -> BoolArray | None:
     """The spec's constant mask, (L, S). Raises InputError unless its lengths are fixed."""
     pattern, (L, S) = module.spec.static_mask, _lengths(module, signature)
     if pattern is None:
@@ -211,7 +200,7 @@ def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signatu
     return pattern.array(L, S)
 
 
-def _places(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> dict[str, int | str]:
+def _places(module: MultiHeadAttention | ScaledDotProductAttention, signature: ModuleSignature) -> dict[str, int | str]:
     """The sizes that places of a pair are below, fixed or by name; h has the spec's."""
     L, S = _lengths(module, signature)
     batch = signature["x" if isinstance(module, MultiHeadAttention) else "q"][0][0]
@@ -219,7 +208,7 @@ def _places(module: MultiHeadAttention | ScaledDotProductAttention, signature: S
 
 
 def _lengths(
-    module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature
+    module: MultiHeadAttention | ScaledDotProductAttention, signature: ModuleSignature
 ) -> tuple[int | str, int | str]:
     """L and S, fixed or by name."""
     if isinstance(module, MultiHeadAttention):
@@ -255,7 +244,9 @@ def _set_mask(model: onnx.ModelProto, mask: BoolArray) -> None:
     attention.input[3] = STATIC_MASK
 
 
-def _run_exporter(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> onnx.ModelProto:
+def _run_exporter(
+    module: MultiHeadAttention | ScaledDotProductAttention, signature: ModuleSignature
+) -> onnx.ModelProto:
     symbols = list(dict.fromkeys(dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)))
     sizes = {symbol: 3 + 2 * i for i, symbol in enumerate(symbols)}  # torch.export specialises 1, and may equate twins
     axes = {symbol: torch.export.Dim(symbol) for symbol in symbols}

@@ -25,11 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mhsa_compile.errors import ModelError, SpecError
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.score_masks import MOST_PAIRS
-from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, trace, with_named_arguments
+from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, UserFunction, trace, with_named_arguments
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.score_functions import ScoreFunction, TensorKind
 
-Function = Callable[..., Any]
 _NAME = "flex_attention"
 _UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 _ANY = 7  # a size that no function looks at
@@ -42,7 +41,7 @@ def as_operators() -> Iterator[None]:
              "_create_empty_block_mask")  # fmt: skip
     theirs = {name: getattr(flex, name) for name in (*names, _UNCOMPILED)}
     calls, owner = _Calls(theirs["create_mask"]), threading.get_ident()
-    ours: tuple[Function, ...] = (calls.attend, _nothing, _two_of_nothing, calls.without_blocks, calls.empty)
+    ours: tuple[UserFunction, ...] = (calls.attend, _nothing, _two_of_nothing, calls.without_blocks, calls.empty)
     try:
         for name, function in zip(names, ours, strict=True):
             setattr(flex, name, _in_thread(owner, function, theirs[name]))
@@ -53,7 +52,7 @@ def as_operators() -> Iterator[None]:
             setattr(flex, name, value)
 
 
-def _in_thread(owner: int, function: Function, other: Function) -> Function:
+def _in_thread(owner: int, function: UserFunction, other: UserFunction) -> UserFunction:
     """`function` in thread `owner`, in every other thread what was there."""
     return lambda *args, **kwargs: (function if threading.get_ident() == owner else other)(*args, **kwargs)
 
@@ -71,12 +70,12 @@ class _Calls:
     """What stands in for the parts of flex_attention during one export. `counts`, one of each block mask that is made
     here, tell these, whose mask_mod says all, from others."""
 
-    def __init__(self, create_mask: Function) -> None:
+    def __init__(self, create_mask: UserFunction) -> None:
         self.create_mask = create_mask
         self.counts: list[Tensor] = []
 
     def without_blocks(
-        self, masks: Any, mask_mod: Function, seq_lengths: tuple[int, int], *blocks: int, **kwargs: int
+        self, masks: Any, mask_mod: UserFunction, seq_lengths: tuple[int, int], *blocks: int, **kwargs: int
     ) -> flex.BlockMask:
         """A block mask whose one block is partial."""
         return self._of_one_block(mask_mod, seq_lengths, flex._DEFAULT_SPARSE_BLOCK_SIZE)
@@ -85,7 +84,7 @@ class _Calls:
         """The block mask of a call without one."""
         return self._of_one_block(flex.noop_mask, (1, 1), flex._LARGE_SPARSE_BLOCK_SIZE)
 
-    def _of_one_block(self, mask_mod: Function, seq_lengths: tuple[int, int], size: int) -> flex.BlockMask:
+    def _of_one_block(self, mask_mod: UserFunction, seq_lengths: tuple[int, int], size: int) -> flex.BlockMask:
         count, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
         block_mask = flex.BlockMask.from_kv_blocks(
             count, indices, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=seq_lengths, compute_q_blocks=False
@@ -146,7 +145,7 @@ def _operator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: Function,
+    score_mod: UserFunction,
     block_mask: tuple[Any, ...],
     scale: float,
     kernel_options: Mapping[str, Any],
@@ -205,7 +204,7 @@ class _CapturingTracer(fx.Tracer):
         return self.create_node("get_attr", name, (), {})
 
 
-def separate_captures(name: str, function: Function) -> tuple[ScoreFunction, list[Tensor]]:
+def separate_captures(name: str, function: UserFunction) -> tuple[ScoreFunction, list[Tensor]]:
     """A function that captures tensors of a graph which is being traced: its steps, and these tensors.
 
     Raises ModelError.

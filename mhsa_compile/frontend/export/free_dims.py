@@ -24,12 +24,7 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.flex_attention import as_operators
 from mhsa_compile.frontend.export.module_calls import TensorModule
 from mhsa_compile.frontend.export.repeatable import check_repeatable
-from mhsa_compile.frontend.export.signatures import (
-    Axis,
-    Signature,
-    guess_symbols,
-    with_fixed_dims,
-)
+from mhsa_compile.frontend.export.signatures import Axis, ModuleSignature, guess_symbols, with_fixed_dims
 from mhsa_compile.frontend.export.torch_layers import plain_layers
 
 LEAST = 2
@@ -48,7 +43,7 @@ class Freedom:
     most           the largest sizes that symbols may have
     """
 
-    signature: Signature
+    signature: ModuleSignature
     sizes: Mapping[Axis, int]
     user_symbols: frozenset[str] = frozenset()
     required: frozenset[Axis] = frozenset()
@@ -79,7 +74,7 @@ class Freedom:
 
     def replace_symbols(self, symbols: Mapping[Axis, str], most: Mapping[str, int]) -> Freedom:
         """The same freedom with these symbols; axes that have none are fixed at the examples' sizes."""
-        signature: Signature = {
+        signature: ModuleSignature = {
             name: (
                 tuple(
                     symbols.get((name, axis), self.sizes[name, axis] if isinstance(dim, str) else dim)
@@ -114,7 +109,7 @@ def requested_freedom(
     guesses = guess_symbols(tensors)
     words = None if dynamic_shapes is None else _by_name("dynamic_shapes", module, dynamic_shapes, "entries")
     statement = _Statement(guesses) if words is None else _statement(words, tensors, guesses)
-    signature: Signature = {
+    signature: ModuleSignature = {
         name: (tuple(statement.symbols.get((name, axis), size) for axis, size in enumerate(value.shape)), value.dtype)
         for name, value in tensors.items()
     }

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from onnxscript import opset23 as op
 
-Value = Any  # a tensor of the graph that is being written
+GraphValue = Any  # a tensor of the graph that is being written
 
 
 def scaled_dot_product_attention(
-    query: Value,
-    key: Value,
-    value: Value,
-    attn_mask: Value | None = None,
+    query: GraphValue,
+    key: GraphValue,
+    value: GraphValue,
+    attn_mask: GraphValue | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Value:
+) -> GraphValue:
     """Attention of query (B, H, L, E), key (B, G, S, E) and value (B, G, S, F), or all of them without B or H; G may be
     1.
 
@@ -50,8 +50,13 @@ def scaled_dot_product_attention(
 
 
 def _attention(
-    query: Value, key: Value, value: Value, attn_mask: Value | None, is_causal: bool, scale: float | None
-) -> Value:
+    query: GraphValue,
+    key: GraphValue,
+    value: GraphValue,
+    attn_mask: GraphValue | None,
+    is_causal: bool,
+    scale: float | None,
+) -> GraphValue:
     y, *_ = op.Attention(query, key, value, attn_mask, is_causal=int(is_causal), scale=scale)
     return y
 

@@ -16,7 +16,7 @@ from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttentio
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
 
-Signature = dict[str, tuple[Shape, torch.dtype]]
+ModuleSignature = dict[str, tuple[Shape, torch.dtype]]
 """Input name -> (dims, dtype); a dim is a size or the name of a symbol."""
 
 Axis = tuple[str, int]
@@ -26,7 +26,7 @@ IN_PLACE = {"past_key": "present_key", "past_value": "present_value"}
 """Inputs of a spec with kv_cache, and the outputs that may be written over them."""
 
 
-def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Signature:
+def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> ModuleSignature:
     """The inputs of a module of this library, all that may be free symbolic."""
     spec = module.spec
     dtype = getattr(torch, spec.dtype)
@@ -43,7 +43,7 @@ def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Sig
             shapes |= {"past_key": ("B", G, "C", E), "past_value": ("B", G, "C", F)}
     else:
         shapes = {"q": ("B", spec.num_heads, "L", E), "k": ("B", G, "S", E), "v": ("B", G, "S", F)}
-    signature: Signature = {name: (shape, dtype) for name, shape in shapes.items()}
+    signature: ModuleSignature = {name: (shape, dtype) for name, shape in shapes.items()}
     if spec.kv_cache:
         signature["length"] = (("B",), torch.int64)
     if spec.mask == "key_padding":
@@ -124,7 +124,7 @@ def _length_of(value: Tensor) -> int | None:
     return {3: 1, 4: 2}.get(value.ndim)
 
 
-def with_fixed_dims(signature: Signature, dims: dict[str, int | None]) -> Signature:
+def with_fixed_dims(signature: ModuleSignature, dims: dict[str, int | None]) -> ModuleSignature:
     """The signature with sizes in place of the symbols that `dims` fixes. Raises InputError."""
     symbols = {dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)}
     for name, size in dims.items():

@@ -14,12 +14,7 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements
-from mhsa_compile.frontend.export.input_dims import (
-    check_dims,
-    dims_of,
-    with_named_dims,
-    with_symbols,
-)
+from mhsa_compile.frontend.export.input_dims import check_dims, dims_of, with_named_dims, with_symbols
 from mhsa_compile.frontend.reading.check import check_domains, check_file, check_operands
 from mhsa_compile.frontend.reading.contradictions import check_shapes
 from mhsa_compile.frontend.reading.dialect import in_one_dialect

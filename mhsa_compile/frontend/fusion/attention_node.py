@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.kernels.interface.score_step import NodeScores
 from mhsa_compile.kernels.scores.order import STEPS
 from mhsa_compile.nn import mhsa_operator
@@ -34,7 +34,7 @@ _PRECISIONS = {
     TensorProto.BFLOAT16: "float32",
     TensorProto.DOUBLE: "float64",
 }
-Axes = tuple[Dim, Dim, Dim, Dim]  # batch, heads, length, head dim
+Axes = tuple[GraphDim, GraphDim, GraphDim, GraphDim]  # batch, heads, length, head dim
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class AttentionNode:
     softmax: Literal["float32", "float64"]
     stage: int
     wanted: SoftmaxOutputs
-    query_length: Dim
-    keys: Dim
+    query_length: GraphDim
+    keys: GraphDim
     words: dict[str, int | float | str]
     roles: dict[str, tuple[str, ...]]
 
@@ -198,14 +198,14 @@ def _heads(
     return None
 
 
-def _ranked(graph: GraphView, node: onnx.NodeProto, name: str, ranks: tuple[int, ...]) -> tuple[Dim, ...]:
+def _ranked(graph: GraphView, node: onnx.NodeProto, name: str, ranks: tuple[int, ...]) -> tuple[GraphDim, ...]:
     shape = graph.shape(name)
     if shape is None or len(shape) not in ranks:
         raise refusal(node, f"{name} of known rank {' or '.join(map(str, ranks))}", str(shape))
     return shape
 
 
-def _axes(shape: tuple[Dim, ...], heads: int) -> Axes:
+def _axes(shape: tuple[GraphDim, ...], heads: int) -> Axes:
     """(batch, heads, length, head dim) of an operand of four axes, or of three with `heads` heads."""
     if len(shape) == 4:
         return shape[0], shape[1], shape[2], shape[3]
@@ -262,7 +262,7 @@ def _choice(node: onnx.NodeProto, said: dict[str, Any], name: str, choices: dict
     return choices[value]
 
 
-def _sum(one: Dim, other: Dim) -> Dim:
+def _sum(one: GraphDim, other: GraphDim) -> GraphDim:
     if isinstance(one, int) and isinstance(other, int):
         return one + other
     return one if other == 0 else None

@@ -13,7 +13,7 @@ import onnx
 from mhsa_compile.frontend.fusion import attention_node
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, split_rows
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 from mhsa_compile.kernels.scores.order import STEPS
 from mhsa_compile.spec.attention_spec import SPEC_KEY
@@ -182,7 +182,7 @@ class AttentionPattern:
                 return base, True
         return name, False
 
-    def _refuse_contradictions(self, shape: tuple[Dim, ...]) -> None:
+    def _refuse_contradictions(self, shape: tuple[GraphDim, ...]) -> None:
         """Refuses a mask with fixed sizes that do not broadcast to (B, H, L, S)."""
         batch = (self.graph.shape(self.asked.q) or (None,))[0]
         full = (batch, self.operands[0].heads, self.asked.query_length, self.asked.keys)
@@ -229,7 +229,7 @@ class AttentionPattern:
         return fused.to_node(self.node, list(inputs), list(outputs.values()))
 
 
-def _fixed(dim: Dim) -> int:
+def _fixed(dim: GraphDim) -> int:
     """A size that `attention_node` has found to be fixed."""
     assert isinstance(dim, int)
     return dim

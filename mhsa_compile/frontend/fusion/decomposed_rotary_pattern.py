@@ -21,19 +21,8 @@ from typing import NamedTuple
 import onnx
 
 from mhsa_compile.frontend.fusion.fused_nodes import FusedRotary
-from mhsa_compile.frontend.fusion.head_layout import (
-    Operand,
-    keeps_rows,
-    needed_by,
-    split_rows,
-)
-from mhsa_compile.frontend.fusion.rotary_halves import (
-    Nodes,
-    element,
-    joined,
-    part,
-    source,
-)
+from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, needed_by, split_rows
+from mhsa_compile.frontend.fusion.rotary_halves import NodeList, element, joined, part, source
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
 
@@ -49,7 +38,7 @@ class _Terms(NamedTuple):
     sin: str
     interleaved: bool
     whole: bool
-    nodes: Nodes
+    nodes: NodeList
 
 
 class _Whole(NamedTuple):
@@ -57,7 +46,7 @@ class _Whole(NamedTuple):
 
     x: str
     end: onnx.NodeProto
-    nodes: Nodes
+    nodes: NodeList
     axes: tuple[int, int]
 
 
@@ -130,7 +119,7 @@ def _whole(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> _Whole | No
     return _Whole(x, swap, [end, *nodes], axes) if joined else None
 
 
-def _with_rest(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> tuple[str, onnx.NodeProto, Nodes] | None:
+def _with_rest(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> tuple[str, onnx.NodeProto, NodeList] | None:
     """(x, the Concat, nodes) where the elements of a head that do not turn stand behind those that do, as they were."""
     concat, maker = graph.only_consumer(last.output[0], "Concat"), graph.producer(terms.x)
     if concat is None or maker is None or len(concat.input) != 2 or concat.input[0] != last.output[0]:
@@ -202,7 +191,7 @@ def _pairs(graph: GraphView, last: onnx.NodeProto) -> _Terms | None:
 
 def _elements(
     graph: GraphView, x: str, names: tuple[str, str], interleaved: bool, wanted: tuple[int, int]
-) -> Nodes | None:
+) -> NodeList | None:
     """The nodes of two values that are the wanted elements of the pairs of x, each node once; None of others."""
     found = [element(graph, x, name, interleaved) for name in names]
     if [place and place[0] for place in found] != list(wanted):

@@ -25,7 +25,6 @@ MOST = 1 << 23
 """Elements of a matrix."""
 _NARROW = ("float16", "bfloat16")
 _TRANSFORMS = ("DFT", "STFT")
-Array = np.ndarray[Any, Any]
 
 
 def as_products(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -43,7 +42,7 @@ def as_products(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def matrix(length: int, rows: int, columns: int, *, complex_in: bool, complex_out: bool, inverse: bool) -> Array:
+def matrix(length: int, rows: int, columns: int, *, complex_in: bool, complex_out: bool, inverse: bool) -> np.ndarray:
     """(rows * 1 or 2, columns * 1 or 2) of a transform of `length` points: what number `row` adds to number `column`,
     the real and the imaginary part of each side by side where it has both; of an inverse one `length` times that.
 
@@ -202,7 +201,9 @@ def _halved(
     return rewriter.node("Mul", y, _matrix(rewriter, node, np.array(1 / length), kind)) if inverse else y
 
 
-def _product(rewriter: Rewriter, node: onnx.NodeProto, x: str, before: int, values: Array, kind: str | None) -> str:
+def _product(
+    rewriter: Rewriter, node: onnx.NodeProto, x: str, before: int, values: np.ndarray, kind: str | None
+) -> str:
     """The numbers of the axes behind the first ones as rows, times a matrix."""
     rows = rewriter.node("Reshape", x, rewriter.constant([0] * before + [len(values)], "int64"))
     return rewriter.node("MatMul", rows, _matrix(rewriter, node, values, kind))
@@ -213,7 +214,7 @@ def _number(graph: GraphView, name: str) -> int | None:
     return None if value is None or value.size != 1 else int(value.item())
 
 
-def _matrix(rewriter: Rewriter, node: onnx.NodeProto, values: Array, kind: str | None) -> str:
+def _matrix(rewriter: Rewriter, node: onnx.NodeProto, values: np.ndarray, kind: str | None) -> str:
     """A matrix as a constant of the program: it is no weight of the file."""
     if values.size > MOST:
         expected = f"a transform of at most {MOST} angles"

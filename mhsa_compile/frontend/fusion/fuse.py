@@ -29,12 +29,7 @@ from mhsa_compile.frontend.fusion.linear_pattern import find_linears, linear_nod
 from mhsa_compile.frontend.fusion.rotary_pattern import RotaryPattern
 from mhsa_compile.frontend.fusion.row_products import as_row_products
 from mhsa_compile.frontend.fusion.scatter_pattern import ScatterPattern, in_place
-from mhsa_compile.frontend.onnx_graph import (
-    GraphView,
-    branches,
-    constant_value,
-    live_nodes,
-)
+from mhsa_compile.frontend.onnx_graph import GraphView, branches, constant_value, live_nodes
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import onnx
 
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 
@@ -91,7 +91,7 @@ def keeps_rows(graph: GraphView, reshape: onnx.NodeProto) -> bool:
     return None not in before[:2] and before[:2] == after[:2] != ()
 
 
-def contradict(shape: Sequence[Dim], other: Sequence[Dim]) -> bool:
+def contradict(shape: Sequence[GraphDim], other: Sequence[GraphDim]) -> bool:
     """Whether two shapes of one rank differ in an axis that both have fixed."""
     pairs = zip(shape, other, strict=True)
     return any(isinstance(one, int) and isinstance(two, int) and one != two for one, two in pairs)

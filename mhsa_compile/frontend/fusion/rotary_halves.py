@@ -12,7 +12,7 @@ import onnx
 
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
-Nodes = list[onnx.NodeProto]
+NodeList = list[onnx.NodeProto]
 
 
 class JoinedHalves(NamedTuple):
@@ -21,7 +21,7 @@ class JoinedHalves(NamedTuple):
     one: str
     other: str
     interleaved: bool
-    nodes: Nodes
+    nodes: NodeList
 
 
 def joined(graph: GraphView, name: str) -> JoinedHalves | None:
@@ -53,7 +53,7 @@ def source(graph: GraphView, name: str, interleaved: bool) -> str:
     return node.input[0] if node is not None and node.input else ""
 
 
-def element(graph: GraphView, x: str, name: str, interleaved: bool) -> tuple[int, Nodes] | None:
+def element(graph: GraphView, x: str, name: str, interleaved: bool) -> tuple[int, NodeList] | None:
     """(0 or 1, nodes) of a value that is the one element of each pair of x, or the other; None of another value."""
     shape = graph.shape(x) or ()
     if len(shape) != 4 or not isinstance(size := shape[3], int) or size % 2:
@@ -80,7 +80,7 @@ def part(graph: GraphView, x: str, size: int, name: str, last: int = 3) -> tuple
     return (*slice(begin, end).indices(size)[:2], node) if axis in (-1, last) and step == 1 else None
 
 
-def _every_other(graph: GraphView, x: str, size: int, name: str) -> tuple[int, Nodes] | None:
+def _every_other(graph: GraphView, x: str, size: int, name: str) -> tuple[int, NodeList] | None:
     """x[..., first::2]"""
     node = graph.producer(name, "Slice")
     if node is None or node.input[0] != x:
@@ -90,7 +90,7 @@ def _every_other(graph: GraphView, x: str, size: int, name: str) -> tuple[int, N
     return (first, [node]) if whole and axis in (-1, 3) and step == 2 else None
 
 
-def _unbound(graph: GraphView, x: str, size: int, name: str) -> tuple[int, Nodes] | None:
+def _unbound(graph: GraphView, x: str, size: int, name: str) -> tuple[int, NodeList] | None:
     """x viewed as (..., R/2, 2), and one element of its last axis."""
     squeeze, shape = graph.producer(name, "Squeeze"), graph.shape(x) or ()
     taken = None if squeeze is None else graph.producer(squeeze.input[0])

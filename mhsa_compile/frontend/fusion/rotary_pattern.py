@@ -11,13 +11,8 @@ import onnx
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fused_nodes import FusedRotary
-from mhsa_compile.frontend.fusion.head_layout import (
-    Operand,
-    contradict,
-    split_rows,
-    spoken,
-)
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.fusion.head_layout import Operand, contradict, split_rows, spoken
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
 
 
@@ -95,7 +90,7 @@ class RotaryPattern:
                 raise self._refuse(f"{role} of shape {wanted}", shape)
         return shared
 
-    def _ranked(self, name: str, role: str, ranks: tuple[int, ...]) -> tuple[Dim, ...]:
+    def _ranked(self, name: str, role: str, ranks: tuple[int, ...]) -> tuple[GraphDim, ...]:
         shape = self.graph.shape(name)
         if shape is None or len(shape) not in ranks:
             raise self._refuse(f"{role} of known rank {' or '.join(map(str, ranks))}", shape)

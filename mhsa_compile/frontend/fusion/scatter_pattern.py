@@ -16,13 +16,8 @@ import onnx
 from mhsa_compile.errors import ModelError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.fusion.fused_nodes import FusedScatter
-from mhsa_compile.frontend.fusion.head_layout import (
-    Operand,
-    contradict,
-    split_rows,
-    spoken,
-)
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.fusion.head_layout import Operand, contradict, split_rows, spoken
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 
 
@@ -69,7 +64,7 @@ class ScatterPattern:
             raise self._refuse(f"write_indices of shape ({cache[0]},)", self.graph.shape(self.indices))
         return axis
 
-    def _known(self, name: str, role: str, rank: int | None = None) -> tuple[Dim, ...]:
+    def _known(self, name: str, role: str, rank: int | None = None) -> tuple[GraphDim, ...]:
         shape = self.graph.shape(name)
         if shape is None or (len(shape) < 2 if rank is None else len(shape) != rank):
             raise self._refuse(f"{role} of known rank{', 2 or more' if rank is None else f' {rank}'}", shape)

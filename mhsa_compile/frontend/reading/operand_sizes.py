@@ -13,9 +13,9 @@ import numpy as np
 import onnx
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes, title
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, title
+from mhsa_compile.frontend.reading.conditions import Mismatch
 
-Mismatch = tuple[str, str] | None
 _CORRECT = "Correct the file: no call can have other sizes there."
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
@@ -41,7 +41,7 @@ def _coordinates(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     return None if dims is None else _within(view, node.input[1], list(dims[begin:]))
 
 
-def _within(view: GraphView, name: str, sizes: list[Dim]) -> Mismatch:
+def _within(view: GraphView, name: str, sizes: list[GraphDim]) -> Mismatch:
     """Constant indices into axes of these sizes, through which, if they are several, their last axis goes."""
     indices = view.constant(name)
     if indices is None or not indices.size:
@@ -200,7 +200,7 @@ def _einsum(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     """Einsum: one size for each letter."""
     equation = str(attributes(node)["equation"])
     terms = equation.replace(" ", "").split("->")[0].split(",")
-    sizes: dict[str, tuple[str, Dim]] = {}
+    sizes: dict[str, tuple[str, GraphDim]] = {}
     for term, (name, dims) in zip(terms, _shapes(view, node, 0), strict=False):
         before, _, behind = term.partition("...")
         pairs = [*zip(before, dims, strict=False), *zip(reversed(behind), reversed(dims), strict=False)]
@@ -211,7 +211,7 @@ def _einsum(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     return None
 
 
-def _shapes(view: GraphView, node: onnx.NodeProto, begin: int) -> Iterator[tuple[str, tuple[Dim, ...]]]:
+def _shapes(view: GraphView, node: onnx.NodeProto, begin: int) -> Iterator[tuple[str, tuple[GraphDim, ...]]]:
     """The names and shapes of the inputs from place `begin` on, as far as they are known."""
     for name in node.input[begin:]:
         dims = view.shape(name) if name else None
@@ -219,11 +219,11 @@ def _shapes(view: GraphView, node: onnx.NodeProto, begin: int) -> Iterator[tuple
             yield name, dims
 
 
-def _differ(size: Dim, other: Dim) -> bool:
+def _differ(size: GraphDim, other: GraphDim) -> bool:
     return isinstance(size, int) and isinstance(other, int) and size != other
 
 
-def _with_dims(name: str, dims: tuple[Dim, ...]) -> str:
+def _with_dims(name: str, dims: tuple[GraphDim, ...]) -> str:
     return f"{name!r} of ({', '.join('?' if dim is None else str(dim) for dim in dims)})"
 
 

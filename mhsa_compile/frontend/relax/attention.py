@@ -15,13 +15,7 @@ from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.relax import masks as attention_masks
 from mhsa_compile.frontend.relax.import_context import ImportContext
 from mhsa_compile.frontend.relax.imported_module import Broadcast, stated
-from mhsa_compile.frontend.relax.masks import (
-    Size,
-    Value,
-    difference,
-    dims,
-    equal,
-)
+from mhsa_compile.frontend.relax.masks import RelaxValue, SizeExpr, difference, dims, equal
 from mhsa_compile.frontend.relax.sizes.agreements import Demand
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
@@ -44,14 +38,14 @@ _LENGTH_AXIS = {"rows": 1, "heads": 2}
 class AttentionImport:
     """A fused node with the values of its inputs; `name` is what it is called where it is refused."""
 
-    def __init__(self, context: ImportContext, name: str, fused: FusedAttention, inputs: list[Value]) -> None:
+    def __init__(self, context: ImportContext, name: str, fused: FusedAttention, inputs: list[RelaxValue]) -> None:
         self.context, self.bb = context, context.bb
         self.node = f"Attention node {name!r}"
         self.fused, self.inputs = fused, inputs
         self.places = {"q": fused.query, "k": fused.key, "v": fused.value}
         self.operands = {role: inputs[place.buffer] for role, place in self.places.items()}
 
-    def demand(self) -> tuple[list[list[Size]], Demand]:
+    def demand(self) -> tuple[list[list[SizeExpr]], Demand]:
         """The shapes of Q, K, V and a mask that is computed, and how their sizes must fit."""
         shapes = [list(dims(self.operands[role])) for role in "qkv"]
         equal = [(shapes[0][0], shape[0]) for shape in shapes[1:]] + [(self._length("k"), self._length("v"))]
@@ -64,10 +58,10 @@ class AttentionImport:
         judged = slice(None, -1 if self.fused.pads_mask else None)
         return [*shapes, reach], Demand(equal, [[full[judged], reach[judged]]])
 
-    def _input(self, number: int | None) -> Value | None:
+    def _input(self, number: int | None) -> RelaxValue | None:
         return None if number is None else self.inputs[number]
 
-    def _mask_input(self) -> Value | None:
+    def _mask_input(self) -> RelaxValue | None:
         (number,) = self.fused.roles.get(_MASK, (None,))
         return self._input(number)
 
@@ -94,14 +88,14 @@ class AttentionImport:
         results = [made[role] for role in self.fused.gives]
         return results[0] if len(results) == 1 else relax.Tuple(results)
 
-    def _inside(self, op: AttentionOp, inputs: list[Value], full: list[Size]) -> dict[str, Value]:
+    def _inside(self, op: AttentionOp, inputs: list[RelaxValue], full: list[SizeExpr]) -> dict[str, RelaxValue]:
         """What the rows of the softmax are like, as far as it is asked for."""
         wanted = self.fused.wanted
         rows, best = full[:3], [*full[:3], wanted.top_k]
         shapes = {"lse": (rows, "float32"), "entropy": (rows, "float32")}
         shapes |= {"top_k_weights": (best, "float32"), "top_k_keys": (best, "int64")}
         types = {name: relax.TensorType(*shapes[name]) for name in wanted.names if name in shapes}
-        made: dict[str, Value] = {}
+        made: dict[str, RelaxValue] = {}
         if types:
             statistics = SoftmaxStatsOp(op, wanted.lse, wanted.entropy, wanted.top_k)
             values = self.context.call_for_several(statistics, inputs, list(types.values()))
@@ -113,7 +107,7 @@ class AttentionImport:
             made["weights"] = self.context.call(probs, inputs, [full[0], heads, queries, full[3]])
         return made
 
-    def _presents(self) -> dict[str, Value]:
+    def _presents(self) -> dict[str, RelaxValue]:
         """present_key and present_value, where they are asked for; with a past, attention reads those."""
         fused, made = self.fused, {}
         for role, result, past_number, size in (
@@ -127,7 +121,7 @@ class AttentionImport:
                     self.operands[role], self.places[role] = value, HeadLayout(0, "heads", 0)
         return made
 
-    def _present(self, role: str, past: Value | None, size: int) -> Value:
+    def _present(self, role: str, past: RelaxValue | None, size: int) -> RelaxValue:
         new, length, heads = self.operands[role], self._length(role), self.fused.num_kv_heads
         batch, before = dims(new)[0], None if past is None else dims(past)[2]
         op = KvConcatOp(
@@ -142,19 +136,19 @@ class AttentionImport:
         inputs = [new] if past is None else [new, past]
         return self.context.call(op, inputs, [batch, heads, length if before is None else before + length, size])
 
-    def _buffers(self) -> list[Value]:
+    def _buffers(self) -> list[RelaxValue]:
         """The distinct operands, numbered in the placements."""
-        buffers: list[Value] = []
+        buffers: list[RelaxValue] = []
         for role, value in self.operands.items():
             found = next((i for i, buffer in enumerate(buffers) if buffer.same_as(value)), len(buffers))
             buffers += [value] if found == len(buffers) else []
             self.places[role] = replace(self.places[role], buffer=found)
         return buffers
 
-    def _length(self, role: str) -> Size:
+    def _length(self, role: str) -> SizeExpr:
         return dims(self.operands[role])[_LENGTH_AXIS[self.places[role].layout]]
 
-    def _operation(self, full: list[Size], inputs: list[Value]) -> AttentionOp:
+    def _operation(self, full: list[SizeExpr], inputs: list[RelaxValue]) -> AttentionOp:
         """The operation; what it takes besides Q, K and V joins `inputs`."""
         fused, dim = self.fused, self.context.dim
         steps = self._steps(full)
@@ -177,7 +171,7 @@ class AttentionImport:
             softmax=fused.softmax,
         )
 
-    def _steps(self, full: list[Size]) -> list[tuple[ScoreStep, list[Value]]]:
+    def _steps(self, full: list[SizeExpr]) -> list[tuple[ScoreStep, list[RelaxValue]]]:
         """The steps of the scores, in their order, each with its inputs."""
         fused, dim = self.fused, self.context.dim
         values = {role: [self.inputs[number] for number in numbers] for role, numbers in fused.roles.items()}
@@ -206,12 +200,12 @@ class AttentionImport:
             steps = steps_of(replace(node, window=WindowSpec(None, None, fused.alignment)))
         return [(step, values.get(step.role, [])) for step in steps]
 
-    def _read_as(self, kind: type[ScoreStep], value: Value) -> Value:
+    def _read_as(self, kind: type[ScoreStep], value: RelaxValue) -> RelaxValue:
         """An input of a dtype that the step takes."""
         dtype = kind.read_as.get(str(value.ty.dtype))
         return value if dtype is None else self.bb.emit(relax.op.astype(value, dtype))
 
-    def _mask(self, full: list[Size]) -> Value | None:
+    def _mask(self, full: list[SizeExpr]) -> RelaxValue | None:
         """The mask with four axes. One from the call is checked there; a computed one here, as far as that goes."""
         mask = self._mask_input()
         if mask is None:
@@ -228,7 +222,7 @@ class AttentionImport:
             mask = attention_masks.padded(self.bb, mask, length)
         return mask if name is not None else attention_masks.checked(self.bb, self.node, mask, full)
 
-    def _band(self, full: list[Size], mask: Value | None) -> tuple[WindowSpec | None, Value | None]:
+    def _band(self, full: list[SizeExpr], mask: RelaxValue | None) -> tuple[WindowSpec | None, RelaxValue | None]:
         """The window with causality in it, as a band, else in the mask."""
         past = self._input(self.fused.past_key)
         sizes = {"past": None if past is None else dims(past)[2], "queries": full[2], "keys": full[3]}

@@ -10,16 +10,9 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax, te, tirx
-from tvm.relax.frontend.onnx.onnx_frontend import (
-    ArgMax,
-    ArgMin,
-    DynamicQuantizeLinear,
-    MaxPool,
-    OneHot,
-    get_type,
-)
+from tvm.relax.frontend.onnx.onnx_frontend import ArgMax, ArgMin, DynamicQuantizeLinear, MaxPool, OneHot, get_type
 
-Converter = Callable[[Any, list[Any], dict[str, Any]], Any]
+from mhsa_compile.frontend.relax.plain_converters import Converter
 
 _NARROW = ("float16", "bfloat16")
 

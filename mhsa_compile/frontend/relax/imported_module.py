@@ -9,7 +9,7 @@ from typing import Any
 import tvm
 from tvm_ffi import structural_equal
 
-from mhsa_compile.frontend.relax.masks import Size
+from mhsa_compile.frontend.relax.masks import SizeExpr
 from mhsa_compile.kernels.interface.ops import Dim, Op
 from mhsa_compile.runtime.artifact.manifest import Agreement
 
@@ -43,9 +43,9 @@ class DimNames:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._computed: list[Size] = []
+        self._computed: list[SizeExpr] = []
 
-    def __call__(self, size: Size) -> Dim:
+    def __call__(self, size: SizeExpr) -> Dim:
         """A fixed size, or the name under which a kernel binds the size that it meets."""
         if isinstance(size, int | tvm.tirx.IntImm):
             return int(size)
@@ -58,7 +58,7 @@ class DimNames:
         return f"{self._prefix}_{number}"
 
 
-def stated(size: Size) -> Dim:
+def stated(size: SizeExpr) -> Dim:
     """A size as a signature states it: a number, or an expression of its symbols."""
     if isinstance(size, int | tvm.tirx.IntImm):
         return int(size)

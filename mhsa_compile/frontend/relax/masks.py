@@ -14,27 +14,27 @@ from tvm.sym import Analyzer
 from mhsa_compile.errors import ModelError
 from mhsa_compile.kernels.interface.ops import WindowSpec
 
-Value = Any  # relax.Var
-Size = Any  # int or tirx.PrimExpr
+RelaxValue = Any  # relax.Var
+SizeExpr = Any  # int or tirx.PrimExpr
 UNKNOWN: Literal["unknown"] = "unknown"
 
 
-def dims(value: Value) -> list[Size]:
+def dims(value: RelaxValue) -> list[SizeExpr]:
     return list(value.ty.shape.values)
 
 
-def equal(one: Size, other: Size) -> bool:
+def equal(one: SizeExpr, other: SizeExpr) -> bool:
     """Whether two sizes are the same at every call."""
     return isinstance(by := difference(one, other), int) and by == 0
 
 
-def difference(one: Size, other: Size) -> Size:
+def difference(one: SizeExpr, other: SizeExpr) -> SizeExpr:
     """An int where it is the same at every call."""
     result = Analyzer().simplify(tirx.const(0, "int64") + one - other)
     return int(result) if isinstance(result, tirx.IntImm) else result
 
 
-def four_axes(builder: relax.BlockBuilder, mask: Value, key_mask: bool, node: str) -> Value:
+def four_axes(builder: relax.BlockBuilder, mask: RelaxValue, key_mask: bool, node: str) -> RelaxValue:
     """The mask as a view of four axes, of 1 where it had none. A key mask is (B, S). Raises ModelError."""
     if mask.ty.shape is None:
         raise ModelError(node, "an attn_mask whose dims can be inferred", "a computed one whose dims cannot")
@@ -48,7 +48,7 @@ def four_axes(builder: relax.BlockBuilder, mask: Value, key_mask: bool, node: st
     return builder.emit(relax.op.reshape(mask, relax.ShapeExpr(shape)))
 
 
-def padded(builder: relax.BlockBuilder, mask: Value, length: Size) -> Value:
+def padded(builder: relax.BlockBuilder, mask: RelaxValue, length: SizeExpr) -> RelaxValue:
     """The mask over `length` keys: those that it does not reach are hidden."""
 
     def longer(mask: te.Tensor) -> te.Tensor:
@@ -61,7 +61,7 @@ def padded(builder: relax.BlockBuilder, mask: Value, length: Size) -> Value:
     return builder.emit_te(longer, mask, primfunc_name_hint="padded_mask")
 
 
-def checked(builder: relax.BlockBuilder, node: str, mask: Value, full: list[Size]) -> Value:
+def checked(builder: relax.BlockBuilder, node: str, mask: RelaxValue, full: list[SizeExpr]) -> RelaxValue:
     """A computed mask, each of whose axes is 1 or full: shown now, or taken to be full, which every call checks.
 
     Raises ModelError.
@@ -77,7 +77,7 @@ def checked(builder: relax.BlockBuilder, node: str, mask: Value, full: list[Size
 
 
 def band_of(
-    left: int, right: int, alignment: str, *, past: Size | None, queries: Size, keys: Size
+    left: int, right: int, alignment: str, *, past: SizeExpr | None, queries: SizeExpr, keys: SizeExpr
 ) -> WindowSpec | Literal["unknown"] | None:
     """The band of a window (-1: unbounded), causality in it: query i stands at i + P, or as `alignment` says.
 
@@ -97,8 +97,15 @@ def band_of(
 
 
 def banded(
-    builder: relax.BlockBuilder, mask: Value | None, left: int, right: int, *, past: Size, queries: Size, keys: Size
-) -> Value:
+    builder: relax.BlockBuilder,
+    mask: RelaxValue | None,
+    left: int,
+    right: int,
+    *,
+    past: SizeExpr,
+    queries: SizeExpr,
+    keys: SizeExpr,
+) -> RelaxValue:
     """A mask (mB, mH, L, S) that hides what `mask` hides, and what lies outside the window of query i at i + P."""
 
     def inside(*masks: te.Tensor) -> te.Tensor:
@@ -129,9 +136,9 @@ def _hidden(dtype: str) -> Any:
     return tirx.const(False, "bool") if dtype == "bool" else tirx.const(-math.inf, dtype)
 
 
-def _is_one(size: Size) -> bool:
+def _is_one(size: SizeExpr) -> bool:
     return isinstance(size, int | tirx.IntImm) and int(size) == 1
 
 
-def _text(sizes: list[Size]) -> str:
+def _text(sizes: list[SizeExpr]) -> str:
     return f"({', '.join(map(str, sizes))})"

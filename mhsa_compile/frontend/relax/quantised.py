@@ -6,7 +6,7 @@ nearest number, of two the even one, and cut to what the result can hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import Conv
 
 from mhsa_compile.frontend.relax.masks import equal
-
-Converter = Callable[[Any, list[Any], dict[str, Any]], Any]
+from mhsa_compile.frontend.relax.plain_converters import Converter
 
 
 def matmul_integer(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from tvm import relax
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.masks import Size, Value, dims, equal
+from mhsa_compile.frontend.relax.masks import RelaxValue, SizeExpr, dims, equal
 from mhsa_compile.kernels.interface.ops import GATES, PANEL, Activation, Cell, LinearOp, RecurrenceOp
 
 _DEFAULTS: dict[Cell, tuple[str, ...]] = {
@@ -41,7 +41,7 @@ _FUNCTIONS: dict[str, tuple[float | None, ...]] = {
 must: ONNX has no default, or ONNX Runtime another one."""
 
 
-def recurrent(context: ImportContext, cell: Cell, inputs: list[Value], attributes: dict[str, Any]) -> Any:
+def recurrent(context: ImportContext, cell: Cell, inputs: list[RelaxValue], attributes: dict[str, Any]) -> Any:
     """(states of all steps, the last state, of an LSTM the last memory). Raises ModelError."""
     return _Recurrent(context, cell, inputs, attributes).results()
 
@@ -49,7 +49,9 @@ def recurrent(context: ImportContext, cell: Cell, inputs: list[Value], attribute
 class _Recurrent:
     """One node, its inputs in ONNX's order."""
 
-    def __init__(self, context: ImportContext, cell: Cell, inputs: list[Value], attributes: dict[str, Any]) -> None:
+    def __init__(
+        self, context: ImportContext, cell: Cell, inputs: list[RelaxValue], attributes: dict[str, Any]
+    ) -> None:
         self.context, self.bb, self.cell, self.attributes = context, context.bb, cell, attributes
         padded = [*inputs, *[None] * (8 - len(inputs))]
         self.x, self.w, self.r, self.b, self.lengths, self.state, self.memory, self.peepholes = padded
@@ -98,7 +100,7 @@ class _Recurrent:
         y, *last = results
         return relax.Tuple([self._turned(y, (2, 0, 1, 3)), *(self._turned(value, (1, 0, 2)) for value in last)])
 
-    def _products(self, x: Value) -> Value:
+    def _products(self, x: RelaxValue) -> RelaxValue:
         both, rows, width = self._fixed(self.w, "W")
         if [both, rows] != [len(self.backwards), GATES[self.cell] * self.units]:
             raise self._refused(
@@ -114,7 +116,7 @@ class _Recurrent:
         products = self.bb.emit(relax.op.matmul(rows_of_x, weights))
         return self.bb.emit(relax.op.reshape(products, relax.ShapeExpr([steps, batch, both * rows])))
 
-    def _panels(self) -> Value:
+    def _panels(self) -> RelaxValue:
         """R in the order of `RecurrenceOp.weights`."""
         both, gates, width = len(self.backwards), GATES[self.cell], PANEL[self.cell]
         weights = self.bb.emit(relax.op.reshape(self.r, [both, gates, self.units, self.units]))
@@ -128,7 +130,7 @@ class _Recurrent:
                 parts.append(self.bb.emit(relax.op.reshape(part, [both, (end - first) * gates * self.units])))
         return parts[0] if len(parts) == 1 else self.bb.emit(relax.op.concat(relax.Tuple(parts), 1))
 
-    def _biases(self) -> Value:
+    def _biases(self) -> RelaxValue:
         """The sum of both biases; of a gate whose recurrent bias stands within the reset only the inputs'."""
         both, rows = len(self.backwards), GATES[self.cell] * self.units
         if self.b is None:
@@ -139,7 +141,7 @@ class _Recurrent:
             states = self.bb.emit(relax.op.concat(relax.Tuple([kept, self._zeros([both, self.units])]), 1))
         return self.bb.emit(relax.op.add(inputs, states))
 
-    def _hidden_biases(self) -> Value:
+    def _hidden_biases(self) -> RelaxValue:
         rows = GATES[self.cell] * self.units
         return (
             self._zeros([len(self.backwards), self.units])
@@ -147,27 +149,27 @@ class _Recurrent:
             else self._part(2 * rows - self.units, 2 * rows)
         )
 
-    def _part(self, first: int, end: int) -> Value:
+    def _part(self, first: int, end: int) -> RelaxValue:
         return self.bb.emit(relax.op.strided_slice(self.b, [1], [first], [end]))
 
-    def _kept(self, value: Value | None, batch: Size) -> Value:
+    def _kept(self, value: RelaxValue | None, batch: SizeExpr) -> RelaxValue:
         """A state of before the first step: zeros where there is none."""
         shape = [len(self.backwards), batch, self.units]
         return self._zeros(shape) if value is None else self._agreeing(self._turned(value, (1, 0, 2)), shape)
 
-    def _zeros(self, shape: Sequence[Size]) -> Value:
+    def _zeros(self, shape: Sequence[SizeExpr]) -> RelaxValue:
         if all(isinstance(size, int) for size in shape):
             return relax.const(np.zeros(shape, np.float32), "float32")
         return self.bb.emit(relax.op.zeros(relax.ShapeExpr(list(shape)), "float32"))
 
-    def _agreeing(self, value: Value, shape: Sequence[Size]) -> Value:
+    def _agreeing(self, value: RelaxValue, shape: Sequence[SizeExpr]) -> RelaxValue:
         """A value of this shape; a call is held to it where that is not known."""
         own = value.ty.shape
         if isinstance(own, relax.ShapeExpr) and all(map(equal, own.values, shape)):
             return value
         return self.bb.match_cast(self.bb.normalize(value), relax.TensorType(list(shape), value.ty.dtype))
 
-    def _turned(self, value: Value, order: Sequence[int]) -> Value:
+    def _turned(self, value: RelaxValue, order: Sequence[int]) -> RelaxValue:
         return self.bb.emit(relax.op.permute_dims(value, list(order))) if self.batch_first else value
 
     def _activations(self) -> tuple[tuple[Activation, ...], ...]:
@@ -194,7 +196,7 @@ class _Recurrent:
             return ""
         return self.context.input_name(self.lengths) or f"sequence_lens of the {self.title}"
 
-    def _fixed(self, value: Value, name: str) -> list[int]:
+    def _fixed(self, value: RelaxValue, name: str) -> list[int]:
         """The dims of a weight."""
         shape = dims(value)
         if not all(isinstance(size, int) or hasattr(size, "value") for size in shape):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.errors import CALL_REFUSED
-from mhsa_compile.kernels.common.buffers import Expr
 from mhsa_compile.kernels.interface.ops import Dim
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mhsa_compile.kernels.common.buffers import Dims, Expr, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument
 from mhsa_compile.kernels.common.head_layout import placed_shape
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.interface.score_step import ScoreStep
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class AttentionArguments:
 
 def attention_arguments(op: AttentionOp) -> AttentionArguments:
     """Declares the arguments of the function that is being built, where it is to be called first."""
-    dim = Dims()
+    dim = SizeVars()
     sizes = batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     inputs = _inputs(op, batch, q_length, kv_length)
     of_steps = tuple(

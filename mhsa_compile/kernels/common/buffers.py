@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.interface.ops import Dim
 
-Expr = Any  # a TIR expression; TVM has no type stubs
 DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
@@ -19,7 +18,7 @@ DTYPE_BYTES = {
 }
 
 
-class Dims:
+class SizeVars:
     """The sizes of one function: a number stays one, a name becomes the same variable wherever it stands."""
 
     def __init__(self) -> None:

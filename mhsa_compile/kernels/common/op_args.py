@@ -9,15 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
-from mhsa_compile.kernels.common.buffers import (
-    DTYPE_BYTES,
-    Dims,
-    Expr,
-    argument,
-)
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, SizeVars, argument
 from mhsa_compile.kernels.interface.ops import KvScatterOp, LinearOp, RotaryOp
 
 # Linears and the packing of their weights.
@@ -48,7 +44,7 @@ def epilogue_arguments(op: LinearOp, rows: Sequence[Expr]) -> list[Expr]:
 # Rotary embeddings.
 
 
-def angle_arguments(op: RotaryOp, dim: Dims) -> tuple[Expr, Expr, Expr | None]:
+def angle_arguments(op: RotaryOp, dim: SizeVars) -> tuple[Expr, Expr, Expr | None]:
     """(cos, sin, positions): the angles of each place or, where there are positions, tables that these point into."""
     places = [T.int64(1) if op.shared_angles else dim(op.batch), dim(op.length)]
     rows = places if op.max_positions is None else [dim(op.max_positions)]
@@ -70,7 +66,7 @@ def why_not_scatter(op: KvScatterOp) -> str | None:
 def scatter_arguments(op: KvScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
     """(cache, update, indices, result): cache and result are (B, heads, S, row), and in place the same; the update is
     (B, heads, L, row), or rows of a wider buffer (B, L, width); the indices are (B,)."""
-    dim = Dims()
+    dim = SizeVars()
     cache = argument("cache", [dim(size) for size in op.cache], op.dtype)
     update = argument("update", _update_shape(op, dim), op.dtype)
     indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
@@ -87,7 +83,7 @@ def refuse_too_many_rows(op: KvScatterOp, new: Expr, rows: Expr) -> None:
     refuse_unless(new <= rows, op.update_name, f"at most {most} rows, as the cache has", f"{brought} rows")
 
 
-def _update_shape(op: KvScatterOp, dim: Dims) -> list[Expr]:
+def _update_shape(op: KvScatterOp, dim: SizeVars) -> list[Expr]:
     if op.update is not None:
         return [dim(op.cache[0]), dim(op.length), T.int64(op.update.width)]
     return [dim(op.length if i == op.axis else size) for i, size in enumerate(op.cache)]

@@ -4,12 +4,8 @@ NaN, (x + k) - k be x also where x + k was rounded, and not (x < k) be k <= x.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tvm import tirx
-
-Expr = Any  # a TIR expression; TVM has no type stubs
-
+from tvm.ir import Expr
 
 _CARRIERS = {"float32": "int32", "float64": "int64", "float16": "int16"}
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tvm import te, tirx
+from tvm.ir import Expr
 
 from mhsa_compile.kernels.common.score_emission import ScoreEmission, TracedFunction, Value
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.kernels.interface.score_step import Expr, ScoreStep
+from mhsa_compile.kernels.interface.score_step import ScoreStep
 
 EXACT = "float64"
 

@@ -13,19 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tvm import tirx
+from tvm.ir import Expr
 
 from mhsa_compile.kernels.common.opaque import opaque_flag, opaque_pair
-from mhsa_compile.kernels.common.score_bounds import (
-    INT32,
-    bounds_of,
-    last_place,
-    place_bounds,
-    wrapping,
-)
+from mhsa_compile.kernels.common.score_bounds import INT32, bounds_of, last_place, place_bounds, wrapping
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.spec.score_functions import COMPARISONS, LEAVES, WHOLE, ScoreFunction, Step, constant_value
-
-Expr = Any  # tirx.PrimExpr
 
 
 @dataclass(frozen=True)

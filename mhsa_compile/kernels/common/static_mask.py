@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.buffers import Expr, argument
+from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 
 

@@ -7,25 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import (
-    DTYPE_BYTES,
-    Dims,
-    argument,
-    ceil_div,
-)
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, SizeVars, argument, ceil_div
 from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    each_task,
-    each_vector,
-    load,
-    materialize,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import each_task, each_vector, load, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvConcatOp
 
@@ -46,7 +35,7 @@ class CpuKvConcatKernel(Fixed):
 
 
 def _present(op: KvConcatOp, lanes: int) -> Expr:
-    dim = Dims()
+    dim = SizeVars()
     batch, new_rows = dim(op.batch), dim(op.length)
     past_rows = T.int64(0) if op.past is None else dim(op.past)
     heads, size = T.int64(op.num_heads), T.int64(op.head_dim)

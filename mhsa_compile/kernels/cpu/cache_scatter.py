@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -17,15 +18,7 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    each_task,
-    each_vector,
-    let,
-    load,
-    materialize,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import each_task, each_vector, let, load, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvScatterOp
 

@@ -9,24 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
-from mhsa_compile.kernels.common.buffers import Dims, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import angle_arguments
 from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    each_task,
-    each_vector,
-    let,
-    load,
-    materialize,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import each_task, each_vector, let, load, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import RotaryOp
 
@@ -93,7 +86,7 @@ class _CpuAngles:
 
 
 def _rope(op: RotaryOp, lanes: int) -> Expr:
-    dim = Dims()
+    dim = SizeVars()
     batch, length, heads = dim(op.batch), dim(op.length), op.num_heads
     with IRBuilder() as builder:
         with T.prim_func():

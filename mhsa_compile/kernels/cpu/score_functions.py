@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_emission import ScoreEmission, TracedFunction, Value
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cpu.simd import score_math
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, load, materialize, scratch, splat, store
+from mhsa_compile.kernels.cpu.simd.vectors import constant, load, materialize, scratch, splat, store
 
 HIDDEN, SEEN, BROKEN = -math.inf, 0.0, math.nan
 """What a function of bools adds to scores; the last where it has no value."""

@@ -12,11 +12,13 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.simd import vector_math
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, RegisterTile, constant, materialize
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 
 if TYPE_CHECKING:
+    from tvm.ir import Expr
+
     from mhsa_compile.kernels.cpu.attention.masking import TileMask
     from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 

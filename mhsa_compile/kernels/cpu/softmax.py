@@ -10,21 +10,14 @@ from __future__ import annotations
 import math
 from math import prod
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
 from mhsa_compile.kernels.cpu.simd.vector_math import exp2
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    constant,
-    each_run,
-    load,
-    materialize,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import constant, each_run, load, materialize, splat, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import SoftmaxOp
 
@@ -49,7 +42,7 @@ class CpuSoftmaxKernel(Fixed):
 
 
 def _softmax(op: SoftmaxOp, lanes: int) -> Expr:
-    dim = Dims()
+    dim = SizeVars()
     dims = [dim(d) for d in op.dims]
     with IRBuilder() as builder, T.prim_func():
         T.func_name("softmax")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
-from mhsa_compile.kernels.common.buffers import Dims, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument
 from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
-from mhsa_compile.kernels.cuda.primitives.vector_copy import (
-    coordinates,
-    copy_piece,
-    each_thread,
-    piece_of,
-    row_steps,
-)
-from mhsa_compile.kernels.cuda.primitives.warp import Expr
+from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvConcatOp
 
@@ -34,7 +28,7 @@ class CudaKvConcatKernel(Fixed):
 
 
 def _present(op: KvConcatOp) -> Expr:
-    dim, count = Dims(), piece_of(op.dtype, op.head_dim, *row_steps(op.new))
+    dim, count = SizeVars(), piece_of(op.dtype, op.head_dim, *row_steps(op.new))
     batch, new_rows = dim(op.batch), dim(op.length)
     past_rows = T.int64(0) if op.past is None else dim(op.past)
     heads, size = T.int64(op.num_heads), T.int64(op.head_dim)

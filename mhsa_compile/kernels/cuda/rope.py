@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
-from mhsa_compile.kernels.common.buffers import Dims, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import angle_arguments
 from mhsa_compile.kernels.cuda.primitives.vector_copy import (
@@ -23,7 +24,7 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import (
     piece_of,
     row_steps,
 )
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
+from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import RotaryOp
 
@@ -108,7 +109,7 @@ class _CudaAngles:
 
 
 def _rope(op: RotaryOp) -> Expr:
-    dim, pairs = Dims(), _Pairs.of(op)
+    dim, pairs = SizeVars(), _Pairs.of(op)
     batch, length, heads = dim(op.batch), dim(op.length), T.int64(op.num_heads)
     turns = op.rotary_dim // 2 // pairs.count
     copies = (op.head_dim - op.rotary_dim) // pairs.piece

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from tvm.ir import Expr
+
     from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput, WindowSpec
 
-Expr = Any  # TVM has no type stubs
 Part = Any
 """What a step does in a task: a class of its family of kernels, of (step, task); or None."""
 
@@ -33,9 +34,6 @@ class ScoreMath(Protocol):
     def element(self, buffer: Expr, at: Sequence[Expr]) -> Expr:
         """An element of floats, of any dtype, as a score."""
         ...
-
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class NodeScores:
     words: Mapping[str, Any]
     inputs: Mapping[str, Sequence[tuple[Any, Any]]]
     beside: tuple[str, ...] = ()
-    pairs: Array | None = None
+    pairs: np.ndarray | None = None
     window: WindowSpec | None = None
 
     def mistake_of_heads(self, role: str) -> tuple[str, str] | None:
@@ -73,9 +71,9 @@ class NodeScores:
 class SomeRows:
     """Some queries of some batch entries; `distance` (rows, S) is from the place of a query to a key."""
 
-    entries: Array
-    rows: Array
-    distance: Array
+    entries: np.ndarray
+    rows: np.ndarray
+    distance: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,10 @@ class RowMeaning:
     """Which of the scores of some rows are visible, and what is added to them: each of (1 or entries, 1 or H, rows, S),
     None where that is nothing; numbers by the names of the formulas that they are of; scores of no key, (H,)."""
 
-    visible: Array | None = None
-    bias: Array | None = None
+    visible: np.ndarray | None = None
+    bias: np.ndarray | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
-    no_key: Array | None = None
+    no_key: np.ndarray | None = None
 
 
 class ScoreStep:
@@ -180,11 +178,11 @@ class ScoreStep:
 
     # Exercises: what a tuner measures kernels with, and their meaning for some rows, in NumPy.
 
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
+    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
         """Random inputs of these dtypes and shapes."""
         return [rng.standard_normal(shape).astype(np.dtype(dtype)) for dtype, shape in kinds]
 
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+    def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         """What it does to the scores of these rows, as `own` says, each with the batch entries in question."""
         return RowMeaning()
 

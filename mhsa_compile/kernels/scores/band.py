@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mhsa_compile.kernels.interface.ops import WindowSpec
-from mhsa_compile.kernels.interface.score_step import Array, NodeScores, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 from mhsa_compile.spec.semantics import BandMeaning
 
 
@@ -34,7 +34,7 @@ class Band(ScoreStep):
     def read(cls, node: NodeScores) -> Band | None:
         return None if node.window is None else Band(node.window)
 
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+    def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         left, right = self.window.left, self.window.right
         visible = np.ones_like(rows.distance, np.bool_)
         visible &= True if left is None else -rows.distance <= left

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart
@@ -26,13 +27,13 @@ from mhsa_compile.kernels.cuda.primitives.inputs import wide
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, TensorInput
-from mhsa_compile.kernels.interface.score_step import Array, Expr, NodeScores, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 
 Reader = Callable[[Expr, Expr, Expr], Expr]
 """(head, query, key) -> the mask's element, a bool or a float32."""
 
 
-class _Plain(PlainPart):
+class _CallMaskPlain(PlainPart):
     step: CallMask
 
     def _at(self, pair: Pair) -> list[Expr]:
@@ -101,7 +102,7 @@ class CallMaskTile(TilePart):
         return self._element(query, key) != T.float32(-math.inf)
 
 
-class _Rows(RowPart):
+class _CallMaskRows(RowPart):
     masked = True
     step: CallMask
 
@@ -133,7 +134,7 @@ class _Rows(RowPart):
         return _added(score, let(load(self._bias, [self.task.layout.place(key, vector)], lanes)), lanes)
 
 
-class _Thread(ThreadPart):
+class _CallMaskThread(ThreadPart):
     masks = True
     step: CallMask
 
@@ -195,10 +196,10 @@ class CallMask(ScoreStep):
     not_beside = dict.fromkeys(("cpu", "cuda"), "one that the call brings")
     absent_key = {"mask": None}  # noqa: RUF012
     role = "attn_mask"
-    plain = _Plain
+    plain = _CallMaskPlain
     cpu_tile = CallMaskTile
-    cpu_rows = _Rows
-    cuda_rows = _Thread
+    cpu_rows = _CallMaskRows
+    cuda_rows = _CallMaskThread
 
     @classmethod
     def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
@@ -216,12 +217,12 @@ class CallMask(ScoreStep):
     def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
         return (("mask", TensorInput(self.dtype, self.dims)),)
 
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
+    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
         if self.dtype == "bool":
             return [rng.random(shape) < 0.9 for _, shape in kinds]
         return super().drawn(rng, kinds)
 
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+    def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         (mask,) = own
         mask = mask[rows.entries] if len(mask) > 1 else mask
         mask = mask[:, :, rows.rows] if mask.shape[2] > 1 else mask

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.plain_parts import PlainTask
@@ -19,7 +20,7 @@ from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.score_functions import ThreadFunction
 from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart, ThreadTask
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import Expr, NodeScores, ScoreStep
+from mhsa_compile.kernels.interface.score_step import NodeScores, ScoreStep
 from mhsa_compile.spec.score_functions import ScoreFunction
 
 

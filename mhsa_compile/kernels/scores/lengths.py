@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 from tvm import tirx
+from tvm.ir import Expr
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import Array, Expr, NodeScores, ScoreStep
+from mhsa_compile.kernels.interface.score_step import NodeScores, ScoreStep
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Lengths(ScoreStep):
     def keys(self, own: Sequence[Expr], b: Expr, count: Expr) -> Expr:
         return tirx.max(tirx.const(0, "int64"), tirx.min(count, own[0][b]))
 
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
+    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
         """More than any: all keys."""
         ((dtype, shape),) = kinds
         return [np.full(shape, np.iinfo(np.int32).max, dtype)]

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from mhsa_compile.kernels.interface.score_step import Array, NodeScores, RowMeaning, ScoreStep, SomeRows
+import numpy as np
+
+from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 
 SMALLEST, LARGEST = 1e-12, 1e12
 
@@ -35,7 +37,7 @@ class Limit(ScoreStep):
             return None
         return f"a {self.attribute} from {SMALLEST:g} to {LARGEST:g}, or 0 for none, not {self.limit:g}"
 
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+    def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         return RowMeaning(limits={self.attribute: self.limit})
 
     def summary(self) -> str:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart, plain_function
@@ -23,11 +24,10 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
 )
 from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore
-from mhsa_compile.kernels.interface.score_step import Expr
 from mhsa_compile.kernels.scores.function_step import FunctionRows, FunctionStep, FunctionThread, FunctionTile
 
 
-class _Plain(PlainPart):
+class _MaskModPlain(PlainPart):
     step: MaskMod
 
     def score(self, score: Expr, pair: Pair) -> Expr:
@@ -40,7 +40,7 @@ class _Plain(PlainPart):
         return tirx.Or(seen, tirx.Not(holds))
 
 
-class _Tile(FunctionTile):
+class _MaskModTile(FunctionTile):
     """Computes the function for a block before its scores, so that blocks of which nothing is seen are left out, and of
     blocks that are seen wholly nothing is masked."""
 
@@ -86,7 +86,7 @@ class _Tile(FunctionTile):
         return self._bias[row, lane] != T.float32(HIDDEN)
 
 
-class _Rows(FunctionRows):
+class _MaskModRows(FunctionRows):
     def hide(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         lanes = self.lanes
         bias = self.computed.bias(vector * lanes, lanes, self.keys(begin + key))
@@ -94,7 +94,7 @@ class _Rows(FunctionRows):
         return T.Select(bias == hidden, hidden, score + bias)
 
 
-class _Thread(FunctionThread):
+class _MaskModThread(FunctionThread):
     def of_row(self, row: int, first_key: Expr) -> CellScore:
         of_row = self.computed.of_row(self.mask, row)
         return lambda score, offset: of_row.hidden(score, first_key + self.mask.cells.first + offset)
@@ -109,7 +109,7 @@ class MaskMod(FunctionStep):
     hides = True
     blind = True
     not_beside = {"cpu": "a mask_mod"}  # noqa: RUF012
-    plain = _Plain
-    cpu_tile = _Tile
-    cpu_rows = _Rows
-    cuda_rows = _Thread
+    plain = _MaskModPlain
+    cpu_tile = _MaskModTile
+    cpu_rows = _MaskModRows
+    cuda_rows = _MaskModThread

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart, plain_function
@@ -13,11 +14,10 @@ from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_functions import HIDDEN, number
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, materialize, store
 from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore
-from mhsa_compile.kernels.interface.score_step import Expr
 from mhsa_compile.kernels.scores.function_step import FunctionRows, FunctionStep, FunctionThread, FunctionTile
 
 
-class _Plain(PlainPart):
+class _ScoreModPlain(PlainPart):
     score_hides = True
     step: ScoreMod
 
@@ -26,7 +26,7 @@ class _Plain(PlainPart):
         return tirx.Select(holds, result, PlainMath().constant(math.nan))
 
 
-class _Tile(FunctionTile):
+class _ScoreModTile(FunctionTile):
     def begin(self, mask: TileMask, keys: int) -> None:
         super().begin(mask, keys)
         self.score_hides = self.step.hides
@@ -50,13 +50,13 @@ class _Tile(FunctionTile):
         return None if self._modified is None else self._modified[row, lane] != T.float32(HIDDEN)
 
 
-class _Rows(FunctionRows):
+class _ScoreModRows(FunctionRows):
     def score(self, score: Expr, key: Expr, vector: int) -> Expr:
         score = self.computed.score(vector * self.lanes, self.lanes, self.keys(key), score)
         return materialize(score, "float32", self.lanes)
 
 
-class _Thread(FunctionThread):
+class _ScoreModThread(FunctionThread):
     def of_row(self, row: int, first_key: Expr) -> CellScore:
         of_row = self.computed.of_row(self.mask, row)
         return lambda score, offset: of_row.score(score, first_key + self.mask.cells.first + offset)
@@ -67,10 +67,10 @@ class ScoreMod(FunctionStep):
     """What a score becomes; one of -inf hides its key."""
 
     attribute = role = "score_mod"
-    plain = _Plain
-    cpu_tile = _Tile
-    cpu_rows = _Rows
-    cuda_rows = _Thread
+    plain = _ScoreModPlain
+    cpu_tile = _ScoreModTile
+    cpu_rows = _ScoreModRows
+    cuda_rows = _ScoreModThread
 
     @property
     def hides(self) -> bool:  # type: ignore[override]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.plain_parts import PlainMath, PlainPart
@@ -17,7 +19,7 @@ from mhsa_compile.kernels.cuda.attention.thread_parts import CudaMath, ThreadPar
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import Array, Expr, NodeScores, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 
 
 def _held(sink: Expr) -> Expr:
@@ -27,12 +29,12 @@ def _held(sink: Expr) -> Expr:
     return T.Select(sink > largest, largest, sink)
 
 
-class _Plain(PlainPart):
+class _SinksPlain(PlainPart):
     def sink(self, h: Expr) -> Expr:
         return PlainMath().element(self.task.own[0], [h])
 
 
-class _Tile(TilePart):
+class _SinksTile(TilePart):
     def __init__(self, step: Sinks, task: TileTask) -> None:
         super().__init__(step, task)
         self._sink = kept(_held(CpuMath().element(task.own[0], [task.h])), "float32")
@@ -41,14 +43,14 @@ class _Tile(TilePart):
         return splat(self._sink, column[1])
 
 
-class _Rows(RowPart):
+class _SinksRows(RowPart):
     sink_of_heads = True
 
     def sink(self, head: Expr) -> Expr:
         return kept(_held(CpuMath().element(self.task.own[0], [self.task.first_head + head])), "float32")
 
 
-class _Thread(ThreadPart):
+class _SinksThread(ThreadPart):
     def read(self) -> None:
         heads = self.task.heads
         self._sinks: OfRows[Expr] = tuple(map(self._of, heads)) if isinstance(heads, tuple) else self._of(heads)
@@ -67,10 +69,10 @@ class Sinks(ScoreStep):
 
     role = "sinks"
     extra = "sinks"
-    plain = _Plain
-    cpu_tile = _Tile
-    cpu_rows = _Rows
-    cuda_rows = _Thread
+    plain = _SinksPlain
+    cpu_tile = _SinksTile
+    cpu_rows = _SinksRows
+    cuda_rows = _SinksThread
 
     @classmethod
     def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
@@ -79,7 +81,7 @@ class Sinks(ScoreStep):
     def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
         return (("sinks", TensorInput(op.dtype, (op.num_heads,))),)
 
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+    def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         return RowMeaning(no_key=own[0])
 
     def summary(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.plain_parts import EXACT, Pair, PlainMath, PlainPart
@@ -39,24 +40,16 @@ from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, CudaMath
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import (
-    Array,
-    Expr,
-    NodeScores,
-    RowMeaning,
-    ScoreMath,
-    ScoreStep,
-    SomeRows,
-)
+from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreMath, ScoreStep, SomeRows
 
 
-class _Plain(PlainPart):
+class _SlopesPlain(PlainPart):
     def score(self, score: Expr, pair: Pair) -> Expr:
         distance = pair.j - self.task.place(pair.b, pair.i)
         return score + self.step.tilt(PlainMath(), self.task.own, pair.h) * tirx.Cast(EXACT, distance)
 
 
-class _Tile(TilePart):
+class _SlopesTile(TilePart):
     def __init__(self, step: Slopes, task: TileTask) -> None:
         super().__init__(step, task)
         self._head_slope = step.tilt(CpuMath(), task.own, task.h)
@@ -113,7 +106,7 @@ class _Tile(TilePart):
         return T.cast(places, vector_type("float32", lanes))
 
 
-class _Rows(FadingPart):
+class _SlopesRows(FadingPart):
     def allocate(self, keys: int) -> None:
         self.layout, self.lanes = self.task.layout, self.task.layout.lanes
         size = self.layout.padded_rows * self.layout.keys_per_vector  # the lanes of a key, or of a vector of keys
@@ -180,7 +173,7 @@ class _Rows(FadingPart):
         return number + load(self.offsets, self._at(vector), self.lanes)
 
 
-class _Thread(ThreadPart):
+class _SlopesThread(ThreadPart):
     def read(self) -> None:
         heads = self.task.heads
         self._slopes: OfRows[Expr] = tuple(map(self._of, heads)) if isinstance(heads, tuple) else self._of(heads)
@@ -221,10 +214,10 @@ class Slopes(ScoreStep):
     role = "slopes"
     extra = "slopes"
     bends = True
-    plain = _Plain
-    cpu_tile = _Tile
-    cpu_rows = _Rows
-    cuda_rows = _Thread
+    plain = _SlopesPlain
+    cpu_tile = _SlopesTile
+    cpu_rows = _SlopesRows
+    cuda_rows = _SlopesThread
 
     @classmethod
     def mistake(cls, node: NodeScores) -> tuple[str, ...] | None:
@@ -235,12 +228,12 @@ class Slopes(ScoreStep):
     def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
         return (("slopes", TensorInput(op.dtype, (op.num_heads,))),)
 
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
+    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
         """A power of two for each head, as in the paper."""
         ((dtype, (count,)),) = kinds
         return [(2.0 ** (-8 * np.arange(1, count + 1) / count)).astype(np.dtype(dtype))]
 
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+    def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         return RowMeaning(bias=own[0].astype(np.float64)[None, :, None, None] * rows.distance)
 
     def summary(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart
 from mhsa_compile.kernels.cuda.primitives.warp import exp2, reciprocal, registers
-from mhsa_compile.kernels.interface.score_step import Expr, ScoreMath
+from mhsa_compile.kernels.interface.score_step import ScoreMath
 from mhsa_compile.kernels.scores.limit import Limit
 
 QUICK = 256.0
@@ -15,7 +16,7 @@ QUICK = 256.0
 bits does."""
 
 
-class _Thread(ThreadPart):
+class _SoftcapThread(ThreadPart):
     """Of 16 bits tanh(x) = 1 - 2 / (1 + e^(2 x)): off by 2^-21, whatever x, which the softcap makes a part of a score.
     Where that would be too much, it is the function of CUDA's library, with its branches."""
 
@@ -35,7 +36,7 @@ class _Thread(ThreadPart):
 class Softcap(Limit):
     attribute = "softcap"
     extra = "softcap"
-    cuda_rows = _Thread
+    cuda_rows = _SoftcapThread
 
     def factor(self, scale: float) -> float:
         return scale / self.limit

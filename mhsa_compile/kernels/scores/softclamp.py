@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tvm import tirx
+from tvm.ir import Expr
 
-from mhsa_compile.kernels.interface.score_step import Expr, ScoreMath
+from mhsa_compile.kernels.interface.score_step import ScoreMath
 from mhsa_compile.kernels.scores.limit import Limit
 
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.plain_parts import Pair, PlainPart
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.kernels.interface.score_step import Array, Expr, NodeScores, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 from mhsa_compile.kernels.scores.call_mask import CallMask, CallMaskTile, Reader
 
 
-class _Plain(PlainPart):
+class _StaticMaskPlain(PlainPart):
     """Its own input is the mask itself, behind those of the call."""
 
     def sees(self, pair: Pair) -> Expr:
@@ -51,7 +52,7 @@ class StaticMask(ScoreStep):
     visible: np.ndarray[Any, Any]
     hides = True
     absent_key = {"static_mask": None}  # noqa: RUF012
-    plain = _Plain
+    plain = _StaticMaskPlain
 
     @property
     def pairs(self) -> np.ndarray[Any, Any]:
@@ -61,7 +62,7 @@ class StaticMask(ScoreStep):
     def read(cls, node: NodeScores) -> StaticMask | None:
         return None if node.pairs is None else StaticMask(node.pairs)
 
-    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+    def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         return RowMeaning(self.visible[None, :, rows.rows])
 
     def semantics(self) -> dict[str, Any]:

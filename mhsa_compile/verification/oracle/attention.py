@@ -21,7 +21,7 @@ from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.verification.oracle import softmax_outputs
-from mhsa_compile.verification.oracle.scores import FUNCTIONS, Array, Scoring, View, padded, stages
+from mhsa_compile.verification.oracle.scores import FUNCTIONS, Scoring, View, padded, stages
 
 QUERIES = 256
 """How many queries are evaluated together."""
@@ -31,8 +31,8 @@ class Arithmetic(NamedTuple):
     """What evaluates a block: `attend(q, k, v, scoring)` is Y by heads; beside it `softmax_outputs_of(q, k, scoring,
     wanted)`."""
 
-    attend: Callable[[Array, Array, Array, Scoring], Array]
-    softmax_outputs_of: Callable[[Array, Array, Scoring, SoftmaxOutputs], dict[str, Array]]
+    attend: Callable[[np.ndarray, np.ndarray, np.ndarray, Scoring], np.ndarray]
+    softmax_outputs_of: Callable[[np.ndarray, np.ndarray, Scoring, SoftmaxOutputs], dict[str, np.ndarray]]
 
 
 PROBE = 9
@@ -46,11 +46,11 @@ def attention_operators(arithmetic: Arithmetic) -> list[type]:
     """
 
     class Attention(OpRun):  # type: ignore[misc]  # the evaluator goes by this name
-        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Array, ...]:
+        def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray, ...]:
             evaluation = _Evaluation.of(inputs, attributes, self.run_params["opsets"][""], arithmetic)
             return evaluation.outputs(self.onnx_node)
 
-        def run(self, *inputs: Any, **context: Any) -> tuple[Array | None, ...]:
+        def run(self, *inputs: Any, **context: Any) -> tuple[np.ndarray | None, ...]:
             """The evaluator keeps an output without a name under "", which is what later nodes without an input read:
             it must be nothing."""
             outputs = super().run(*inputs, **context)
@@ -64,25 +64,25 @@ class _Evaluation:
     """One call of an operator. q, k and v lie by heads, the past before the new keys; Q did not where
     `by_rows`."""
 
-    q: Array
-    k: Array
-    v: Array
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
     by_rows: bool
-    probe: Array | None
+    probe: np.ndarray | None
     attributes: Mapping[str, Any]
     view: View
     arithmetic: Arithmetic
 
     @classmethod
     def of(
-        cls, inputs: Sequence[Array | None], attributes: Mapping[str, Any], opset: int, arithmetic: Arithmetic
+        cls, inputs: Sequence[np.ndarray | None], attributes: Mapping[str, Any], opset: int, arithmetic: Arithmetic
     ) -> _Evaluation:
         by_name = {name: value for name, value in zip(mhsa_operator.INPUTS, inputs, strict=False) if value is not None}
         q, k, v = by_name["Q"], by_name["K"], by_name["V"]
         if by_rows := q.ndim == 3:
             q = _split_heads(q, attributes["q_num_heads"])
             k, v = (_split_heads(array, attributes["kv_num_heads"]) for array in (k, v))
-        offset: int | Array = 0
+        offset: int | np.ndarray = 0
         if (lengths := by_name.get("nonpad_kv_seqlen")) is not None:
             offset = lengths.reshape(-1, 1, 1, 1) - q.shape[2]
         if "past_key" in by_name:
@@ -96,7 +96,7 @@ class _Evaluation:
         view = View(S, offset, by_name, attributes, _tensors_by_function(inputs, attributes))
         return cls(q, k, v, by_rows, inputs[PROBE] if len(inputs) > PROBE else None, attributes, view, arithmetic)
 
-    def outputs(self, node: onnx.NodeProto) -> tuple[Array, ...]:
+    def outputs(self, node: onnx.NodeProto) -> tuple[np.ndarray, ...]:
         """All that the node names, in the operator's order; an empty array where it names none."""
         standard = self._y(), self.k, self.v
         if len(node.output) < 4:
@@ -114,17 +114,17 @@ class _Evaluation:
         extras = (inside.get(name, nothing) for name in (*mhsa_operator.NAMES, "probe"))
         return (*standard, stage, *extras)[: len(node.output)]
 
-    def _y(self) -> Array:
+    def _y(self) -> np.ndarray:
         """The result Y, (B, H, L, F), or (B, L, H F) where Q came so."""
         parts = []
         for rows in self._blocks():
             keys, scoring = self._of_visible_keys(rows)
             q, k, v = self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys]
             parts.append(self.arithmetic.attend(q, k, v, scoring))
-        y: Array = np.concatenate(parts, axis=2)
+        y: np.ndarray = np.concatenate(parts, axis=2)
         return y.swapaxes(1, 2).reshape(*y.shape[0:3:2], -1) if self.by_rows else y
 
-    def _look(self, rows: slice, request: SoftmaxOutputs) -> tuple[dict[str, Array], int]:
+    def _look(self, rows: slice, request: SoftmaxOutputs) -> tuple[dict[str, np.ndarray], int]:
         keys, scoring = self._of_visible_keys(rows)
         arrays = self.arithmetic.softmax_outputs_of(self.q[:, :, rows], self.k[:, :, keys], scoring, request)
         return arrays, keys.start
@@ -148,7 +148,7 @@ class _Evaluation:
             yield slice(first, min(first + QUERIES, L))
 
 
-def _tensors_by_function(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> dict[str, Sequence[Array]]:
+def _tensors_by_function(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> dict[str, Sequence[np.ndarray]]:
     """What each function of scores captures, by its name."""
     tensors, rest = {}, inputs[FIRST_TENSOR:]
     for name in FUNCTIONS:
@@ -158,5 +158,5 @@ def _tensors_by_function(inputs: Sequence[Any], attributes: Mapping[str, Any]) -
     return tensors
 
 
-def _split_heads(array: Array, heads: int) -> Array:
+def _split_heads(array: np.ndarray, heads: int) -> np.ndarray:
     return array.reshape(*array.shape[:2], heads, -1).swapaxes(1, 2)

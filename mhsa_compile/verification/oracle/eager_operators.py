@@ -15,28 +15,26 @@ from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
 from mhsa_compile.verification.oracle.scores import Scoring
 
-Array = np.ndarray
-
 
 def eager_operators(int8_weights: bool) -> list[type[OpRun]]:
     """Attention and products; of weights in eight bits, if `int8_weights`."""
     return [*attention_operators(Arithmetic(_attend, _look)), _Int8MatMul if int8_weights else _MatMul, _Gemm]
 
 
-def _attend(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring) -> np.ndarray:
     return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), _eager(scoring), scoring.scale))
 
 
-def _look(q: Array, k: Array, scoring: Scoring, request: SoftmaxOutputs) -> dict[str, Array]:
+def _look(q: np.ndarray, k: np.ndarray, scoring: Scoring, request: SoftmaxOutputs) -> dict[str, np.ndarray]:
     tensors = softmax_outputs_of(to_torch(q), to_torch(k), _eager(scoring), scoring.scale, request)
     return {name: to_numpy(tensor) for name, tensor in tensors.items()}
 
 
-def _eager(scoring: Scoring) -> score_features.Scoring:
+def _eager(scoring: Scoring) -> score_features.EagerScoring:
     """The scoring in PyTorch. Its score_mod is computed in float32 at least, and rounded to the dtype of the scores."""
     bias, no_key = (None if array is None else to_torch(array) for array in (scoring.bias, scoring.no_key))
     score_mod = scoring.score_mod
-    return score_features.Scoring(
+    return score_features.EagerScoring(
         visible=to_torch(scoring.visible),
         bias=bias,
         limits=scoring.limits,
@@ -46,12 +44,12 @@ def _eager(scoring: Scoring) -> score_features.Scoring:
 
 
 class _MatMul(OpRun):  # type: ignore[misc]
-    def _run(self, a: Array, b: Array) -> tuple[Array]:
+    def _run(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray]:
         return (to_numpy(to_torch(a) @ to_torch(b)),)
 
 
 class _Int8MatMul(OpRun):  # type: ignore[misc]
-    def _run(self, a: Array, b: Array) -> tuple[Array]:
+    def _run(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray]:
         x, w = to_torch(a), to_torch(b)
         return (to_numpy(product_in_int8(x, w) if w.ndim == 2 else x @ w),)
 
@@ -69,7 +67,7 @@ def _steps(values: Tensor, dim: int) -> Tensor:
 
 
 class _Gemm(OpRun):  # type: ignore[misc]
-    def _run(self, a: Array, b: Array, c: Array | None = None, **attributes: Any) -> tuple[Array]:
+    def _run(self, a: np.ndarray, b: np.ndarray, c: np.ndarray | None = None, **attributes: Any) -> tuple[np.ndarray]:
         left = to_torch(a.T if attributes["transA"] else a)
         right = to_torch(b.T if attributes["transB"] else b)
         product = attributes["alpha"] * (left @ right)

@@ -24,18 +24,17 @@ from mhsa_compile.verification.oracle.recurrent import RECURRENT
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
 from mhsa_compile.verification.random_inputs import Arrays
 
-Array = np.ndarray
 KEPT = 8
 """Results of so many evaluations: all that the variants of one self-check ask for."""
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
-def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
+def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     """The graph's outputs in float64; weights and floating inputs are promoted first, integers stay."""
     return Reference(model).oracle(inputs)
 
 
-def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False) -> list[Array]:
+def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False) -> list[np.ndarray]:
     """The graph's outputs at its own dtype, matrix products and attention by PyTorch: the yardstick of the budget.
 
     `int8_weights`: products with a weight round it and the activations to eight bits first, see `product_in_int8`.
@@ -52,19 +51,19 @@ class Reference:
 
     def __init__(self, model: onnx.ModelProto, *, int8_weights: bool = False, wide: Arrays | None = None) -> None:
         self.model, self._int8_weights, self._wide = model, int8_weights, wide or {}
-        self._kept: dict[tuple[str, str], list[Array]] = {}
+        self._kept: dict[tuple[str, str], list[np.ndarray]] = {}
         self._filled = False  # whether the last run of the oracle met rows that a finite fill hides whole
         self._with_filled: set[str] = set()
 
-    def oracle(self, inputs: Arrays) -> list[Array]:
+    def oracle(self, inputs: Arrays) -> list[np.ndarray]:
         """The graph's outputs in float64, as the function `oracle` returns them."""
         return self._evaluate("oracle", inputs)
 
-    def eager(self, inputs: Arrays) -> list[Array]:
+    def eager(self, inputs: Arrays) -> list[np.ndarray]:
         """The graph's outputs at its own dtype, as the function `eager` returns them."""
         return self._evaluate("eager", inputs)
 
-    def blurred(self, inputs: Arrays) -> list[Array] | None:
+    def blurred(self, inputs: Arrays) -> list[np.ndarray] | None:
         """What depends on rows that a finite fill such as -1e9 hides whole: bool, for each output; None if nothing.
 
         The fill leaves of their scores what does not round away: in float64 all of it, in float32 nothing or noise. So
@@ -76,7 +75,7 @@ class Reference:
         with np.errstate(all="ignore"):
             return [~np.isfinite(np.asarray(output)) for output in self._with_nan_rows.run(None, self._feeds(inputs))]
 
-    def _evaluate(self, which: str, inputs: Arrays) -> list[Array]:
+    def _evaluate(self, which: str, inputs: Arrays) -> list[np.ndarray]:
         digest = _digest(inputs)
         results = self._kept.pop((which, digest), None)
         if results is None:
@@ -95,16 +94,16 @@ class Reference:
         return list(results)
 
     @cached_property
-    def _wide_graph(self) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    def _wide_graph(self) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
         return promote(self.model, self._wide)
 
-    def _feeds(self, inputs: Arrays) -> dict[str, Array]:
+    def _feeds(self, inputs: Arrays) -> dict[str, np.ndarray]:
         """All that the float64 graph is fed with: its weights, and the inputs."""
         return {**self._wide_graph[1], **{name: in_float64(array) for name, array in inputs.items()}}
 
     @cached_property
     def _exact(self) -> ReferenceEvaluator:
-        def attend(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
+        def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring) -> np.ndarray:
             self._filled |= scoring.filled is not None
             return attend_exactly(q, k, v, scoring)
 
@@ -115,7 +114,7 @@ class Reference:
     def _with_nan_rows(self) -> ReferenceEvaluator:
         """A float64 evaluator in which rows that a finite fill hides are NaN, and with them what depends on them."""
 
-        def attend(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
+        def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring) -> np.ndarray:
             y, rows = attend_exactly(q, k, v, scoring), scoring.filled
             return y if rows is None else np.where(rows, np.nan, y)
 
@@ -138,7 +137,7 @@ def _digest(inputs: Arrays) -> str:
     return digest.hexdigest()
 
 
-def promote(model: onnx.ModelProto, arrays: Arrays) -> tuple[onnx.ModelProto, dict[str, Array]]:
+def promote(model: onnx.ModelProto, arrays: Arrays) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """(a copy whose floating constants and casts are float64, its floating weights in float64, or as they are where the
     operators that read them widen them).
 
@@ -190,19 +189,19 @@ def _promote_tensor(tensor: onnx.TensorProto) -> None:
 
 
 class _Erf(OpRun):  # type: ignore[misc]  # onnx's own rounds to float32
-    def _run(self, x: Array) -> tuple[Array]:
+    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
         return (np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype),)
 
 
 class _GatherElements(OpRun):  # type: ignore[misc]  # onnx's own fails on one row of indices
-    def _run(self, data: Array, indices: Array, axis: int | None = None) -> tuple[Array]:
+    def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
         along = axis or 0
         others = tuple(slice(None) if i == along % data.ndim else slice(n) for i, n in enumerate(indices.shape))
         return (np.take_along_axis(data[others], indices, along),)
 
 
 class _GlobalMaxPool(OpRun):  # type: ignore[misc]  # onnx's own takes every input for an image
-    def _run(self, x: Array) -> tuple[Array]:
+    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
 
 

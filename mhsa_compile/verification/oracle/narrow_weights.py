@@ -11,8 +11,6 @@ import numpy as np
 import onnx
 from onnx.reference.op_run import OpRun
 
-Array = np.ndarray
-
 _LEAST = 1 << 16
 """Elements of a weight that stays narrow."""
 _PART = 1 << 16
@@ -47,7 +45,7 @@ def _names_in_branches(graph: onnx.GraphProto) -> set[str]:
     return names.union(*map(_names_in_branches, branches))
 
 
-def widened_product(a: Array, b: Array) -> Array:
+def widened_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a (M, K) times b (K, N), of which b may be narrower than a."""
     if b.dtype == a.dtype or not b.size:
         return np.asarray(a @ b)
@@ -67,7 +65,7 @@ def widened_product(a: Array, b: Array) -> Array:
 
 
 class _NarrowMatMul(OpRun):  # type: ignore[misc]  # one product for all rows, where onnx's own makes one for each entry
-    def _run(self, a: Array, b: Array) -> tuple[Array]:
+    def _run(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray]:
         if b.ndim != 2 or a.ndim < 2:
             return (np.matmul(a, b),)
         rows = a.reshape(-1, a.shape[-1])
@@ -75,14 +73,14 @@ class _NarrowMatMul(OpRun):  # type: ignore[misc]  # one product for all rows, w
 
 
 class _NarrowGemm(OpRun):  # type: ignore[misc]
-    def _run(self, a: Array, b: Array, c: Array | None = None, **attributes: Any) -> tuple[Array]:
+    def _run(self, a: np.ndarray, b: np.ndarray, c: np.ndarray | None = None, **attributes: Any) -> tuple[np.ndarray]:
         left, right = a.T if attributes["transA"] else a, b.T if attributes["transB"] else b
         product = attributes["alpha"] * widened_product(left, right)
         return (product if c is None else product + attributes["beta"] * c,)
 
 
 class _NarrowGather(OpRun):  # type: ignore[misc]
-    def _run(self, data: Array, indices: Array, axis: int | None = None) -> tuple[Array]:
+    def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
         rows = np.take(data, indices, axis or 0)
         return (rows if data.dtype.kind in "biu" else rows.astype(np.float64, copy=False),)
 

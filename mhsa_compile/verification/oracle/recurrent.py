@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from onnx.reference.op_run import OpRun
 
-Array = np.ndarray[Any, Any]
-Function = Callable[[Array], Array]
+CellFunction = Callable[[np.ndarray], np.ndarray]
 
 _DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
-_FUNCTIONS: dict[str, Callable[..., Array]] = {
+_FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "affine": lambda x, alpha, beta: alpha * x + beta,
     "elu": lambda x, alpha=1.0: np.where(x < 0, alpha * np.expm1(x), x),
     "hardsigmoid": lambda x, alpha=0.2, beta=0.5: np.clip(alpha * x + beta, 0, 1),
@@ -37,16 +36,16 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
 
     def _run(
         self,
-        x: Array,
-        w: Array,
-        r: Array,
-        b: Array | None = None,
-        lengths: Array | None = None,
-        h: Array | None = None,
-        c: Array | None = None,
-        p: Array | None = None,
+        x: np.ndarray,
+        w: np.ndarray,
+        r: np.ndarray,
+        b: np.ndarray | None = None,
+        lengths: np.ndarray | None = None,
+        h: np.ndarray | None = None,
+        c: np.ndarray | None = None,
+        p: np.ndarray | None = None,
         **attributes: Any,
-    ) -> tuple[Array, ...]:
+    ) -> tuple[np.ndarray, ...]:
         kind = np.float64 if x.dtype == np.float64 else np.float32
         batch_first, units = attributes.get("layout"), r.shape[-1]
         directions = len(w)
@@ -77,10 +76,10 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
             results = [y.transpose(2, 0, 1, 3), *(value.swapaxes(0, 1) for value in results[1:])]
         return tuple(value.astype(x.dtype) for value in results[: len(self.onnx_node.output)])
 
-    def _functions(self, attributes: dict[str, Any], directions: int) -> list[list[Function]]:
+    def _functions(self, attributes: dict[str, Any], directions: int) -> list[list[CellFunction]]:
         names = [name.lower() for name in attributes.get("activations") or _DEFAULTS[self.op_type] * directions]
         stated = [list(attributes.get(f"activation_{word}") or ()) for word in ("alpha", "beta")]
-        functions: list[Function] = []
+        functions: list[CellFunction] = []
         for name in names:
             values = {
                 word: numbers.pop(0)
@@ -92,20 +91,20 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
         return [functions[d * each : (d + 1) * each] for d in range(directions)]
 
     def _cell(
-        self, r: Array, b: Array, p: Array, functions: list[Function], attributes: dict[str, Any]
-    ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
+        self, r: np.ndarray, b: np.ndarray, p: np.ndarray, functions: list[CellFunction], attributes: dict[str, Any]
+    ) -> Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         """(products of the inputs, states, memories), each a row of the batch -> (states, memories)."""
         clip = attributes.get("clip")
         gates = len(r) // r.shape[1]
         of_inputs, of_states = (part.reshape(gates, -1) for part in np.split(b, 2))
 
-        def bounded(values: Array) -> Array:
+        def bounded(values: np.ndarray) -> np.ndarray:
             return values if clip is None else np.clip(values, -clip, clip)
 
-        def products(rows: Array) -> Array:
+        def products(rows: np.ndarray) -> np.ndarray:
             return rows.reshape(len(rows), gates, -1).swapaxes(0, 1)
 
-        def lstm(x: Array, h: Array, c: Array) -> tuple[Array, Array]:
+        def lstm(x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             f, g, last = functions
             i, o, forget, new = products(x + h @ r.T + b[: len(r)] + b[len(r) :])
             peep = p.reshape(3, -1)
@@ -114,7 +113,7 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
             c = forget_gate * c + input_gate * g(bounded(new))
             return f(bounded(o + peep[1] * c)) * last(c), c
 
-        def gru(x: Array, h: Array, c: Array) -> tuple[Array, Array]:
+        def gru(x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             f, g = functions
             inputs = products(x) + of_inputs[:, None]
             states = products(h @ r.T) + of_states[:, None]
@@ -124,7 +123,7 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
                 within = (reset * h) @ np.split(r, 3)[2].T + of_states[2]
             return (1 - update) * g(bounded(inputs[2] + within)) + update * h, c
 
-        def rnn(x: Array, h: Array, c: Array) -> tuple[Array, Array]:
+        def rnn(x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             return functions[0](bounded(x + h @ r.T + of_inputs[0] + of_states[0])), c
 
         return {"LSTM": lstm, "GRU": gru, "RNN": rnn}[self.op_type]

@@ -10,21 +10,22 @@ import numpy as np
 
 from mhsa_compile.spec.score_functions import ScoreFunction, Step, constant_value
 
-Array = np.ndarray
-
 
 def evaluate(
-    function: ScoreFunction, tensors: Sequence[Array], places: Mapping[str, Array], score: Array | None = None
-) -> Array:
+    function: ScoreFunction,
+    tensors: Sequence[np.ndarray],
+    places: Mapping[str, np.ndarray],
+    score: np.ndarray | None = None,
+) -> np.ndarray:
     """The function's value. The places b, h, q_idx and kv_idx are int64 and broadcast against each other and the score.
 
     NaN where an index is outside of its tensor or whole numbers are divided by 0, and of a mask True: a pair that is
     seen, so that its score is known to be NaN.
     """
     wide = np.float64 if score is None else np.promote_types(score.dtype, np.float32)
-    leaves: dict[str, Array] = dict(places) if score is None else {**places, "score": score.astype(wide)}
+    leaves: dict[str, np.ndarray] = dict(places) if score is None else {**places, "score": score.astype(wide)}
     broken = np.zeros((), np.bool_)
-    values: list[Array] = []
+    values: list[np.ndarray] = []
     with np.errstate(all="ignore"):  # NaN and Inf may come, and are carried as IEEE says
         for step in function.steps:
             args = [values[arg] for arg in step.args]
@@ -43,14 +44,16 @@ def evaluate(
     return np.asarray(np.where(broken, np.nan, result), wide)
 
 
-def broken_pairs(function: ScoreFunction, tensors: Sequence[Array], places: Mapping[str, Array]) -> Array:
+def broken_pairs(
+    function: ScoreFunction, tensors: Sequence[np.ndarray], places: Mapping[str, np.ndarray]
+) -> np.ndarray:
     """Returns for which pairs a mask_mod has no value: their scores are NaN."""
     steps = function.steps
     as_score = ScoreFunction((*steps, Step("cast", "float", (len(steps) - 1,))), function.tensors)
     return np.asarray(np.isnan(evaluate(as_score, tensors, places)))
 
 
-def _value(step: Step, leaves: Mapping[str, Array], args: list[Array], wide: Any) -> Array:
+def _value(step: Step, leaves: Mapping[str, np.ndarray], args: list[np.ndarray], wide: Any) -> np.ndarray:
     if step.op in leaves:
         return np.asarray(leaves[step.op])
     if step.op == "constant":
@@ -63,7 +66,7 @@ def _value(step: Step, leaves: Mapping[str, Array], args: list[Array], wide: Any
     return np.asarray(_COMPUTED[step.op](*args))
 
 
-def _whole(value: Array, dtype: str) -> Array:
+def _whole(value: np.ndarray, dtype: str) -> np.ndarray:
     """A value as a whole number of `dtype`, held in 64 bits."""
     if value.dtype.kind == "f":
         bits = 63 if dtype == "int64" else 31
@@ -73,7 +76,7 @@ def _whole(value: Array, dtype: str) -> Array:
     return np.asarray(value.astype(np.int64).astype(dtype).astype(np.int64))
 
 
-def _loaded(tensor: Array, indices: list[Array]) -> tuple[Array, Array]:
+def _loaded(tensor: np.ndarray, indices: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """(the elements, where an index is outside); negative indices count from the end."""
     at, outside = [], np.zeros((), np.bool_)
     for index, size in zip(indices, tensor.shape, strict=True):
@@ -86,7 +89,7 @@ def _loaded(tensor: Array, indices: list[Array]) -> tuple[Array, Array]:
     return np.asarray(values.astype(np.int64) if values.dtype.kind in "iu" else values), outside
 
 
-def _sigmoid(x: Array) -> Array:
+def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (1 + np.exp(-x)))
 
 

@@ -19,7 +19,6 @@ from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.verification.oracle import score_functions, softmax_outputs
 
-Array = np.ndarray
 FORMULAS = formulas_of(AttentionSpec)
 FUNCTIONS = ("score_mod", "mask_mod")
 """Attributes that are functions of scores, in the order of what they capture."""
@@ -28,19 +27,19 @@ LARGEST_FILL = -1e4
 
 
 @dataclass(frozen=True)
-class ScoreMod:
+class ScoreModOfPairs:
     """What becomes of the scores of some queries and keys. A score is NaN where `broken`, too."""
 
     function: ScoreFunction | None
-    tensors: Sequence[Array]
-    places: Mapping[str, Array]
-    broken: Array
+    tensors: Sequence[np.ndarray]
+    places: Mapping[str, np.ndarray]
+    broken: np.ndarray
 
-    def of_keys(self, keys: slice) -> ScoreMod:
+    def of_keys(self, keys: slice) -> ScoreModOfPairs:
         places = {**self.places, "kv_idx": self.places["kv_idx"][keys]}
         return replace(self, places=places, broken=self.broken[..., keys] if self.broken.ndim else self.broken)
 
-    def __call__(self, scores: Array) -> Array:
+    def __call__(self, scores: np.ndarray) -> np.ndarray:
         result = scores
         if self.function is not None:
             result = score_functions.evaluate(self.function, self.tensors, self.places, scores)
@@ -58,20 +57,20 @@ class Scoring:
     score_mod   what becomes of scores after the formulas; one of -inf hides its key
     """
 
-    visible: Array
-    bias: Array | None
+    visible: np.ndarray
+    bias: np.ndarray | None
     scale: float
     limits: Mapping[str, float]
-    no_key: Array | None
-    score_mod: ScoreMod | None = None
+    no_key: np.ndarray | None
+    score_mod: ScoreModOfPairs | None = None
 
     @property
-    def seen(self) -> Array:
+    def seen(self) -> np.ndarray:
         """`visible`, and not hidden by the bias either."""
         return self.visible if self.bias is None else self.visible & ~np.isneginf(self.bias)
 
     @property
-    def filled(self) -> Array | None:
+    def filled(self) -> np.ndarray | None:
         """Rows that see no key but through a finite fill, bool (1 or B, 1 or H, queries, 1); None if there is none.
 
         Added to all scores of a row it hides none of them: what is left of the scores is their rounding.
@@ -79,7 +78,7 @@ class Scoring:
         if self.bias is None:
             return None
         largest = np.where(self.visible, self.bias, -np.inf).max(axis=-1, keepdims=True, initial=-np.inf)
-        rows: Array = np.isfinite(largest) & (largest <= LARGEST_FILL)
+        rows: np.ndarray = np.isfinite(largest) & (largest <= LARGEST_FILL)
         return rows if rows.any() else None
 
     def of_keys(self, keys: slice) -> Scoring:
@@ -98,10 +97,10 @@ class View:
     """
 
     S: int
-    offset: int | Array
-    inputs: Mapping[str, Array]
+    offset: int | np.ndarray
+    inputs: Mapping[str, np.ndarray]
     attributes: Mapping[str, Any]
-    captured: Mapping[str, Sequence[Array]]
+    captured: Mapping[str, Sequence[np.ndarray]]
 
     def scoring(self, rows: slice, B: int, H: int, scale: float) -> Scoring:
         """What becomes of these queries' scores of all S keys."""
@@ -127,14 +126,14 @@ class Pairs:
     H: int
 
     @functools.cached_property
-    def distance(self) -> Array:
+    def distance(self) -> np.ndarray:
         """How far query i, which stands at i + offset among the keys, is behind each key."""
         queries = np.arange(self.rows.start, self.rows.stop)[:, np.newaxis]
-        distance: Array = queries + self.view.offset - np.arange(self.view.S)
+        distance: np.ndarray = queries + self.view.offset - np.arange(self.view.S)
         return distance if distance.ndim == 4 else distance[np.newaxis, np.newaxis]
 
     @property
-    def places(self) -> dict[str, Array]:
+    def places(self) -> dict[str, np.ndarray]:
         """What functions are told of a pair."""
         q_idx = np.arange(self.rows.start, self.rows.stop)[:, np.newaxis] + self.view.offset
         return {
@@ -145,7 +144,7 @@ class Pairs:
         }
 
 
-def _band(pairs: Pairs) -> Array:
+def _band(pairs: Pairs) -> np.ndarray:
     """Causality and windows."""
     left, right = (pairs.view.attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
     distance = pairs.distance
@@ -159,44 +158,49 @@ def _band(pairs: Pairs) -> Array:
     return visible
 
 
-def _mask_mod(pairs: Pairs) -> Array | None:
+def _mask_mod(pairs: Pairs) -> np.ndarray | None:
     function = pairs.view.function("mask_mod")
     if function is None:
         return None
     return score_functions.evaluate(function, pairs.view.captured["mask_mod"], pairs.places)
 
 
-def _lengths(pairs: Pairs) -> Array | None:
+def _lengths(pairs: Pairs) -> np.ndarray | None:
     lengths = pairs.view.inputs.get("nonpad_kv_seqlen")
     return None if lengths is None else np.arange(pairs.view.S) < lengths.reshape(-1, 1, 1, 1)
 
 
-def _call_mask(pairs: Pairs, *, bool_mask: bool) -> Array | None:
+def _call_mask(pairs: Pairs, *, bool_mask: bool) -> np.ndarray | None:
     mask = pairs.view.inputs.get("attn_mask")
     return None if mask is None or (mask.dtype == np.bool_) != bool_mask else _take(mask, 2, pairs.rows)
 
 
-def _slopes(pairs: Pairs) -> Array | None:
+def _slopes(pairs: Pairs) -> np.ndarray | None:
     """slope * (key - place of the query), (1 or B, H, rows, S); at least in float32."""
     slopes = pairs.view.inputs.get("slopes")
     if slopes is None:
         return None
     wide = slopes.astype(np.promote_types(np.float32, slopes.dtype))
-    alibi: Array = (wide.reshape(-1, 1, 1) * -pairs.distance).astype(slopes.dtype)
+    alibi: np.ndarray = (wide.reshape(-1, 1, 1) * -pairs.distance).astype(slopes.dtype)
     return alibi
 
 
-HIDING: Sequence[Callable[[Pairs], Array | None]] = (_band, _mask_mod, _lengths, partial(_call_mask, bool_mask=True))
+HIDING: Sequence[Callable[[Pairs], np.ndarray | None]] = (
+    _band,
+    _mask_mod,
+    _lengths,
+    partial(_call_mask, bool_mask=True),
+)
 """What hides keys: each says which pairs it leaves, bool; None is all."""
-ADDING: Sequence[Callable[[Pairs], Array | None]] = (partial(_call_mask, bool_mask=False), _slopes)
+ADDING: Sequence[Callable[[Pairs], np.ndarray | None]] = (partial(_call_mask, bool_mask=False), _slopes)
 """What is added to scores; None is nothing."""
 
 
-def _no_key(view: View) -> Array | None:
+def _no_key(view: View) -> np.ndarray | None:
     return view.inputs.get("sinks")
 
 
-def _score_mod(pairs: Pairs) -> ScoreMod | None:
+def _score_mod(pairs: Pairs) -> ScoreModOfPairs | None:
     view = pairs.view
     score_mod, mask_mod = view.function("score_mod"), view.function("mask_mod")
     if score_mod is None and mask_mod is None:
@@ -204,16 +208,16 @@ def _score_mod(pairs: Pairs) -> ScoreMod | None:
     broken = np.zeros((), np.bool_)
     if mask_mod is not None:
         broken = score_functions.broken_pairs(mask_mod, view.captured["mask_mod"], pairs.places)
-    return ScoreMod(score_mod, view.captured.get("score_mod", ()), pairs.places, broken)
+    return ScoreModOfPairs(score_mod, view.captured.get("score_mod", ()), pairs.places, broken)
 
 
-def padded(mask: Array, S: int) -> Array:
+def padded(mask: np.ndarray, S: int) -> np.ndarray:
     """Extends a mask over fewer than S keys to all S: from opset 24 on, it masks the rest."""
     widths = [(0, 0)] * (mask.ndim - 1) + [(0, S - mask.shape[-1])]
     return np.pad(mask, widths, constant_values=False if mask.dtype == np.bool_ else -np.inf)
 
 
-def stages(q: Array, k: Array, scoring: Scoring) -> tuple[Array, Array, Array, Array]:
+def stages(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Scores, capped, with bias and masked, and as weights: the operator's qk_matmul_output 0 to 3; (B, H, L, S)."""
     visible, bias, no_key, seen = scoring.visible, scoring.bias, scoring.no_key, scoring.seen
     scale = q.dtype.type(scoring.scale)
@@ -239,7 +243,7 @@ def stages(q: Array, k: Array, scoring: Scoring) -> tuple[Array, Array, Array, A
     return raw.astype(q.dtype), capped.astype(q.dtype), biased.astype(q.dtype), weights.astype(q.dtype)
 
 
-def attend_exactly(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
+def attend_exactly(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring) -> np.ndarray:
     """Attention (B, H, L, F); a non-finite value is added key by key, to the queries that see it."""
     _, _, biased, weights = stages(q, k, scoring)
     v = np.repeat(v, q.shape[1] // v.shape[1], axis=1)
@@ -255,10 +259,10 @@ def attend_exactly(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     return np.asarray(y)
 
 
-def look_exactly(q: Array, k: Array, scoring: Scoring, request: SoftmaxOutputs) -> dict[str, Array]:
+def look_exactly(q: np.ndarray, k: np.ndarray, scoring: Scoring, request: SoftmaxOutputs) -> dict[str, np.ndarray]:
     return softmax_outputs.softmax_outputs_of_rows(stages(q, k, scoring)[2], scoring.no_key, request)
 
 
-def _take(array: Array, axis: int, part: slice) -> Array:
+def _take(array: np.ndarray, axis: int, part: slice) -> np.ndarray:
     """A part of an axis, or all of it where it broadcasts."""
     return array if array.shape[axis] == 1 else array[(slice(None),) * axis + (part,)]

@@ -12,12 +12,13 @@ import numpy as np
 
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 
-Array = np.ndarray
-Look = Callable[[slice, SoftmaxOutputs], tuple[Mapping[str, Array], int]]
+Look = Callable[[slice, SoftmaxOutputs], tuple[Mapping[str, np.ndarray], int]]
 """(query rows, what is wanted of them) -> (arrays over the keys that they may see, the first of these keys)."""
 
 
-def softmax_outputs_of_rows(scores: Array, no_key: Array | None, request: SoftmaxOutputs) -> dict[str, Array]:
+def softmax_outputs_of_rows(
+    scores: np.ndarray, no_key: np.ndarray | None, request: SoftmaxOutputs
+) -> dict[str, np.ndarray]:
     """The arrays `request.names` of scores (B, H, rows, keys), -inf where hidden, as the softmax takes them; `no_key`
     (H,) are scores of no key.
 
@@ -50,7 +51,7 @@ def softmax_outputs_of_rows(scores: Array, no_key: Array | None, request: Softma
     return {name: arrays[name] for name in request.names}
 
 
-def collect(look: Look, blocks: list[slice], L: int, S: int, request: SoftmaxOutputs) -> dict[str, Array]:
+def collect(look: Look, blocks: list[slice], L: int, S: int, request: SoftmaxOutputs) -> dict[str, np.ndarray]:
     """The arrays of all L queries and S keys."""
     together = request if request.rows is None else SoftmaxOutputs(request.lse, request.entropy, request.top_k)
     parts = [_among_all_keys(*look(rows, together), S) for rows in blocks] if together.names else []
@@ -60,7 +61,7 @@ def collect(look: Look, blocks: list[slice], L: int, S: int, request: SoftmaxOut
     return arrays
 
 
-def probe(look: Look, blocks: list[slice], S: int, keys: Array) -> Array:
+def probe(look: Look, blocks: list[slice], S: int, keys: np.ndarray) -> np.ndarray:
     """The weights of these keys, (B, H, L, n); 0 for the key -1, and NaN for one that is no key."""
     parts = []
     for rows in blocks:
@@ -71,7 +72,7 @@ def probe(look: Look, blocks: list[slice], S: int, keys: Array) -> Array:
     return np.concatenate(parts, axis=2)
 
 
-def _single_rows(look: Look, L: int, S: int, request: SoftmaxOutputs) -> Array:
+def _single_rows(look: Look, L: int, S: int, request: SoftmaxOutputs) -> np.ndarray:
     alone = SoftmaxOutputs(weights=True, heads=request.heads)
     none = np.zeros_like(_among_all_keys(*look(slice(0, 1), alone), S)["weights"])
     rows = [row % L if -L <= row < L else None for row in request.rows or ()]
@@ -79,7 +80,7 @@ def _single_rows(look: Look, L: int, S: int, request: SoftmaxOutputs) -> Array:
     return np.concatenate(parts, axis=2)
 
 
-def _among_all_keys(arrays: Mapping[str, Array], first: int, S: int) -> dict[str, Array]:
+def _among_all_keys(arrays: Mapping[str, np.ndarray], first: int, S: int) -> dict[str, np.ndarray]:
     """The arrays of some keys, from `first` on, among all S."""
     whole = dict(arrays)
     if "top_k_keys" in arrays:

@@ -12,21 +12,14 @@ from support.simt.hopper import HopperMachine
 from support.simt.memory import SimtError
 from support.simt.tensor_map import TensorMap, swizzled
 from support.simt.wgmma_descriptors import Descriptor, accumulators, fragments, left_operand
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles, Tensor
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
-    barrier,
-    materialize,
-    registers,
-    set_register,
-    store,
-    warp_barrier,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import barrier, materialize, registers, set_register, store, warp_barrier
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 KEYS, WIDTH = 48, 72

@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
-from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
 _OPPOSITE = {"Less": "GreaterOrEqual", "LessOrEqual": "Greater", "Greater": "LessOrEqual", "GreaterOrEqual": "Less"}
@@ -154,7 +153,7 @@ def _is_corner(graph: GraphView, constants: ConstantValues, node: onnx.NodeProto
     return bool((whole.astype(bool) == (np.tril(np.ones(whole.shape[-2:], dtype=bool)) == positive)).all())
 
 
-def _corner_of(graph: GraphView, constants: ConstantValues, node: onnx.NodeProto) -> Array | None:
+def _corner_of(graph: GraphView, constants: ConstantValues, node: onnx.NodeProto) -> np.ndarray | None:
     starts = constants.partial(node.input[1])
     steps = constants.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else np.array([1], dtype=object)
     if starts is None or steps is None or any(s != 0 for s in starts) or any(s != 1 for s in steps):

@@ -13,10 +13,10 @@ import onnx
 from mhsa_compile.frontend.canonicalize.decomposed.scores import NotRecognised, scalar_factor
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
 
-Dims = tuple[Dim, ...]
+GraphDims = tuple[GraphDim, ...]
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class AttentionOperands:
     value: str
     factor: float
     dtype: str
-    scores: Dims
+    scores: GraphDims
     rank: int
 
 
 def attention_operands(
-    rewriter: Rewriter, constants: ConstantValues, product: onnx.NodeProto, values: str, apart: Dims = ()
+    rewriter: Rewriter, constants: ConstantValues, product: onnx.NodeProto, values: str, apart: GraphDims = ()
 ) -> AttentionOperands:
     """What MatMul(queries, transposed keys) and the product with the values multiply. `apart`: (B, H, L) where those
     are of B * H matrices.
@@ -64,7 +64,7 @@ def attention_operands(
         scores = (*apart, dims[1][-1])
         return AttentionOperands(query, key, value, query_factor * key_factor, dtype, scores, 4)
     key, value = _swap_axes(rewriter, key, rank), values
-    heads: Dim = 1
+    heads: GraphDim = 1
     if rank == 3:
         axis = rewriter.constant([1], "int64")
         query, key, value = (rewriter.node("Unsqueeze", name, axis) for name in (query, key, value))
@@ -80,7 +80,7 @@ def attention_operands(
     )
 
 
-def _of_heads(rewriter: Rewriter, name: str, apart: Dims) -> str:
+def _of_heads(rewriter: Rewriter, name: str, apart: GraphDims) -> str:
     """(B, H, n, E) that was reshaped to the value, (B * H, n, E). Raises NotRecognised."""
     graph = rewriter.graph
     reshape = graph.producer(name, "Reshape")
@@ -94,7 +94,7 @@ def _of_heads(rewriter: Rewriter, name: str, apart: Dims) -> str:
     return str(reshape.input[0])
 
 
-def _dims_of(graph: GraphView, name: str) -> Dims:
+def _dims_of(graph: GraphView, name: str) -> GraphDims:
     dims = graph.shape(name)
     if dims is None:
         raise NotRecognised(f"the rank of {name!r} is not known")
@@ -159,7 +159,7 @@ def _before_flat_swap(graph: GraphView, name: str) -> str | None:
 
 
 def _before_repeats(
-    graph: GraphView, constants: ConstantValues, key: str, value: str, heads: tuple[Dim, Dim, Dim]
+    graph: GraphView, constants: ConstantValues, key: str, value: str, heads: tuple[GraphDim, GraphDim, GraphDim]
 ) -> tuple[str, str]:
     """Keys and values before each of their heads was repeated for a group of query heads. Raises NotRecognised."""
     (one, many), (other, others) = (_repeats(graph, constants, name) for name in (key, value))

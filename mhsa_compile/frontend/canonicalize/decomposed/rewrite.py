@@ -25,7 +25,7 @@ from mhsa_compile.frontend.canonicalize.decomposed.scores import (
 from mhsa_compile.frontend.canonicalize.definitions import Definitions
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 
 FORM = "decomposed"
@@ -98,7 +98,7 @@ def _rewrite_one(
     return masks.notes
 
 
-def _result(graph: GraphView, product: onnx.NodeProto, apart: tuple[Dim, ...]) -> tuple[onnx.NodeProto, str]:
+def _result(graph: GraphView, product: onnx.NodeProto, apart: tuple[GraphDim, ...]) -> tuple[onnx.NodeProto, str]:
     """(the node that gives what the operator gives, its output): the product, or its Reshape to (B, H, L, F)."""
     rank = len(graph.shape(product.output[0]) or ())
     if not apart and rank == len(graph.shape(product.input[0]) or ()):

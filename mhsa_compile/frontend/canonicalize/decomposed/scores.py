@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 
 PRODUCTS = ("MatMul", "Einsum", "Gemm", "FusedMatMul")
 _THROUGH = frozenset(
@@ -61,14 +61,14 @@ class MatchedScores:
     scale: float = 1.0
     softcap: float = 0.0
     masks: list[AdditiveMask | SelectiveMask] = field(default_factory=list)
-    apart: tuple[Dim, ...] = ()
+    apart: tuple[GraphDim, ...] = ()
 
 
 def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> MatchedScores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
     masks: list[AdditiveMask | SelectiveMask] = []
     factor, softcap, windows = 1.0, 0.0, 0
-    apart: tuple[Dim, ...] = ()
+    apart: tuple[GraphDim, ...] = ()
     for _ in range(_FAR):
         node = graph.producer(value)
         if node is None:
@@ -125,7 +125,7 @@ def _windows(graph: GraphView, node: onnx.NodeProto, apart: bool) -> int:
     return split[1] if same and isinstance(split[1], int) else 0
 
 
-def _heads_apart(graph: GraphView, node: onnx.NodeProto) -> tuple[Dim, ...]:
+def _heads_apart(graph: GraphView, node: onnx.NodeProto) -> tuple[GraphDim, ...]:
     """(B, H, L) of a Reshape (B * H, L, S) -> (B, H, L, S); empty of any other."""
     before, after = (graph.shape(name) or () for name in (node.input[0], node.output[0]))
     whole = len(before) == 3 and len(after) == 4 and None not in after and before[1] == after[2]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode
-from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
 
 
 def attention(node: MicrosoftNode) -> None:
@@ -38,7 +37,9 @@ def attention(node: MicrosoftNode) -> None:
         write.node("Concat", *both, output=node.outputs[1], axis=0)
 
 
-def _projections(node: MicrosoftNode, x: str, weight: Array, bias: Array | None, sizes: list[int]) -> list[str]:
+def _projections(
+    node: MicrosoftNode, x: str, weight: np.ndarray, bias: np.ndarray | None, sizes: list[int]
+) -> list[str]:
     """Queries, keys and values as three linears: what is side by side in the file is cut."""
     results, cuts = [], np.cumsum(sizes)[:-1]
     biases = np.split(bias, cuts) if bias is not None else [None] * 3

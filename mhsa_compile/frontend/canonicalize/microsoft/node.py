@@ -9,9 +9,9 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array, Rewriter
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.detach_weights import Tensors
-from mhsa_compile.frontend.onnx_graph import Dim, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, attributes
 
 
 class NotYet(Exception):
@@ -33,7 +33,7 @@ class MicrosoftNode:
     def refused(self, expected: str, got: str) -> ModelError:
         return ModelError(f"{self.node.op_type} node {self.name!r}", expected, got)
 
-    def dims(self, name: str) -> tuple[Dim, ...]:
+    def dims(self, name: str) -> tuple[GraphDim, ...]:
         dims = self.rewriter.graph.shape(name)
         if dims is None:
             raise NotYet(f"{name!r} of unknown rank")
@@ -52,7 +52,7 @@ class MicrosoftNode:
             raise NotYet(f"{names[0]!r} of unknown dtype")
         return dtype
 
-    def array(self, name: str) -> Array:
+    def array(self, name: str) -> np.ndarray:
         """A weight's value."""
         if name in self._tensors:
             return np.asarray(numpy_helper.to_array(self._tensors[name]))

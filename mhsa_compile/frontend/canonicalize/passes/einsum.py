@@ -18,7 +18,7 @@ from typing import NamedTuple
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 
 
 class _Product(NamedTuple):
@@ -152,7 +152,7 @@ def _terms(graph: GraphView, node: onnx.NodeProto) -> list[str] | None:
 
 def _same_size(graph: GraphView, node: onnx.NodeProto, operands: Sequence[str], letter: str) -> bool:
     """Whether nothing says that an axis of 1 is repeated in the sum, which MatMul would not do."""
-    sizes: list[Dim] = []
+    sizes: list[GraphDim] = []
     for name, term in zip(node.input, operands, strict=True):
         shape = graph.shape(name)
         sizes.append(None if shape is None or len(shape) != len(term) else shape[term.index(letter)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 
 
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -43,5 +43,5 @@ def _before_repeating(graph: GraphView, name: str) -> str:
     return name
 
 
-def _repeats(before: tuple[Dim, ...], after: tuple[Dim, ...]) -> bool:
+def _repeats(before: tuple[GraphDim, ...], after: tuple[GraphDim, ...]) -> bool:
     return all(one in (1, other) and one is not None for one, other in zip(before, after, strict=True))

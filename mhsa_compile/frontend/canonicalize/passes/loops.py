@@ -19,7 +19,7 @@ from mhsa_compile.frontend.branch_graphs import rename
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
-from mhsa_compile.frontend.onnx_graph import Dim, all_nodes, attributes, constant_value, is_standard, title
+from mhsa_compile.frontend.onnx_graph import GraphDim, all_nodes, attributes, constant_value, is_standard, title
 
 MOST = 2048
 """Nodes that one loop may come to."""
@@ -133,7 +133,7 @@ def _write_loop(rewriter: Rewriter, constants: ConstantValues, node: onnx.NodePr
     return True
 
 
-def _size(sizes: Sequence[Dim]) -> int | None:
+def _size(sizes: Sequence[GraphDim]) -> int | None:
     """The number that all of them are; None where they are none, or not one."""
     each = set(sizes)
     size = each.pop() if len(each) == 1 else None

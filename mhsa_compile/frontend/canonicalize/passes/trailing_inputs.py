@@ -11,7 +11,7 @@ import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, GraphView
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView
 
 _VIEWS = ("Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast")
 
@@ -20,7 +20,7 @@ def rewrite(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
     """The model with such slices. `limits` is told the largest size of each symbol that they count by."""
     rewriter = Rewriter(model)
     graph, constants = rewriter.graph, ConstantValues(rewriter.graph)
-    cut: dict[str, list[Dim]] = {}
+    cut: dict[str, list[GraphDim]] = {}
     for node in graph.nodes:
         if node.op_type != "Slice" or (axis := _axis_to_the_end(graph, constants, node)) is None:
             continue
@@ -56,7 +56,7 @@ def _axis_to_the_end(graph: GraphView, constants: ConstantValues, node: onnx.Nod
     return axis if whole and (len(node.input) < 5 or not node.input[4] or steps is not None) else None
 
 
-def _counted_back(graph: GraphView, constants: ConstantValues, name: str, size: Dim) -> tuple[str, str] | None:
+def _counted_back(graph: GraphView, constants: ConstantValues, name: str, size: GraphDim) -> tuple[str, str] | None:
     """(L, the value N - L) of Max(0, N - L), N being `size`."""
     node = graph.producer(name)
     while node is not None and node.op_type in _VIEWS:
@@ -69,7 +69,7 @@ def _counted_back(graph: GraphView, constants: ConstantValues, name: str, size: 
     return None if symbol is None else (symbol, rests[0])
 
 
-def _taken_from(graph: GraphView, constants: ConstantValues, name: str, size: Dim) -> str | None:
+def _taken_from(graph: GraphView, constants: ConstantValues, name: str, size: GraphDim) -> str | None:
     """L of N - L, or of N + -1 * L."""
     node = graph.producer(name)
     if node is None or node.op_type not in ("Add", "Sub"):

@@ -12,10 +12,9 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes, title
 
-Entry = int | bool | str | None
+ShapeEntry = int | bool | str | None
 """A size or a flag, the name of a size that is symbolic, or what is not known."""
 
 _SHOWN = 8  # elements of a constant in a message
@@ -29,7 +28,7 @@ _FOLDABLE = frozenset(
 )  # fmt: skip
 
 
-def product(entries: Sequence[Entry]) -> int:
+def product(entries: Sequence[ShapeEntry]) -> int:
     """The product of the entries that are numbers."""
     return math.prod(entry for entry in entries if isinstance(entry, int))
 
@@ -39,8 +38,8 @@ class ConstantValues:
 
     def __init__(self, graph: GraphView) -> None:
         self._graph = graph
-        self._arrays: dict[str, Array] = {}
-        self._partial: dict[str, Array] = {}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._partial: dict[str, np.ndarray] = {}
         for name, tensor in graph.initializers.items():
             small = math.prod(tensor.dims) == 1
             if small or tensor.data_type not in (
@@ -53,11 +52,11 @@ class ConstantValues:
             if node.domain in ("", "ai.onnx"):
                 self._learn(node)
 
-    def array(self, name: str) -> Array | None:
+    def array(self, name: str) -> np.ndarray | None:
         """A value, where all of it is known; None where it is not."""
         return self._arrays.get(name)
 
-    def partial(self, name: str) -> Array | None:
+    def partial(self, name: str) -> np.ndarray | None:
         """A list of sizes (or one) as an array of entries, where at least its length is known."""
         if name in self._partial:
             return self._partial[name]
@@ -101,7 +100,7 @@ class ConstantValues:
         shape = self._graph.shape(node.output[0])
         return shape is not None and all(isinstance(d, int) for d in shape) and product(shape) <= _MOST_ELEMENTS
 
-    def _evaluated(self, node: onnx.NodeProto) -> Array:
+    def _evaluated(self, node: onnx.NodeProto) -> np.ndarray:
         names = dict.fromkeys(name for name in node.input if name)
         inputs = [
             helper.make_tensor_value_info(
@@ -121,7 +120,7 @@ class ConstantValues:
             expected, hint = "constants of which it can be computed", "Correct the file, or export it again."
             raise ModelError(title(node), expected, ", ".join(values), hint) from error
 
-    def _entries(self, node: onnx.NodeProto) -> Array | None:
+    def _entries(self, node: onnx.NodeProto) -> np.ndarray | None:
         """Sizes as far as they are known, by the operators that exporters compute them with."""
         attrs = attributes(node)
         if node.op_type == "Shape":
@@ -134,85 +133,85 @@ class ConstantValues:
         if any(value is None for name, value in zip(node.input, inputs, strict=True) if name):
             return None
         try:
-            entries: Array = operate(inputs, attrs)
+            entries: np.ndarray = operate(inputs, attrs)
             return entries
         except (IndexError, TypeError, ValueError):  # indices that are themselves not known
             return None
 
 
-def _entries(values: Any) -> Array:
+def _entries(values: Any) -> np.ndarray:
     array = np.empty(np.shape(values) if not isinstance(values, list) else (len(values),), dtype=object)
     array[...] = values
     return array
 
 
-def _gather(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+def _gather(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
     return _object(inputs[0][inputs[1].astype(np.int64)])
 
 
-def _slice(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+def _slice(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
     start, end = int(inputs[1][0]), int(inputs[2][0])
     step = int(inputs[4][0]) if len(inputs) > 4 and inputs[4] is not None else 1
     return _object(inputs[0][slice(start, end, step)])
 
 
-def _concat(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+def _concat(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
     return np.concatenate(inputs)
 
 
-def _flat(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+def _flat(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
     """Reshape, Squeeze and Unsqueeze between a size and a list of one."""
-    value: Array = inputs[0].reshape(-1)
+    value: np.ndarray = inputs[0].reshape(-1)
     if len(value) != 1:
         raise ValueError
     return value
 
 
-def _scalar(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+def _scalar(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
     return _object(_flat(inputs, attrs)[0])
 
 
-def _reshape(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+def _reshape(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
     return _object(inputs[0].reshape([int(size) for size in inputs[1]]))
 
 
-def _same(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+def _same(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
     return _object(inputs[0])
 
 
-def _object(value: Any) -> Array:
+def _object(value: Any) -> np.ndarray:
     array = np.empty(np.shape(value), dtype=object)
     array[...] = value
     return array
 
 
 def _elementwise(function: Any) -> Any:
-    def operate(inputs: list[Any], attrs: dict[str, Any]) -> Array:
+    def operate(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
         return _object(np.frompyfunc(function, len(inputs), 1)(*inputs))
 
     return operate
 
 
-def multiplied(a: Entry, b: Entry) -> Entry:
+def multiplied(a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
     """The product of two sizes, where it is a number or one of them."""
     if isinstance(a, int) and isinstance(b, int):
         return a * b
     return b if a == 1 else a if b == 1 else None
 
 
-def _divide(a: Entry, b: Entry) -> Entry:
+def _divide(a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
     if isinstance(a, int) and isinstance(b, int) and b:
         return int(a / b)
     return a if b == 1 else None
 
 
-def _add(a: Entry, b: Entry) -> Entry:
+def _add(a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
     if isinstance(a, int) and isinstance(b, int):
         return a + b
     return b if a == 0 else a if b == 0 else None
 
 
-def _subtract(a: Entry, b: Entry) -> Entry:
+def _subtract(a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
     if isinstance(a, int) and isinstance(b, int):
         return a - b
     if a is not None and a == b:
@@ -220,14 +219,14 @@ def _subtract(a: Entry, b: Entry) -> Entry:
     return a if b == 0 else None
 
 
-def _equal(a: Entry, b: Entry) -> Entry:
+def _equal(a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
     if (isinstance(a, int) and isinstance(b, int)) or (isinstance(a, str) and a == b):
         return a == b
     negative = any(isinstance(x, int) and x < 0 for x in (a, b))
     return False if negative and None not in (a, b) else None  # a symbol is a size
 
 
-def _where(condition: Entry, a: Entry, b: Entry) -> Entry:
+def _where(condition: ShapeEntry, a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
     if a is not None and a == b:
         return a
     return None if not isinstance(condition, int) else a if condition else b

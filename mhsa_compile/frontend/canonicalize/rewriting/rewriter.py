@@ -9,16 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from mhsa_compile.frontend.onnx_graph import (
-    Dim,
-    GraphView,
-    in_order,
-    is_standard,
-    live_nodes,
-    reads,
-)
-
-Array = np.ndarray[Any, Any]
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, in_order, is_standard, live_nodes, reads
 
 
 class Rewriter:
@@ -97,7 +88,7 @@ class Rewriter:
         """Forgets what was written since the last call of `place`."""
         self._written, self._constants = [], []
 
-    def hint(self, name: str, dims: Sequence[Dim], dtype: str | None = None) -> None:
+    def hint(self, name: str, dims: Sequence[GraphDim], dtype: str | None = None) -> None:
         """States the dims of a value, where onnx does not find them by itself; of a new one, the dtype, too."""
         kind = dtype or self.graph.dtype(name)
         if kind is not None:

@@ -10,16 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import (
-    ConstantValues,
-    Entry,
-    multiplied,
-    product,
-)
-from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array, Rewriter
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues, ShapeEntry, multiplied, product
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
 _MOST_ROUNDS = 500  # each lets the shapes of a few nodes more be inferred; a model of 100 layers needs a fraction of it
@@ -68,14 +64,14 @@ def _settled_once(model: onnx.ModelProto, limits: dict[str, int], hinted: set[st
     return rewriter.finished()
 
 
-def _agree(dims: Sequence[Entry], inferred: Sequence[Entry] | None) -> bool:
+def _agree(dims: Sequence[ShapeEntry], inferred: Sequence[ShapeEntry] | None) -> bool:
     """Whether the inferred dims say as much as `dims`."""
     return inferred is not None and all(d is None or d == i for d, i in zip(dims, inferred, strict=True))
 
 
 def _dims_of(
     constants: ConstantValues, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]
-) -> list[Entry] | None:
+) -> list[ShapeEntry] | None:
     """Dims that follow from computed sizes: what onnx's inference does not look into. All of them, or None."""
     finders = {
         "Range": _counted, "Reshape": _reshaped, "Expand": _expanded, "ConstantOfShape": _filled, "Tile": _tiled,
@@ -88,18 +84,18 @@ def _dims_of(
     return dims if dims is not None and all(map(_is_certain, dims)) else None
 
 
-def _is_certain(entry: Entry) -> bool:
+def _is_certain(entry: ShapeEntry) -> bool:
     return isinstance(entry, int) or (isinstance(entry, str) and not entry.startswith(_MADE_UP))
 
 
-def _counted(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+def _counted(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
     start, end, step = (constants.partial(name) for name in node.input)
     if start is None or end is None or step is None or (start.item(), step.item()) != (0, 1):
         return None
     return [end.item()]
 
 
-def _reshaped(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+def _reshaped(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
     target, source = constants.partial(node.input[1]), graph.shape(node.input[0])
     if target is None or target.ndim != 1 or -1 in target or attributes(node).get("allowzero"):
         return None
@@ -108,7 +104,7 @@ def _reshaped(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto)
     return [source[i] if size == 0 and source is not None else size for i, size in enumerate(target)]
 
 
-def _expanded(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+def _expanded(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
     target, source = constants.partial(node.input[1]), graph.shape(node.input[0])
     if target is None or source is None or len(target) < len(source):
         return None
@@ -116,21 +112,21 @@ def _expanded(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto)
     return [own if size == 1 else size for own, size in zip(aligned, target, strict=True)]
 
 
-def _tiled(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+def _tiled(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
     repeats, source = constants.partial(node.input[1]), graph.shape(node.input[0])
     if repeats is None or source is None or len(repeats) != len(source):
         return None
     return [multiplied(size, times) for size, times in zip(source, repeats, strict=True)]
 
 
-def _filled(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
+def _filled(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
     target = constants.partial(node.input[0])
     return None if target is None else list(target)
 
 
 def _sliced(
     constants: ConstantValues, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]
-) -> list[Entry] | None:
+) -> list[ShapeEntry] | None:
     """Dims of a Slice by steps of one. An end that is a symbol is taken to lie within the axis: that is its limit."""
     dims = graph.shape(node.input[0])
     starts, ends = (constants.partial(name) for name in node.input[1:3])
@@ -138,7 +134,7 @@ def _sliced(
     steps = constants.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else None
     if dims is None or starts is None or ends is None or (steps is not None and any(step != 1 for step in steps)):
         return None
-    result: list[Entry] = list(dims)
+    result: list[ShapeEntry] = list(dims)
     for axis, start, end in zip(range(len(starts)) if axes is None else axes, starts, ends, strict=True):
         size = result[axis]
         if start == 0 and (end == size or (isinstance(end, int) and end > 1 << 30)):
@@ -153,7 +149,9 @@ def _sliced(
     return result
 
 
-def _reshape_target(source: Sequence[Entry] | None, entries: Array | None, attrs: dict[str, Any]) -> list[int] | None:
+def _reshape_target(
+    source: Sequence[ShapeEntry] | None, entries: np.ndarray | None, attrs: dict[str, Any]
+) -> list[int] | None:
     """The constant that stands for a computed target: 0 for an axis that stays, -1 for at most one other."""
     if source is None or entries is None or entries.ndim != 1 or (attrs.get("allowzero") and 0 in entries):
         return None
@@ -172,7 +170,7 @@ def _reshape_target(source: Sequence[Entry] | None, entries: Array | None, attrs
     return target
 
 
-def _remaining(source: Sequence[Entry], entries: Array, place: int) -> int:
+def _remaining(source: Sequence[ShapeEntry], entries: np.ndarray, place: int) -> int:
     """The size that is left for one axis of a target, or -1 where that is not a number."""
     others = [source[i] if entry == 0 and i < len(source) else entry for i, entry in enumerate(entries) if i != place]
     if None in source or None in others or Counter(map(str, _symbols(source))) != Counter(map(str, _symbols(others))):
@@ -181,11 +179,13 @@ def _remaining(source: Sequence[Entry], entries: Array, place: int) -> int:
     return whole // part if part and whole % part == 0 else -1
 
 
-def _symbols(entries: Sequence[Entry]) -> list[str]:
+def _symbols(entries: Sequence[ShapeEntry]) -> list[str]:
     return [entry for entry in entries if isinstance(entry, str)]
 
 
-def _expand_target(source: Sequence[Entry] | None, entries: Array | None, _: dict[str, Any]) -> list[int] | None:
+def _expand_target(
+    source: Sequence[ShapeEntry] | None, entries: np.ndarray | None, _: dict[str, Any]
+) -> list[int] | None:
     """The target of an Expand as constants: an axis that keeps its size is 1 in the target."""
     if source is None or entries is None or entries.ndim != 1:
         return None

@@ -11,11 +11,12 @@ from tvm import tirx
 
 from mhsa_compile.frontend.relax.imported_module import stated
 from mhsa_compile.frontend.relax.sizes.broadcasting import BROADCAST, UNIDIRECTIONAL, gemm_sizes
-from mhsa_compile.frontend.relax.sizes.size_values import Entry, SizeNames, equals, literal, number
+from mhsa_compile.frontend.relax.sizes.call_checks import Entry
+from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, equals, literal, number
 from mhsa_compile.runtime.artifact.manifest import Agreement
 from mhsa_compile.runtime.symbolic_dims import is_expression
 
-Shape = Sequence[Entry]
+SizeEntries = Sequence[Entry]
 
 UNKNOWN = "?"
 """A size that no symbol of the inputs tells: values of the call make it."""
@@ -26,10 +27,10 @@ class Demand:
     """Pairs of sizes that must be equal, and groups of shapes that must broadcast to one."""
 
     equal: Sequence[tuple[Entry, Entry]] = ()
-    broadcast: Sequence[Sequence[Shape]] = ()
+    broadcast: Sequence[Sequence[SizeEntries]] = ()
 
 
-def demand(op_name: str, shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> Demand:
+def demand(op_name: str, shapes: Sequence[SizeEntries | None], attrs: Mapping[str, Any]) -> Demand:
     """What a node of ONNX asks of the sizes of its operands; nothing where their ranks are others than it takes, which
     is refused elsewhere."""
     present = [shape for shape in shapes if shape is not None]
@@ -44,7 +45,9 @@ def demand(op_name: str, shapes: Sequence[Shape | None], attrs: Mapping[str, Any
         return Demand()
 
 
-def agreement(names: SizeNames, node: str, shapes: Sequence[Shape | None], requirement: Demand) -> Agreement | None:
+def agreement(
+    names: SizeNames, node: str, shapes: Sequence[SizeEntries | None], requirement: Demand
+) -> Agreement | None:
     """What of a demand only a call can tell, for the manifest; None where nothing is left."""
     equal = [pair for pair in requirement.equal if not names.same(*pair)]
     broadcast = [group for group in requirement.broadcast if not _broadcasts(names, group)]
@@ -59,7 +62,7 @@ def agreement(names: SizeNames, node: str, shapes: Sequence[Shape | None], requi
     )
 
 
-def hold(names: SizeNames, op_name: str, shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> None:
+def hold(names: SizeNames, op_name: str, shapes: Sequence[SizeEntries | None], attrs: Mapping[str, Any]) -> None:
     """Ends a call whose operands do not fit, for operators whose converters read them as if they did."""
     if op_name == "GatherElements":
         _hold_within(names, shapes, attrs)
@@ -78,14 +81,14 @@ def hold(names: SizeNames, op_name: str, shapes: Sequence[Shape | None], attrs: 
         _hold_within(names, shapes, attrs)
 
 
-def _hold_to(names: SizeNames, shape: Shape, whole: Shape) -> None:
+def _hold_to(names: SizeNames, shape: SizeEntries, whole: SizeEntries) -> None:
     """Ends a call in which an array does not broadcast to a shape."""
     for size, full in zip(reversed(list(shape)), reversed(list(whole)), strict=False):
         if 1 not in (number(size), number(full)) and not names.same(size, full):
             names.hold_equal([tirx.Select(equals(size, literal(1)), literal(full), literal(size))], [literal(full)])
 
 
-def _hold_within(names: SizeNames, shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> None:
+def _hold_within(names: SizeNames, shapes: Sequence[SizeEntries | None], attrs: Mapping[str, Any]) -> None:
     """Ends a call in which indices of single elements have more places than there are, on an axis that they leave."""
     data, indices, axis = shapes[0] or [], shapes[1] or [], int(attrs.get("axis", 0))
     for place, (size, most) in enumerate(zip(indices, data, strict=False)):
@@ -93,7 +96,7 @@ def _hold_within(names: SizeNames, shapes: Sequence[Shape | None], attrs: Mappin
             names.checks.hold(literal(size) <= literal(most), "indices no longer than its data on every other axis")
 
 
-def _broadcasts(names: SizeNames, shapes: Sequence[Shape]) -> bool:
+def _broadcasts(names: SizeNames, shapes: Sequence[SizeEntries]) -> bool:
     for axis in range(1, max(map(len, shapes), default=0) + 1):
         sizes = [shape[-axis] for shape in shapes if len(shape) >= axis and number(shape[-axis]) != 1]
         if any(not names.same(size, sizes[0]) for size in sizes[1:]):
@@ -107,7 +110,7 @@ class _ManifestDims:
     def __init__(self, names: SizeNames) -> None:
         self._names = names
 
-    def __call__(self, shape: Shape) -> tuple[int | str, ...]:
+    def __call__(self, shape: SizeEntries) -> tuple[int | str, ...]:
         return tuple(map(self._one, shape))
 
     def _one(self, size: Entry) -> int | str:

@@ -10,9 +10,9 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import get_type
 
+from mhsa_compile.frontend.relax.sizes.call_checks import Entry
 from mhsa_compile.frontend.relax.sizes.size_values import (
     MOST,
-    Entry,
     SizeValues,
     array_of,
     entries_of,
@@ -20,8 +20,6 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
     literal,
     number,
 )
-
-Array = np.ndarray[Any, Any]
 
 
 def fold_sizes(op_name: str, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
@@ -233,14 +231,14 @@ def _reduce(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], A
     return fold
 
 
-def _numbers(sizes: SizeValues) -> Array:
+def _numbers(sizes: SizeValues) -> np.ndarray:
     """The numbers that sizes are. Raises _NotFollowed where some are expressions."""
     if any(number(entry) is None for entry in sizes.entries.reshape(-1)):
         raise _NotFollowed
     return array_of(sizes)
 
 
-def _array(value: Any) -> Array:
+def _array(value: Any) -> np.ndarray:
     """An object array, also of one entry without axes."""
     if isinstance(value, np.ndarray):
         return value

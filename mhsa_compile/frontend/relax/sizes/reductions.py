@@ -11,15 +11,8 @@ import tvm
 from tvm import relax, te, tirx
 
 from mhsa_compile.frontend.relax.sizes.broadcasting import dims_of
-from mhsa_compile.frontend.relax.sizes.size_values import (
-    Entry,
-    SizeNames,
-    as_tensor,
-    emitted,
-    is_known,
-    literal,
-    number,
-)
+from mhsa_compile.frontend.relax.sizes.call_checks import Entry
+from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, as_tensor, emitted, is_known, literal, number
 from mhsa_compile.kernels.interface.extremes import largest, smallest
 
 REDUCTIONS = ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",

@@ -13,9 +13,8 @@ from tvm import relax, te, tirx
 from tvm.sym import Analyzer, ConstIntBound
 from tvm_ffi import structural_equal
 
-from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
+from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks, Entry
 
-Entry = Any
 """An expression of tirx: of sizes, numbers and arithmetic."""
 
 MOST = 64

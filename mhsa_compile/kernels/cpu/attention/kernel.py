@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -23,15 +24,10 @@ from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products, TaskOperands, unit_for
 from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
+from mhsa_compile.kernels.cpu.simd.vectors import materialize
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
-from mhsa_compile.kernels.interface.kernel import (
-    Config,
-    Emitted,
-    unknown_knobs,
-    why_not_tile,
-)
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs, why_not_tile
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.attention.masking import Bits, TileMask
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, materialize
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, materialize
 from mhsa_compile.kernels.interface.kernel import Config
 
 

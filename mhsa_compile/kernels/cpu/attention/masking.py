@@ -12,12 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import TilePart, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, RegisterTile, constant, materialize, splat
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, materialize, splat
 
 
 @dataclass(frozen=True)

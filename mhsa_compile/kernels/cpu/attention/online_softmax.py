@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup
@@ -21,7 +22,6 @@ from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
-    Expr,
     RegisterTile,
     any_lane,
     constant,

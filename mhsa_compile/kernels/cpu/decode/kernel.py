@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -26,22 +27,9 @@ from mhsa_compile.kernels.cpu.decode.work import Heads, KeyRange
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.score_parts import CpuMath
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    constant,
-    let,
-    load,
-    materialize,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import constant, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units.choice import units
-from mhsa_compile.kernels.interface.kernel import (
-    Config,
-    Emitted,
-    unknown_knobs,
-    why_not_tile,
-)
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs, why_not_tile
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 MOST_ROWS = 96

@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    RegisterTile,
-    constant,
-    let,
-    load,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, splat, store
 
 
 @dataclass(frozen=True)

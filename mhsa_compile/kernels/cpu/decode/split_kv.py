@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.decode.work import KeyRange, Span, span_of
 from mhsa_compile.kernels.cpu.score_parts import keys_of
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, let, materialize
+from mhsa_compile.kernels.cpu.simd.vectors import let, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
@@ -25,16 +26,7 @@ from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode.work import Heads, Span
 from mhsa_compile.kernels.cpu.score_parts import FadingPart, row_parts
 from mhsa_compile.kernels.cpu.simd import vector_math
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    RegisterTile,
-    constant,
-    let,
-    load,
-    materialize,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, materialize, splat, store
 from mhsa_compile.kernels.interface.kernel import Config
 
 LONGEST_SUM_OF_WEIGHTS = 16

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.head_layout import HeadView
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
+from mhsa_compile.kernels.cpu.simd.vectors import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 

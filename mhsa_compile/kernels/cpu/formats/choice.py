@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mhsa_compile.kernels.cpu.formats.floats import Bfloat16, Float16, Float32
 from mhsa_compile.kernels.cpu.formats.format import Format
 from mhsa_compile.kernels.cpu.formats.int8_rows import Int8Rows
-from mhsa_compile.kernels.cpu.simd.vectors import Expr
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 FORMATS: dict[str, Format] = {  # by dtype
     "float32": Float32("float32", "float32"),

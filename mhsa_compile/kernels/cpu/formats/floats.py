@@ -11,10 +11,11 @@ NaN.
 
 from __future__ import annotations
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.formats.format import Format
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, let, splat, vector_type
+from mhsa_compile.kernels.cpu.simd.vectors import let, splat, vector_type
 
 
 class Float32(Format):

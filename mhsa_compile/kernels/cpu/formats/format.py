@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, load, store, vector_type
+from mhsa_compile.kernels.cpu.simd.vectors import load, store, vector_type
 
 
 @dataclass(frozen=True)

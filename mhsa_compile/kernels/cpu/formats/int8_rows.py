@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.formats.format import Format
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    constant,
-    each_vector,
-    load,
-    materialize,
-    splat,
-    store,
-    vector_type,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import constant, each_vector, load, materialize, splat, store, vector_type
 
 LARGEST = 127
 ROUNDING = 12582912.0  # 1.5 * 2**23: added to a small number, it leaves the nearest integer in the sum's low bits

@@ -7,20 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    each_vector,
-    load,
-    materialize,
-    splat,
-    store,
-    vector_type,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import each_vector, load, materialize, splat, store, vector_type
 from mhsa_compile.kernels.cpu.units.unit import Joined
 
 

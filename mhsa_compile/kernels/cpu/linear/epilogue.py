@@ -8,16 +8,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.opaque import opaque_pair
 from mhsa_compile.kernels.cpu.simd import scalar_math, vectors
 from mhsa_compile.kernels.interface.epilogue import UNARY, Epilogue
 from mhsa_compile.kernels.interface.extremes import larger, smaller
-
-Expr = Any  # a TIR expression; TVM has no type stubs
 
 
 def _exact(operation: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr], Expr]:

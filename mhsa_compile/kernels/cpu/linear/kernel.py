@@ -11,27 +11,20 @@ from __future__ import annotations
 
 from math import prod
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
 from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_arguments
 from mhsa_compile.kernels.cpu.linear.activations import prepared
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, format_of, layout_of
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    materialize,
-    register_tile,
-)
-from mhsa_compile.kernels.interface.kernel import (
-    Config,
-    Emitted,
-    unknown_knobs,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import materialize, register_tile
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
@@ -122,7 +115,7 @@ def linear(layout: PackedLayout, profile: CpuProfile, config: Config) -> Emitted
 
 def _linear(layout: PackedLayout, cores: int, config: Config) -> Expr:
     op = layout.op
-    dim = Dims()
+    dim = SizeVars()
     leading = [dim(d) for d in op.rows]
     with IRBuilder() as builder:
         with T.prim_func():

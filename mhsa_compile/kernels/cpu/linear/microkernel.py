@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
@@ -14,16 +15,7 @@ from mhsa_compile.kernels.cpu.linear import epilogue
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    RegisterTile,
-    let,
-    load,
-    materialize,
-    splat,
-    store,
-    vector_type,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store, vector_type
 from mhsa_compile.kernels.cpu.units.unit import Columns
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -16,12 +17,7 @@ from mhsa_compile.kernels.common.op_args import packed_arguments, weight_argumen
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.formats.format import Format
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    load,
-    materialize,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import load, materialize, store
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
 from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    let,
-    load,
-    materialize,
-    register_tile,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize, register_tile, store
 from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
 from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Unit
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -94,7 +88,7 @@ class _Matrices:
 
 
 def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> Expr:
-    dim, panel = Dims(), columns * unit.lanes
+    dim, panel = SizeVars(), columns * unit.lanes
     with IRBuilder() as builder, T.prim_func():
         T.func_name("product")
         T.func_attr({"tirx.noalias": True})

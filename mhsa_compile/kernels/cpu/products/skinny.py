@@ -11,15 +11,16 @@ import itertools
 from dataclasses import dataclass, replace
 from math import prod
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
 from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, let, materialize, store
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import Dim, ProductOp, ProductOperand
 
@@ -103,7 +104,7 @@ def _length(dims: tuple[Dim, ...]) -> int:
 
 
 def _product(op: ProductOp, shape: _Shape, lanes: int, breadth: int) -> Expr:
-    dim = Dims()
+    dim = SizeVars()
     with IRBuilder() as builder, T.prim_func():
         T.func_name("product")
         T.func_attr({"tirx.noalias": True})
@@ -196,7 +197,7 @@ class _Arrays:
     def of_y(self, line: Expr, vector: Expr) -> list[Expr]:
         return [*self.place, *((vector, line) if self.shape.is_left else (line, vector))]
 
-    def with_skinny_along(self, dim: Dims) -> _Arrays:
+    def with_skinny_along(self, dim: SizeVars) -> _Arrays:
         """With the skinny factor's terms as neighbours and in float32: a copy, unless they are."""
         shape, operand = self.shape, self.shape.skinny
         axis = operand.columns if shape.is_left else operand.rows

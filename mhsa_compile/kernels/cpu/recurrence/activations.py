@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.simd.vector_math import exp2, natural_log, tanh
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, materialize
+from mhsa_compile.kernels.cpu.simd.vectors import constant, materialize
 from mhsa_compile.kernels.interface.ops import Activation
 
 LOG2_E = 1 / math.log(2)

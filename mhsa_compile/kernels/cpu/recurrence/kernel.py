@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
-from mhsa_compile.kernels.common.buffers import Dims, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument
 from mhsa_compile.kernels.cpu.recurrence.activations import FUNCTIONS, activated, clipped
 from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
     RegisterTile,
     chunks,
     constant,
@@ -92,7 +92,7 @@ class _Layer:
 
     @staticmethod
     def of_arguments(op: RecurrenceOp, lanes: int) -> _Layer:
-        dim, both, units, gates = Dims(), T.int64(len(op.backwards)), T.int64(op.units), op.gates
+        dim, both, units, gates = SizeVars(), T.int64(len(op.backwards)), T.int64(op.units), op.gates
         steps, batch = dim(op.steps), dim(op.batch)
         kept = [both, batch, units]
         shapes = {

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from tvm import tirx
+from tvm.ir import Expr
 
 from mhsa_compile.kernels.cpu.simd.vector_math import EXP2_COEFFICIENTS, EXP2M1_COEFFICIENTS
-
-Expr = Any  # a TIR expression; TVM has no type stubs
 
 # erf x = x + x p(x^2) below ERF_SPLIT, minimax with relative error 8.5e-9; above 1 - 2^q(x), where q = log2 erfc, with
 # an error of 1e-9 in erf. Both by Lawson's iteration; from ERF_END on 1 is nearest.

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.simd.vector_math import EXP2_COEFFICIENTS, natural_log, tanh
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, materialize, splat
+from mhsa_compile.kernels.cpu.simd.vectors import constant, materialize, splat
 
 _ROUNDING = 12582912.0  # 1.5 * 2^23: what it is added to is rounded to a whole number
 # ln 2 in two parts, of which products of the first with numbers below 2^11 are exact (Cody and Waite).

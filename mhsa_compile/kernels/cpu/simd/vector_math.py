@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    constant,
-    materialize,
-    splat,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import constant, materialize, splat
 
 
 def _at_least(x: Expr, floor: Expr, lanes: int) -> Expr:

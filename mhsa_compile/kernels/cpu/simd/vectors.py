@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 
-Expr = Any  # a TIR expression; TVM has no type stubs
 Chunk = tuple[int, int]  # (offset, lanes) of one vector in a row
 
 

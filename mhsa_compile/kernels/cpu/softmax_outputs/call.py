@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -13,7 +14,6 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments, atten
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products, TaskOperands, unit_for
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
-from mhsa_compile.kernels.cpu.simd.vectors import Expr
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.kernels.interface.kernel import Config
@@ -28,7 +28,7 @@ def default_config(profile: CpuProfile) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Call(AttentionArguments):
+class SoftmaxCall(AttentionArguments):
     """The arguments of a call, and what its tasks are computed with."""
 
     profile: CpuProfile
@@ -44,14 +44,14 @@ class Call(AttentionArguments):
         return products, TileMask(operands, config["queries"], config["keys"], parts, lanes)
 
 
-def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> Call:
+def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> SoftmaxCall:
     """The arguments that an attention and what looks into it have in common."""
     lanes, arguments = profile.vector_lanes("float32"), attention_arguments(op)
     # Scores go from registers to whoever wants them, row by row; words need whole vectors of queries.
     *narrow, last = units(profile, op.dtype)
     fitting = [unit for unit in narrow if unit.rows == 1 and config["queries"] % lanes == 0]
     unit = unit_for(op, [*fitting, last], config["key_tile"], lanes)
-    return Call(**vars(arguments), profile=profile, config=config, unit=unit)
+    return SoftmaxCall(**vars(arguments), profile=profile, config=config, unit=unit)
 
 
 def function(name: str, body: Callable[[], None]) -> Expr:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
@@ -18,22 +19,12 @@ from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.common.static_mask import constant_arguments
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import (
-    CpuAttentionKernel,
-    plan_arguments,
-    planned_apart,
-    tile_and_runs,
-)
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, plan_arguments, planned_apart, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize, store
-from mhsa_compile.kernels.cpu.softmax_outputs.call import (
-    Call,
-    call_arguments,
-    default_config,
-    function,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import materialize, store
+from mhsa_compile.kernels.cpu.softmax_outputs.call import SoftmaxCall, call_arguments, default_config, function
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_writer import WeightsWriter
 from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import TileRowStats
 from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
@@ -140,7 +131,7 @@ def _chosen_weights(
 
 
 def _write_weights(
-    call: Call, products: Products, visibility: TileMask, runs: Runs | None, output: HeadView, rows: Expr
+    call: SoftmaxCall, products: Products, visibility: TileMask, runs: Runs | None, output: HeadView, rows: Expr
 ) -> None:
     """Two passes over the keys of one task: sums, then weights."""
     config, lanes = call.config, call.profile.vector_lanes("float32")

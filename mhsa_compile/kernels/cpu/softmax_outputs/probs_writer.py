@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import math
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    RegisterTile,
-    constant,
-    let,
-    load,
-    materialize,
-    scratch,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, materialize, scratch, store
 from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import TileRowStats
 
 

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from functools import reduce
 from operator import add
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
-    Expr,
     RegisterTile,
     any_lane,
     constant,

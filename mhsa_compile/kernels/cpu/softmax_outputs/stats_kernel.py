@@ -10,34 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import (
-    CpuAttentionKernel,
-    plan_arguments,
-    planned_apart,
-    tile_and_runs,
-)
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, plan_arguments, planned_apart, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Expr,
-    load,
-    materialize,
-    scratch,
-    store,
-)
-from mhsa_compile.kernels.cpu.softmax_outputs.call import (
-    Call,
-    call_arguments,
-    default_config,
-    function,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import load, materialize, scratch, store
+from mhsa_compile.kernels.cpu.softmax_outputs.call import SoftmaxCall, call_arguments, default_config, function
 from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import Candidates, TileRowStats
 from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
@@ -104,7 +89,7 @@ class _Gathered:
     """One task of a SoftmaxStatsOp."""
 
     def __init__(
-        self, op: SoftmaxStatsOp, products: Products, visibility: TileMask, call: Call, runs: Runs | None
+        self, op: SoftmaxStatsOp, products: Products, visibility: TileMask, call: SoftmaxCall, runs: Runs | None
     ) -> None:
         config, lanes = call.config, call.profile.vector_lanes("float32")
         self.queries, self.key_tile = config["queries"], config["key_tile"]

@@ -13,21 +13,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.floats import bfloat16_bits
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    Expr,
-    RegisterTile,
-    load,
-    materialize,
-    splat,
-    store,
-    vector_type,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, load, materialize, splat, store, vector_type
 from mhsa_compile.kernels.cpu.units.unit import Strips, Unit
 
 

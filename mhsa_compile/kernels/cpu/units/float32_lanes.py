@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, RegisterTile, constant, load, store
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, load, store
 from mhsa_compile.kernels.cpu.units.unit import Strips, Unit
 
 

@@ -10,22 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.floats import bfloat16_bits
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    Expr,
-    RegisterTile,
-    let,
-    load,
-    materialize,
-    splat,
-    store,
-    vector_type,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, let, load, materialize, splat, store, vector_type
 from mhsa_compile.kernels.cpu.units.dot_products import AARCH64_PAIR, DotProducts
 from mhsa_compile.kernels.cpu.units.unit import At, Strips
 

@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, RegisterTile, elements, load, splat
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, elements, load, splat
 from mhsa_compile.kernels.interface.kernel import why_not_tile
 
 At = Callable[[Expr, Expr], list[Expr]]  # the index of an element by its row and column

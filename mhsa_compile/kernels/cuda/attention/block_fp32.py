@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
@@ -26,7 +27,6 @@ from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, StridedCells
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, RowFormat, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
     ThreadIndex,
     barrier,
     exp2,

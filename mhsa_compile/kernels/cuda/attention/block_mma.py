@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
@@ -34,7 +35,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     DEPTH,
     ROWS,
     WARP,
-    Expr,
     ThreadIndex,
     any_of_block,
     barrier,

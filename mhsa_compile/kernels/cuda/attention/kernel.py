@@ -7,15 +7,19 @@ the algorithm; `launch` deals the blocks out and says where each operand lies.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, MmaBlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, attention
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, occupancy_hint
+from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 KNOBS = ("queries", "keys", "stages")
 MOST_KEYS = 128

@@ -7,14 +7,19 @@ arithmetic.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_fp32 import Fp32AttentionBlock, Fp32BlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import attention
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, occupancy_hint
+from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 KNOBS = ("queries", "keys", "stages")
 BESIDE_TILES = 23

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -21,13 +22,7 @@ from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
 from mhsa_compile.kernels.cuda.primitives.inputs import elements, keys_of
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    WARP,
-    Expr,
-    ThreadIndex,
-    materialize,
-    min_blocks_per_sm,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, materialize, min_blocks_per_sm
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 WARPS = 4  # of a block

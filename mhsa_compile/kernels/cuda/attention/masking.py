@@ -9,21 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    ROWS,
-    Expr,
-    ThreadIndex,
-    materialize,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, ROWS, ThreadIndex, materialize, registers, set_register
 
 
 def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[Expr, ...]:

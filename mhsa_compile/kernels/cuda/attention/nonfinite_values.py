@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SmemTiles, padded
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
-    Expr,
     ThreadIndex,
     barrier,
     load,

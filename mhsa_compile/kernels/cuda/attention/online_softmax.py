@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import math
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
-    any_of_warp,
-    exp2,
-    materialize,
-    over_quad,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import any_of_warp, exp2, materialize, over_quad, registers, set_register
 
 GROWTH = 8.0
 """How much a maximum may grow, in units of log2, before sums are brought to it: probs are up to 2^8 then, which all

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, set_register
+from mhsa_compile.kernels.cuda.primitives.warp import set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 

@@ -4,19 +4,21 @@ sizes fit a block, and how a constant mask comes to them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.common.static_mask import why_not_plan
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, separate_plan
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
-from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
-class Sizes(Protocol):
+
+class BlockSizes(Protocol):
     """The sizes of a block."""
 
     @property
@@ -29,7 +31,7 @@ class Sizes(Protocol):
     def shared_bytes(self) -> int: ...
 
 
-Shape = TypeVar("Shape", bound=Sizes)
+Shape = TypeVar("Shape", bound=BlockSizes)
 
 
 class TiledAttentionKernel(ABC, Generic[Shape]):

@@ -15,6 +15,7 @@ takes exponentials. Source: FlashAttention-3, Shah et al. 2024 (arXiv:2407.08608
 
 from __future__ import annotations
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
@@ -32,7 +33,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     DEPTH,
     ROWS,
-    Expr,
     ThreadIndex,
     materialize,
     pack,

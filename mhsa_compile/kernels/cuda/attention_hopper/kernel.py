@@ -8,6 +8,7 @@ computes what. This file says what the kernel takes and which sizes fit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
@@ -15,9 +16,11 @@ from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKerne
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.warp_specialized import attention
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
-from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 KNOBS = ("consumers", "keys", "stages")
 KEYS = (128, 112, 96, 80, 64, 48, 32)

@@ -6,25 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.nonfinite_values import WORD, BlockNonFiniteRepair
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
-from mhsa_compile.kernels.cuda.primitives.hopper_ptx import (
-    fence_for_engines,
-    fresh,
-    meet,
-    meet_any,
-)
+from mhsa_compile.kernels.cuda.primitives.hopper_ptx import fence_for_engines, fresh, meet, meet_any
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    Expr,
-    ThreadIndex,
-    materialize,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, ThreadIndex, materialize, registers, set_register
 
 
 class SharedNonFiniteRepair(BlockNonFiniteRepair):

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cuda.attention.block_sparsity import (
-    CudaBlockSparsity,
-    Visits,
-    plan_arguments,
-    visits_of,
-)
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, Visits, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask, rows_of
@@ -32,7 +28,6 @@ from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS, Sl
 from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
     WARP,
-    Expr,
     ThreadIndex,
     barrier,
     materialize,

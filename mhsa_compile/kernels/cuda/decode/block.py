@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
@@ -30,7 +31,6 @@ from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.inputs import elements
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
     ThreadIndex,
     barrier,
     materialize,
@@ -45,7 +45,7 @@ CHUNK = 4  # columns that a thread writes at a time
 
 
 @dataclass(frozen=True)
-class Arrays:
+class DecodeArrays:
     """The arguments of the kernel. `workspace` is (slots, rows, words of a result), float32."""
 
     arguments: AttentionArguments
@@ -67,7 +67,7 @@ class DecodeBlock:
         place: ThreadIndex,
         share: Expr,
         shares: CudaSplitKv,
-        arrays: Arrays,
+        arrays: DecodeArrays,
     ) -> None:
         self.op, self.shape, self.place, self.share, self.shares, self.arrays = op, shape, place, share, shares, arrays
         self.ratio = op.num_heads // op.num_kv_heads

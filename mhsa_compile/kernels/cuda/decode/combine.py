@@ -7,27 +7,27 @@ the groups'.
 
 from __future__ import annotations
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.decode.block import CHUNK, Arrays, write
+from mhsa_compile.kernels.cuda.decode.block import CHUNK, DecodeArrays, write
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import JoinedResults
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
-    barrier,
-    load,
-    materialize,
-    registers,
-    store,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import barrier, load, materialize, registers, store
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 THREADS = 128
 
 
 def combine(
-    op: AttentionOp, shape: DecodeBlockShape, thread: Expr, share: Expr, row: Expr, shares: CudaSplitKv, arrays: Arrays
+    op: AttentionOp,
+    shape: DecodeBlockShape,
+    thread: Expr,
+    share: Expr,
+    row: Expr,
+    shares: CudaSplitKv,
+    arrays: DecodeArrays,
 ) -> None:
     low, high = shares.begin_of(share), shares.begin_of(share + 1)
     with T.If(low < high), T.Then():
@@ -50,7 +50,7 @@ def _combine_row(
     first: Expr,
     count: Expr,
     row: Expr,
-    arrays: Arrays,
+    arrays: DecodeArrays,
     out: tuple[Expr, Expr, Expr],
 ) -> None:
     """Joins row `row` of `count` shares' results, from share `first` on; `out` is its batch entry, head and query."""

@@ -8,6 +8,7 @@ one. A second launch, `combine`, puts together what several blocks had of a head
 
 from __future__ import annotations
 
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -16,17 +17,11 @@ from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.common.decode_limits import rows_of_key_head, why_not_few_queries
 from mhsa_compile.kernels.cuda.decode import combine
-from mhsa_compile.kernels.cuda.decode.block import Arrays, DecodeBlock
+from mhsa_compile.kernels.cuda.decode.block import DecodeArrays, DecodeBlock
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    MOST_REGISTERS,
-    Expr,
-    ThreadIndex,
-    materialize,
-    min_blocks_per_sm,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, ThreadIndex, materialize, min_blocks_per_sm
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -105,7 +100,7 @@ def _decode(op: AttentionOp, shape: DecodeBlockShape, blocks: int, count: int) -
             arguments = attention_arguments(op)
             y = arguments.output()
             slots = [T.int64(size) for size in (2 * count, shape.rows, shape.result_pitch)]
-            arrays = Arrays(arguments, y, argument("workspace", slots, "float32"))
+            arrays = DecodeArrays(arguments, y, argument("workspace", slots, "float32"))
 
             def shares(lane: Expr) -> CudaSplitKv:
                 return CudaSplitKv(arguments, lane, piece=shape.piece, count=count)

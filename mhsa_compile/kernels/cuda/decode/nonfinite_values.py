@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention import nonfinite_values
@@ -18,7 +19,6 @@ from mhsa_compile.kernels.cuda.primitives.smem_pipeline import SharedTiles, padd
 from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
     WARP,
-    Expr,
     ThreadIndex,
     from_lane,
     load,

@@ -9,19 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.online_softmax import zero_if_unseen
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
-    exp2,
-    load,
-    materialize,
-    registers,
-    set_register,
-    store,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import exp2, load, materialize, registers, set_register, store
 
 
 class Area:

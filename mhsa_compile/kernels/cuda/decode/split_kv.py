@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
@@ -20,7 +21,6 @@ from mhsa_compile.kernels.cuda.attention.key_range import span
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
-    Expr,
     from_below,
     from_lane,
     materialize,

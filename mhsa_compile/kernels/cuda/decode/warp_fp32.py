@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
@@ -20,7 +21,6 @@ from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, StridedCell
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
-    Expr,
     ThreadIndex,
     exp2,
     from_lane,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
@@ -22,16 +23,10 @@ from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.nonfinite_values import WarpNonFiniteRepair
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import (
-    CHUNK,
-    Element,
-    SharedTiles,
-    padded,
-)
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, Element, SharedTiles, padded
 from mhsa_compile.kernels.cuda.primitives.warp import (
     DEPTH,
     ROWS,
-    Expr,
     ThreadIndex,
     exp2,
     load,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
@@ -21,7 +22,6 @@ from mhsa_compile.kernels.cuda.linear.smem_tiles import MatrixTiles
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
-    Expr,
     ThreadIndex,
     barrier,
     load,

@@ -14,20 +14,13 @@ from __future__ import annotations
 
 from math import gcd
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, ThreadShape
 from mhsa_compile.kernels.cuda.linear.smem_tiles import Matrix, MatrixTiles
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
-    ThreadIndex,
-    load,
-    materialize,
-    registers,
-    set_register,
-    store,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, load, materialize, registers, set_register, store
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 VECTOR = CHUNK // 4

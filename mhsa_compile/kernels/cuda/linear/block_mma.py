@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from math import gcd
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands
@@ -19,7 +20,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     DEPTH,
     ROWS,
     WARP,
-    Expr,
     ThreadIndex,
     load,
     load_matrices,

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mhsa_compile.hardware.profile import CudaProfile
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    DEPTH,
-    MOST_REGISTERS,
-    ROWS,
-    SPARE,
-    WARP,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, SPARE, WARP
 from mhsa_compile.kernels.interface.kernel import Config, unknown_knobs
 
 KNOBS = ("rows", "columns", "depth", "stages", "warp_rows", "warp_columns", "slices")

@@ -11,23 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
-from mhsa_compile.kernels.cuda.primitives.hopper_tma import (
-    ALIGNMENT,
-    PANEL,
-    ROW_BYTES,
-    SwizzledTiles,
-    tile_bytes,
-)
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import ALIGNMENT, PANEL, ROW_BYTES, SwizzledTiles, tile_bytes
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import BARRIER_BYTES, Slots
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     DEPTH,
     ROWS,
-    Expr,
     ThreadIndex,
     load,
     materialize,

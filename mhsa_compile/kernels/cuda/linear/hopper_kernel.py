@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
@@ -34,14 +35,7 @@ from mhsa_compile.kernels.cuda.linear.pack_weights import WIDEST, pack, packed_s
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import PANEL
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    ROWS,
-    WARP,
-    Expr,
-    ThreadIndex,
-    barrier,
-    materialize,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import ROWS, WARP, ThreadIndex, barrier, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 

@@ -14,11 +14,12 @@ from math import gcd, prod
 from typing import NamedTuple
 
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
-from mhsa_compile.kernels.common.buffers import Dims, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument
 from mhsa_compile.kernels.common.op_args import packed_arguments
 from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, dealt
 from mhsa_compile.kernels.cuda.linear.block_fp32 import ThreadBlock, padded
@@ -31,19 +32,9 @@ from mhsa_compile.kernels.cuda.linear.block_shape import (
     ThreadShape,
     why_not_knobs,
 )
-from mhsa_compile.kernels.cuda.linear.pack_weights import (
-    WIDEST,
-    Packed,
-    pack,
-    packed_shapes,
-)
+from mhsa_compile.kernels.cuda.linear.pack_weights import WIDEST, Packed, pack, packed_shapes
 from mhsa_compile.kernels.cuda.linear.smem_tiles import why_not_copy
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
-    ThreadIndex,
-    materialize,
-    min_blocks_per_sm,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, materialize, min_blocks_per_sm
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp
 
@@ -66,7 +57,7 @@ class Arguments(NamedTuple):
 
 def linear_function(op: LinearOp, packing: Packed, body: Callable[[Arguments], None]) -> Expr:
     """The PrimFunc `run` of a linear; `body` launches."""
-    dim = Dims()
+    dim = SizeVars()
     leading = [dim(d) for d in op.rows]
     with IRBuilder() as builder:
         with T.prim_func():

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
+from mhsa_compile.kernels.cuda.primitives.warp import materialize
 
 BANKED = 8  # chunks that lie side by side in all banks
 

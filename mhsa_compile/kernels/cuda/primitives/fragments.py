@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, Expr, ThreadIndex
+from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, ThreadIndex
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 Held = TypeVar("Held")
 OfRows: TypeAlias = Held | tuple[Held, ...] | None

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, registers, set_register
+from mhsa_compile.kernels.cuda.primitives.warp import registers, set_register
 
 WARPGROUP = 128  # threads
 ROWS, DEPTH = 64, 16

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
+from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 
 WIDEST = 256

@@ -10,10 +10,10 @@ import functools
 import operator
 from collections.abc import Sequence
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
     load_element,
     load_pair,
     materialize,

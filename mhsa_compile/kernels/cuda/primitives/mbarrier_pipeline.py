@@ -6,11 +6,12 @@ consumes it arrives. The n-th use of a slot waits for the n-th phase of it.
 
 from __future__ import annotations
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import arrive, begin_barrier, wait
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
+from mhsa_compile.kernels.cuda.primitives.warp import materialize
 
 BARRIER_BYTES = 8
 REGISTERS = {2: (24, 240), 3: (32, 160)}

@@ -7,19 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    Expr,
-    load,
-    materialize,
-    pack,
-    registers,
-    set_register,
-    store,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import load, materialize, pack, registers, set_register, store
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 THREADS = 256  # of a block: eight of them fill a multiprocessor

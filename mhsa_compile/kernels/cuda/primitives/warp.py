@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
 
-Expr = Any  # a TIR expression; TVM has no type stubs
 WARP = 32
 MOST_REGISTERS = 255  # of a thread, on every GPU
 ROWS, DEPTH, COLUMNS = 16, 16, 8

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -16,19 +17,8 @@ from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, narrow
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    WARP,
-    Expr,
-    ThreadIndex,
-    materialize,
-)
-from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
-    ROWS,
-    WARPS,
-    RowCall,
-    RowScores,
-    packed_bits,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, materialize
+from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
 from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import WarpRowStats
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import AttentionProbsOp

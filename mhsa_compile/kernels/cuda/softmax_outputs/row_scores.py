@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
@@ -24,13 +25,7 @@ from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
 from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, piece_of, row_steps
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    WARP,
-    Expr,
-    materialize,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 ROWS, WARPS = 4, 4

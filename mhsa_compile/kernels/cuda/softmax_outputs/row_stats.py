@@ -13,17 +13,10 @@ from __future__ import annotations
 
 import math
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    WARP,
-    Expr,
-    exp2,
-    materialize,
-    registers,
-    set_register,
-    shuffle_xor,
-)
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, exp2, materialize, registers, set_register, shuffle_xor
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import RowScores
 
 LN_2 = math.log(2.0)
