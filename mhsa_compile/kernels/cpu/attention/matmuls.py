@@ -244,7 +244,8 @@ class Products:
         return tile if self.unit.rows == 1 else self.unit.zeros(tile.rows // self.unit.rows, tile.columns)
 
     def _add(self, sums: RegisterTile, a: Rows | Turned, b: Columns, steps: tuple[Expr, Expr], run: int) -> None:
-        # Sums of groups have few steps. Two rows' sums fill the registers: a step's vectors would not fit beside them.
+        # Sums of groups have few steps: with several in a turn, heads of 32 elements took 3 % longer on Zen 4. The sums
+        # of two rows fill the registers: a step's vectors would not fit beside them.
         at_once = self.unit.runs_at_once(sums.rows, len(sums.columns)) if self.unit.group == 1 else 1
         self.unit.add_products(sums, a, b, steps, turn=(run, at_once), columns_first=self.unit.rows == 1)
 

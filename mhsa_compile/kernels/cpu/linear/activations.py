@@ -31,8 +31,7 @@ class PackedRows:
         return Joined(self.data, lambda line, k: [line, k], lines)
 
     def at(self, row: Expr, k: Expr) -> list[Expr]:
-        """The indices of term k of a row. (A vector of `lanes` terms begins at a multiple of that, so it is one
-        step's.)"""
+        """The indices of term k of a row."""
         if self.layout.unit.rows == 1:
             return [row, k]
         rows, terms = T.int64(self.layout.unit.rows), T.int64(self.layout.unit.group)
@@ -62,7 +61,7 @@ def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
             narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if is_taken else None
             store(rows.data, rows.at(row, k), load_wide(x, [source, k], n) if narrow is None else narrow, n)
 
-        each_vector(op.in_features, layout.lanes, copy)
+        each_vector(op.in_features, layout.together, copy)
         for k in range(op.in_features, width):
             store(rows.data, rows.at(row, T.int64(k)), T.uint16(0), 1)  # meets a weight of zero, and must not be NaN
     return rows
@@ -104,7 +103,7 @@ def _quantised(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> Packed
                 value = T.cast(bits & splat(T.int32(255), n), vector_type("uint8", n))
             store(rows.data, rows.at(row, k), value, n)
 
-        each_vector(K, layout.lanes, quantise)
+        each_vector(K, layout.together, quantise)
         for k in range(K, width):
             store(rows.data, rows.at(row, T.int64(k)), T.uint8(0), 1)  # meets weights of zero: any byte would do
     return rows

@@ -39,7 +39,12 @@ class PackedLayout:
     @property
     def run(self) -> int:
         """Steps of x that are loaded at once. (Rows that are multiplied together fill a vector.)"""
-        return self.unit.run // self.unit.rows
+        return max(1, self.unit.run // self.unit.rows)
+
+    @property
+    def together(self) -> int:
+        """Terms of x that are written at once: of one step, where the next one of the row lies behind other rows."""
+        return self.lanes if self.unit.rows == 1 else min(self.lanes, self.unit.group)
 
     @property
     def step_bytes(self) -> int:
