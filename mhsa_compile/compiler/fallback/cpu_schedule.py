@@ -27,7 +27,7 @@ from mhsa_compile.compiler.fallback.edges import EDGES
 from mhsa_compile.compiler.fallback.function_nodes import rewritten
 from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_operands
 from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
-from mhsa_compile.compiler.fallback.top_k import with_top_k
+from mhsa_compile.compiler.fallback.own_functions import with_own_functions
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
 from mhsa_compile.frontend.relax.sizes.broadcasting import equal
 from mhsa_compile.hardware.profile import CpuProfile, TargetProfile
@@ -47,7 +47,8 @@ class Lowered:
 
 def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
     """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
-    lowered, lanes, reports = legalize_all(with_top_k(module), profile, _LEGALIZED), profile.vector_lanes("float32"), []
+    lowered = legalize_all(with_own_functions(module), profile, _LEGALIZED)
+    lanes, reports = profile.vector_lanes("float32"), list[OpReport]()
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
             function = _as_arithmetic(function)

@@ -7,18 +7,15 @@ each costs log k steps at most, and one comparison mostly.
 
 from __future__ import annotations
 
-import functools
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import relax, s_tir
+from tvm import relax
 from tvm.ir import Expr
-from tvm.relax.expr_functor import PyExprMutator, mutator
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.compiler.fallback.plain_function import Sizes, flat, plain_function, product
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, materialize
 from mhsa_compile.kernels.interface.extremes import is_nan
@@ -26,74 +23,40 @@ from mhsa_compile.kernels.interface.extremes import is_nan
 _NARROW = ("bfloat16", "float16")
 
 
-def with_top_k(module: Any) -> Any:
-    """The module with functions of ours in the place of relax.topk, before a pass of TVM's replaces it."""
-
-    @mutator
-    class TopKRewrite(PyExprMutator):  # type: ignore[misc]
-        def visit_call_(self, call: Any) -> Any:
-            call = super().visit_call_(call)
-            return _call_of(self.builder_, call) if call.op == tvm.ir.Op.get("relax.topk") else call
-
-    rewrite = TopKRewrite(module)
-    for variable, function in module.functions_items():
-        if isinstance(function, relax.Function):
-            rewrite.builder_.update_func(variable, rewrite.visit_expr(function))
-    return rewrite.builder_.get()
-
-
-def _call_of(builder: Any, call: Any) -> Any:
+def call_of(builder: Any, call: Any) -> Any:
+    """A call of relax.topk as one of a function of ours."""
     (x,), attributes, kinds = call.args, call.attrs, call.ty
     both = isinstance(kinds, relax.TupleType)
     values = kinds.fields[0] if both else kinds
     axis = int(attributes.axis) % x.ty.ndim
     number = str(attributes.dtype)
-    types = [relax.TensorType(values.shape, kind) for kind in (x.ty.dtype, number)]
+    result_shape = [relax.TensorType(values.shape, kind) for kind in (x.ty.dtype, number)]
     function = _function(x.ty, values.shape.values[axis], axis, number, bool(attributes.largest))
-    results = builder.emit(relax.call_tir(builder.add_func(function, "top_k"), [x], types))
+    results = builder.emit(relax.call_tir(builder.add_func(function, "top_k"), [x], result_shape))
     return results if both else relax.TupleGetItem(results, int(str(attributes.ret_type) == "indices"))
 
 
 def _function(x: Any, k: Expr, axis: int, number: str, largest: bool) -> Any:
     """The function of an array of type x that writes its k best along an axis, and their places."""
-    sizes: dict[Any, Expr] = {}
-
-    def size(dim: Expr) -> Expr:
-        """A size, of which what is no number is a variable of the function's own."""
-        if isinstance(dim, tvm.tirx.IntImm):
-            return T.int64(int(dim.value))
-        return sizes.setdefault(dim, tvm.tirx.Var(f"n{len(sizes)}", "int64"))
-
-    shape = [size(dim) for dim in x.shape.values]
+    shape = list(map(Sizes(), x.shape.values))
     count = T.int64(int(k.value)) if isinstance(k, tvm.tirx.IntImm) else tvm.tirx.Var("k", "int64")
     result_shape = [*shape[:axis], count, *shape[axis + 1 :]]
-    before, behind = (functools.reduce(operator.mul, part, T.int64(1)) for part in (shape[:axis], shape[axis + 1 :]))
-    with IRBuilder() as ib, T.prim_func():
-        T.func_name("top_k")
-        T.func_attr({"tirx.noalias": True})
-        kinds = {"x": (shape, str(x.dtype)), "values": (result_shape, str(x.dtype)), "places": (result_shape, number)}
-        x, values, places = map(_flat, [argument(name, *kind) for name, kind in kinds.items()])
+    before, behind = product(shape[:axis]), product(shape[axis + 1 :])
 
+    def body() -> None:
+        kinds = {"x": (shape, str(x.dtype)), "values": (result_shape, str(x.dtype)), "places": (result_shape, number)}
+        source, values, places = map(flat, [argument(name, *kind) for name, kind in kinds.items()])
         step = materialize(behind)
 
         def row(task: Expr) -> None:
             first, along = materialize(T.truncdiv(task, step)), materialize(T.truncmod(task, step))
             begin = materialize(first * shape[axis] * step + along)
             heap = _Heap(values, places, materialize(first * count * step + along), step, largest)
-            heap.select(lambda i: x[begin + i * step], shape[axis], count)
+            heap.select(lambda i: source[begin + i * step], shape[axis], count)
 
         each_task(before * behind, shape[axis], row)
-    function = ib.get()
-    # One block of plain code, as passes of TVM's look for a block at the top.
-    block = s_tir.SBlock([], [], [], "top_k", function.body)
-    return (
-        function.with_body(s_tir.SBlockRealize([], True, block)).with_attr("s_tir", True).without_attr("global_symbol")
-    )
 
-
-def _flat(buffer: Expr) -> Expr:
-    count = functools.reduce(operator.mul, buffer.shape, T.int64(1))
-    return T.decl_buffer([count], buffer.dtype, data=buffer.data, elem_offset=buffer.elem_offset)
+    return plain_function("top_k", body)
 
 
 @dataclass(frozen=True)
