@@ -334,3 +334,30 @@ def test_a_global_maximum_is_over_all_axes_behind_the_channels_and_keeps_nan(sha
     graph = helper.make_graph([helper.make_node("GlobalMaxPool", ["x"], ["y"])], "g", infos[:1], infos[1:])
     (y,) = oracle(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), {"x": x})
     np.testing.assert_array_equal(y.squeeze(), x.reshape(2, 3, -1).max(axis=-1))
+
+
+@pytest.mark.parametrize("attributes", [{"pads": [1, 2]}, {"auto_pad": "SAME_LOWER", "strides": [2]}, {"group": 2}])
+def test_a_dilated_convolution_reads_its_taps_alone(attributes: dict[str, object]) -> None:
+    """The truth is written out place by place; between two taps lies a NaN."""
+    x, w = (
+        np.random.default_rng(0).standard_normal(shape)
+        for shape in ((1, 4, 9), (2, 4 // attributes.get("group", 1), 3))
+    )
+    x[0, :, 4] = np.nan
+    infos = [
+        helper.make_tensor_value_info(n, TensorProto.DOUBLE, d)
+        for n, d in (("x", x.shape), ("w", w.shape), ("y", None))
+    ]
+    node = helper.make_node("Conv", ["x", "w"], ["y"], dilations=[2], **attributes)
+    graph = helper.make_graph([node], "g", infos[:2], infos[2:])
+    (y,) = oracle(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10), {"x": x, "w": w}
+    )
+    begin, end = {"pads": (1, 2), "auto_pad": (2, 2), "group": (0, 0)}[next(iter(attributes))]
+    padded, step, channels = np.pad(x, ((0, 0), (0, 0), (begin, end))), attributes.get("strides", [1])[0], w.shape[1]
+    for m in range(2):
+        own = padded[0, m * channels % 4 : m * channels % 4 + channels] if channels < 4 else padded[0]
+        for place in range(y.shape[2]):
+            taps = own[:, place * step : place * step + 5 : 2]
+            np.testing.assert_allclose(y[0, m, place], (taps * w[m]).sum(), rtol=1e-12)
+    assert np.isnan(y).any() and np.isfinite(y).any()
