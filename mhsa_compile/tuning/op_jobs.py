@@ -130,7 +130,7 @@ class _AttentionJob:
         q, k, v = self._heads(inputs)
         entries = _some(self.B, 2)
         rows = _some(self.L, max(2, min(ROWS, MOST_SCORES // (op.num_heads * self.S * len(entries)))))
-        extras = [step.drawn(rng, kinds) for step, kinds in zip(op.scores, self.kinds, strict=True)]
+        extras = [step.random_inputs(rng, kinds) for step, kinds in zip(op.scores, self.kinds, strict=True)]
         some = SomeRows(entries, rows, self._distance(rows))
         meanings = [step.meaning(own, some) for step, own in zip(op.scores, extras, strict=True)]
         visible = _visible([meaning.visible for meaning in meanings if meaning.visible is not None])

@@ -46,10 +46,10 @@ def smallest(shape: Any, elements: Callable[..., Expr], axes: Any, dtype: str) -
 _RANKS = {"float32": "int32", "float64": "int64"}
 
 
-def _of_two(one: Expr, other: Expr, chosen: Expr, refused: Expr, dtype: str) -> Expr:
+def _of_two(one: Expr, other: Expr, condition: Expr, refused: Expr, dtype: str) -> Expr:
     if isinstance(other, tirx.FloatImm | tirx.IntImm) or not dtype.startswith(("float", "bfloat")):
         return tirx.Select(refused, other, one)
-    return tirx.Select(tirx.any(chosen, is_nan(one, dtype)), one, other)
+    return tirx.Select(tirx.any(condition, is_nan(one, dtype)), one, other)
 
 
 def is_nan(value: Expr, dtype: str) -> Expr:

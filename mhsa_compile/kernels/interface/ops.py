@@ -466,8 +466,8 @@ class AttentionProbsOp:
         return self.heads is None and self.rows is None
 
     def summary(self) -> str:
-        chosen = {"head": self.heads, "row": self.rows}
-        return ", ".join(f"{axis}s {list(n)}" if n is not None else f"every {axis}" for axis, n in chosen.items())
+        axes = {"head": self.heads, "row": self.rows}
+        return ", ".join(f"{axis}s {list(n)}" if n is not None else f"every {axis}" for axis, n in axes.items())
 
 
 Op = (

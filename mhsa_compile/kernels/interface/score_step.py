@@ -178,7 +178,7 @@ class ScoreStep:
 
     # Exercises: what a tuner measures kernels with, and their meaning for some rows, in NumPy.
 
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
+    def random_inputs(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
         """Random inputs of these dtypes and shapes."""
         return [rng.standard_normal(shape).astype(np.dtype(dtype)) for dtype, shape in kinds]
 

@@ -19,7 +19,7 @@ from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, constant, let, load, splat, store
-from mhsa_compile.kernels.cpu.simd.vectors import materialize as kept
+from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart, ThreadTask
 from mhsa_compile.kernels.cuda.primitives.fragments import of_row
@@ -85,7 +85,7 @@ class CallMaskTile(TilePart):
             return
         # Row by row, as the mask lies in memory; stored with the queries along the lanes, as scores are.
         with T.serial(T.int64(self.mask.queries)) as i:
-            query = kept(T.min(self.mask.first_query + i, self.mask.q_length - 1))
+            query = cpu_materialize(T.min(self.mask.first_query + i, self.mask.q_length - 1))
             with T.serial(count) as j:
                 store(self._bias, [j, i], self._element(query, first_key + j), 1)
 
@@ -123,8 +123,8 @@ class _CallMaskRows(RowPart):
             return
         with T.serial(T.int64(layout.rows)) as row:
             ratio = T.int64(self.task.ratio)
-            query, head = kept(T.truncdiv(row, ratio)), kept(T.truncmod(row, ratio))
-            head = kept(self.task.first_head + head)
+            query, head = cpu_materialize(T.truncdiv(row, ratio)), cpu_materialize(T.truncmod(row, ratio))
+            head = cpu_materialize(self.task.first_head + head)
             with T.serial(count) as j:
                 element = self._reader(head, query, begin + j)
                 store(self._bias, [layout.place(j, 0) + row], self.step.bias(element), 1)
@@ -217,10 +217,10 @@ class CallMask(ScoreStep):
     def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
         return (("mask", TensorInput(self.dtype, self.dims)),)
 
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
+    def random_inputs(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
         if self.dtype == "bool":
             return [rng.random(shape) < 0.9 for _, shape in kinds]
-        return super().drawn(rng, kinds)
+        return super().random_inputs(rng, kinds)
 
     def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         (mask,) = own

@@ -90,8 +90,8 @@ class FunctionTile(TilePart):
             # Rows beyond the last one are as the last one, so that nothing is read from outside of a tensor.
             ahead = T.Ramp(T.int32(0), T.int32(1), lanes) if lanes > 1 else T.int32(0)
             place = splat(materialize(T.cast(mask.place + lane, "int32"), "int32"), lanes) + ahead
-            held = T.max(splat(low, lanes), T.min(splat(high, lanes), place))
-            q_idx = Value(materialize(held, "int32", lanes), "int32", lanes)
+            inside = T.max(splat(low, lanes), T.min(splat(high, lanes), place))
+            q_idx = Value(materialize(inside, "int32", lanes), "int32", lanes)
             self.computed.prepare(lane, lanes, {"b": b, "h": h, "q_idx": q_idx})
 
 

@@ -48,7 +48,7 @@ class Lengths(ScoreStep):
     def keys(self, own: Sequence[Expr], b: Expr, count: Expr) -> Expr:
         return tirx.max(tirx.const(0, "int64"), tirx.min(count, own[0][b]))
 
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
+    def random_inputs(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
         """More than any: all keys."""
         ((dtype, shape),) = kinds
         return [np.full(shape, np.iinfo(np.int32).max, dtype)]

@@ -36,8 +36,8 @@ class _MaskModPlain(PlainPart):
         return tirx.Select(holds, score, PlainMath().constant(math.nan))
 
     def sees(self, pair: Pair) -> Expr:
-        seen, holds = plain_function(self.step.traced(self.task), self.task, pair, None)
-        return tirx.Or(seen, tirx.Not(holds))
+        visible, holds = plain_function(self.step.traced(self.task), self.task, pair, None)
+        return tirx.Or(visible, tirx.Not(holds))
 
 
 class _MaskModTile(FunctionTile):
@@ -52,8 +52,8 @@ class _MaskModTile(FunctionTile):
         self._hides: Expr | None = None  # whether anything of the block is hidden
 
     def look(self, first_key: Expr, count: Expr) -> Expr:
-        seen, hidden = (RegisterTile(1, self.columns, "int32") for _ in range(2))
-        for tile in (seen, hidden):
+        visible, hidden = (RegisterTile(1, self.columns, "int32") for _ in range(2))
+        for tile in (visible, hidden):
             tile.each(lambda r, c: splat(T.int32(0), self.columns[c][1]))
         with T.serial(count) as row:
             key = number(materialize(first_key + row))
@@ -61,11 +61,11 @@ class _MaskModTile(FunctionTile):
                 bias = materialize(self.computed.bias(lane, lanes, key), "float32", lanes)
                 store(self._bias, [row, T.int64(lane)], bias, lanes)
                 one, nothing = splat(T.int32(1), lanes), constant(HIDDEN, lanes)
-                seen.set(0, c, T.Select(bias == nothing, seen.get(0, c), one))
+                visible.set(0, c, T.Select(bias == nothing, visible.get(0, c), one))
                 # NaN is not seen, either: the masks make a score of it.
                 hidden.set(0, c, T.Select(bias == constant(SEEN, lanes), hidden.get(0, c), one))
         self._hides = materialize(T.cast(self._any(hidden), "int32"), "int32")
-        return self._any(seen)
+        return self._any(visible)
 
     def _any(self, flags: RegisterTile) -> Expr:
         result = None

@@ -14,7 +14,7 @@ from mhsa_compile.kernels.common.plain_parts import PlainMath, PlainPart
 from mhsa_compile.kernels.common.score_scale import LARGEST
 from mhsa_compile.kernels.cpu.score_parts import CpuMath, RowPart, TilePart, TileTask
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, splat
-from mhsa_compile.kernels.cpu.simd.vectors import materialize as kept
+from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
 from mhsa_compile.kernels.cuda.attention.thread_parts import CudaMath, ThreadPart
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import materialize
@@ -22,7 +22,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 
 
-def _held(sink: Expr) -> Expr:
+def _finite(sink: Expr) -> Expr:
     """An infinite sink is held to the largest number: what is infinitely below its row's maximum has a weight of 0, but
     the maximum itself must be one that can be subtracted from."""
     largest = T.float32(LARGEST)
@@ -37,7 +37,7 @@ class _SinksPlain(PlainPart):
 class _SinksTile(TilePart):
     def __init__(self, step: Sinks, task: TileTask) -> None:
         super().__init__(step, task)
-        self._sink = kept(_held(CpuMath().element(task.own[0], [task.h])), "float32")
+        self._sink = cpu_materialize(_finite(CpuMath().element(task.own[0], [task.h])), "float32")
 
     def sink(self, column: Chunk) -> Expr:
         return splat(self._sink, column[1])
@@ -47,7 +47,7 @@ class _SinksRows(RowPart):
     sink_of_heads = True
 
     def sink(self, head: Expr) -> Expr:
-        return kept(_held(CpuMath().element(self.task.own[0], [self.task.first_head + head])), "float32")
+        return cpu_materialize(_finite(CpuMath().element(self.task.own[0], [self.task.first_head + head])), "float32")
 
 
 class _SinksThread(ThreadPart):
@@ -56,7 +56,7 @@ class _SinksThread(ThreadPart):
         self._sinks: OfRows[Expr] = tuple(map(self._of, heads)) if isinstance(heads, tuple) else self._of(heads)
 
     def _of(self, head: Expr) -> Expr:
-        return materialize(_held(CudaMath().element(self.task.own[0], [head])), "float32")
+        return materialize(_finite(CudaMath().element(self.task.own[0], [head])), "float32")
 
     def sink(self, row: int) -> Expr:
         return of_row(self._sinks, row)

@@ -34,7 +34,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
     vector_type,
 )
-from mhsa_compile.kernels.cpu.simd.vectors import materialize as kept
+from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, CudaMath, ThreadPart
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
@@ -75,7 +75,7 @@ class _SlopesTile(TilePart):
 
     def renew_bias(self, tile: RegisterTile, first_key: Expr) -> None:
         # A key's number is exact in float32 up to 2^24.
-        numbers = [kept(T.cast(first_key + r, "float32"), "float32") for r in range(tile.rows)]
+        numbers = [cpu_materialize(T.cast(first_key + r, "float32"), "float32") for r in range(tile.rows)]
 
         def biased(r: int, c: int) -> Expr:
             first, lanes = tile.columns[c]
@@ -86,11 +86,11 @@ class _SlopesTile(TilePart):
 
     def move(self, column: Chunk, whether: Expr, key: Expr) -> Expr:
         first, lanes = column
-        old = kept(load(self.origins, [T.int64(first)], lanes), "float32", lanes)
-        new = splat(kept(T.cast(key, "float32"), "float32"), lanes)
-        new = kept(T.Select(whether, new, old), "float32", lanes)
+        old = cpu_materialize(load(self.origins, [T.int64(first)], lanes), "float32", lanes)
+        new = splat(cpu_materialize(T.cast(key, "float32"), "float32"), lanes)
+        new = cpu_materialize(T.Select(whether, new, old), "float32", lanes)
         store(self.origins, [T.int64(first)], new, lanes)
-        return kept(self._slope(column) * (new - old), "float32", lanes)
+        return cpu_materialize(self._slope(column) * (new - old), "float32", lanes)
 
     def lack(self, column: Chunk) -> Expr:
         first, lanes = column
@@ -121,8 +121,8 @@ class _SlopesRows(FadingPart):
         assert isinstance(op.q_length, int)
         first_place = T.cast(place_of(op, T.int64(0), op.q_length, task.kv_length), "int32")
         with T.serial(T.int64(self.layout.rows)) as row:
-            place = kept(first_place + T.cast(T.truncdiv(row, T.int64(task.ratio)), "int32"), "int32")
-            head = task.first_head + kept(T.truncmod(row, T.int64(task.ratio)))
+            place = cpu_materialize(first_place + T.cast(T.truncdiv(row, T.int64(task.ratio)), "int32"), "int32")
+            head = task.first_head + cpu_materialize(T.truncmod(row, T.int64(task.ratio)))
             slope = self.step.tilt(CpuMath(), task.own, head)
             # The distance of a vector's lanes differs by their own key's place in it.
             for key in range(self.layout.keys_per_vector):
@@ -151,10 +151,10 @@ class _SlopesRows(FadingPart):
     def move(self, old: Expr, in_lanes: Expr, top: Expr, vector: int) -> Expr:
         at, lanes = self._at(vector), self.lanes
         distance = T.Select(in_lanes == top, load(self.largest, at, lanes), constant(-math.inf, lanes))
-        distance = self.layout.over_keys(kept(distance, "float32", lanes), T.max)
-        distance = kept(T.Select(top > old, distance, constant(0.0, lanes)), "float32", lanes)
+        distance = self.layout.over_keys(cpu_materialize(distance, "float32", lanes), T.max)
+        distance = cpu_materialize(T.Select(top > old, distance, constant(0.0, lanes)), "float32", lanes)
         store(self.offsets, at, load(self.offsets, at, lanes) - distance, lanes)
-        return kept(self._slope(vector) * distance, "float32", lanes)
+        return cpu_materialize(self._slope(vector) * distance, "float32", lanes)
 
     def biased(self, score: Expr, key: Expr, vector: int) -> Expr:
         return score + self._slope(vector) * self._distance(key, vector)
@@ -169,7 +169,7 @@ class _SlopesRows(FadingPart):
         return load(self.slopes, self._at(vector), self.lanes)
 
     def _distance(self, key: Expr, vector: int) -> Expr:
-        number = splat(kept(T.cast(key, "float32"), "float32"), self.lanes)
+        number = splat(cpu_materialize(T.cast(key, "float32"), "float32"), self.lanes)
         return number + load(self.offsets, self._at(vector), self.lanes)
 
 
@@ -228,7 +228,7 @@ class Slopes(ScoreStep):
     def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
         return (("slopes", TensorInput(op.dtype, (op.num_heads,))),)
 
-    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
+    def random_inputs(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[np.ndarray]:
         """A power of two for each head, as in the paper."""
         ((dtype, (count,)),) = kinds
         return [(2.0 ** (-8 * np.arange(1, count + 1) / count)).astype(np.dtype(dtype))]
