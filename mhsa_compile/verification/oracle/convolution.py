@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from onnx.reference.op_run import OpRun
@@ -36,7 +37,8 @@ class Conv(OpRun):  # type: ignore[misc]
             edges = [*begins, *(count - begin for count, begin in zip(missing, begins, strict=True))]
         padded = np.pad(x, [(0, 0), (0, 0), *zip(edges[:axes], edges[axes:], strict=True)])
         windows = np.lib.stride_tricks.sliding_window_view(padded, spans, tuple(range(2, x.ndim)))
-        windows = windows[(..., *(slice(None, None, step) for step in (*steps, *spread)))]
+        places: Any = (..., *(slice(None, None, step) for step in (*steps, *spread)))
+        windows = windows[places]
         channels, outputs = w.shape[1], w.shape[0] // groups
         taps = range(x.ndim, 2 * axes + 2)
         parts = [
