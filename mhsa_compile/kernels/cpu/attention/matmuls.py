@@ -151,7 +151,7 @@ class Products:
         self.wide_keys: Expr | None = None
         packed, probs = (op.head_dim // group, queries), ((key_tile + keys) // group, queries)
         values = (keys // group, op.v_head_dim)
-        self.is_narrow = unit.dtype != "float32"
+        self.is_narrow = unit.dtype != unit.sums
         if self.is_narrow:
             self.q_t, self.probs, self.values = (scratch(shape, unit.word) for shape in (packed, probs, values))
             return

@@ -47,6 +47,10 @@ class Format:
         unsigned = T.reinterpret(vector_type(f"uint{8 * self.bytes}", lanes), elements)
         return T.cast(unsigned, vector_type("int32", lanes))
 
+    def whole(self, value: Expr, lanes: int, factor: Expr | None = None) -> Expr:
+        """`narrowed` of a format of whole numbers, as int32."""
+        return T.cast(self.narrowed(value, lanes, factor), vector_type("int32", lanes))
+
     def rounded(self, value: Expr, lanes: int, factor: Expr | None = None) -> Expr:
         """float32 values as elements, in float32 again."""
         return self.widened(self.narrowed(value, lanes, factor), lanes)

@@ -22,13 +22,19 @@ class Int8Rows(Format):
         return T.cast(elements, vector_type("float32", lanes))
 
     def narrowed(self, value: Expr, lanes: int, factor: Expr | None = None) -> Expr:
-        return T.cast(_whole(value, lanes, factor), vector_type("int8", lanes))
+        return T.cast(self.whole(value, lanes, factor), vector_type("int8", lanes))
 
     def bits(self, value: Expr, lanes: int, factor: Expr | None = None) -> Expr:
-        return _whole(value, lanes, factor) & splat(T.int32(255), lanes)
+        return self.whole(value, lanes, factor) & splat(T.int32(255), lanes)
 
     def rounded(self, value: Expr, lanes: int, factor: Expr | None = None) -> Expr:
-        return T.cast(_whole(value, lanes, factor), vector_type("float32", lanes))
+        return T.cast(self.whole(value, lanes, factor), vector_type("float32", lanes))
+
+    def whole(self, value: Expr, lanes: int, factor: Expr | None = None) -> Expr:
+        """Some number or other for NaN and infinity."""
+        assert factor is not None
+        shifted = value * splat(factor, lanes) + constant(ROUNDING, lanes)
+        return T.reinterpret(vector_type("int32", lanes), shifted) - splat(T.int32(ROUNDING_BITS), lanes)
 
     def scale(self, read: Callable[[Expr, int], Expr], count: int, lanes: int, keep: Callable[[Expr], None]) -> Expr:
         """LARGEST steps are the largest magnitude."""
@@ -36,13 +42,6 @@ class Int8Rows(Format):
         keep(largest / T.float32(LARGEST))
         factor = T.Select(largest < T.float32(LEAST), T.float32(0), T.float32(LARGEST) / largest)
         return materialize(factor, "float32")
-
-
-def _whole(value: Expr, lanes: int, factor: Expr | None) -> Expr:
-    """Elements as int32; some number or other for NaN and infinity."""
-    assert factor is not None
-    shifted = value * splat(factor, lanes) + constant(ROUNDING, lanes)
-    return T.reinterpret(vector_type("int32", lanes), shifted) - splat(T.int32(ROUNDING_BITS), lanes)
 
 
 def largest_magnitude(read: Callable[[Expr, int], Expr], count: int, lanes: int) -> Expr:

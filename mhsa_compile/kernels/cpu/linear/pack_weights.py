@@ -42,6 +42,9 @@ class _Feature:
     def bits(self, k: Expr, format: Format, factor: Expr | None) -> Expr:
         return format.bits_of(self._stored(k), 1) if self._comes_as(format) else format.bits(self.wide(k), 1, factor)
 
+    def whole(self, k: Expr, format: Format, factor: Expr | None) -> Expr:
+        return T.cast(self._stored(k), "int32") if self._comes_as(format) else format.whole(self.wide(k), 1, factor)
+
     def _comes_as(self, format: Format) -> bool:
         return self.weight is not None and self.weight.dtype == format.dtype
 
@@ -97,7 +100,9 @@ def _write(place: _Place, feature: _Feature) -> None:
     place.store(1, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1))
     factor = None
     if format.is_scaled:
-        factor = format.scale(lambda k, _: feature.wide(k), layout.op.in_features, 1, lambda step: place.store(2, step))
+        kept: list[Expr] = []
+        factor = format.scale(lambda k, _: feature.wide(k), layout.op.in_features, 1, kept.append)
+        place.store(2, *kept)
     if layout.weight == format.dtype:
         with T.serial(T.int64(layout.steps)) as k:
             place.store_step(k, feature.element(k, format, factor))
@@ -109,7 +114,7 @@ def _write(place: _Place, feature: _Feature) -> None:
     total = T.alloc_buffer((1,), "int32")
     store(total, [T.int64(0)], T.int32(0), 1)
     with T.serial(T.int64(layout.op.in_features)) as k:
-        store(total, [T.int64(0)], total[0] + T.cast(feature.element(k, format, factor), "int32"), 1)
+        store(total, [T.int64(0)], total[0] + feature.whole(k, format, factor), 1)
     place.store(3, total[0] * T.int32(128))
 
 

@@ -106,7 +106,7 @@ def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> 
             op = replace(
                 op, batch=(), left=ProductOperand(op.left.dims[-2:], (), 0, 1), right=replace(op.right, batch=())
             )
-        a = a if op.dtype == "float32" else _widened(a, dims)
+        a = a if op.dtype == unit.dtype else _widened(a, dims)
         # 2. The tasks.
         M, K, N = materialize(size), materialize(dim(op.inner)), materialize(width)
         batch = [materialize(extent) for extent in outer]
