@@ -155,7 +155,7 @@ def _with_kernels(
             name = str(call.args[0].global_symbol)
             inputs = list(call.args[1].fields)
             if name in packed:
-                inputs = [*inputs[:1], *packed[name], *_operands(choices[name].op, inputs)]
+                inputs = [*_computed(choices[name].op, inputs), *packed[name], *_operands(choices[name].op, inputs)]
             inputs += [relax.const(array) for array in choices[name].emitted.constants]
             inputs = [self.visit_expr(value) for value in inputs]
             op = choices[name].op
@@ -175,6 +175,11 @@ def _with_kernels(
     ]
     parameters = [p for p in main.params if p.name in {*imported.weights, *imported.derived} and p in variables]
     return body, [*bound, *(Bound((p,), (p,)) for p in parameters)]
+
+
+def _computed(op: Op, inputs: list[Any]) -> list[Any]:
+    """What an operation with weights takes before these."""
+    return inputs[: op.computed if isinstance(op, LinearOp) else 1]
 
 
 def _operands(op: Op, inputs: list[Any]) -> list[Any]:
@@ -201,12 +206,14 @@ def _calls(body: Any, *, nested: bool = False) -> list[tuple[Any, bool]]:
 
 
 def _weights_of(main: Any, choices: dict[str, _Chosen]) -> dict[str, list[Any]]:
-    """For each operation with a kernel, what it takes behind its first input: of a linear, its weights and biases."""
+    """For each operation with a kernel, what it takes behind what a call computes: of a linear, its weights and
+    biases."""
     dps = tvm.ir.Op.get("relax.call_dps_packed")
     weights = {}
     for call in (call for call, _ in _calls(main.body) if call.op == dps):
         name, inputs = str(call.args[0].global_symbol), list(call.args[1].fields)
-        weights[name] = inputs[1 : len(inputs) - len(_operands(choices[name].op, inputs))]
+        op = choices[name].op
+        weights[name] = inputs[len(_computed(op, inputs)) : len(inputs) - len(_operands(op, inputs))]
     return weights
 
 
@@ -233,7 +240,7 @@ def _only_packed(main: Any, packing: dict[str, Op]) -> set[Any]:
             values.add(value)
         elif isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_dps_packed"):
             inputs, op = list(value.args[1].fields), packing.get(str(value.args[0].global_symbol))
-            inputs = inputs if op is None else [*inputs[:1], *_operands(op, inputs)]
+            inputs = inputs if op is None else [*_computed(op, inputs), *_operands(op, inputs)]
             variables |= {variable for argument in inputs for variable in relax.analysis.free_vars(argument)}
         else:
             variables |= set(relax.analysis.free_vars(value))

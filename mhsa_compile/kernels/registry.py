@@ -8,8 +8,10 @@ from mhsa_compile.kernels.cpu.cache_concat import CpuKvConcatKernel
 from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
+from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
 from mhsa_compile.kernels.cpu.products.skinny import CpuSkinnyProductKernel
+from mhsa_compile.kernels.cpu.quantise import CpuQuantiseKernel
 from mhsa_compile.kernels.cpu.recurrence.kernel import CpuRecurrenceKernel
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
@@ -31,6 +33,8 @@ from mhsa_compile.kernels.interface.ops import (
     KvScatterOp,
     LinearOp,
     ProductOp,
+    QuantisedLinearOp,
+    QuantiseOp,
     RecurrenceOp,
     RotaryOp,
     SoftmaxOp,
@@ -39,6 +43,8 @@ from mhsa_compile.kernels.interface.ops import (
 
 AnyKernel = (
     Kernel[LinearOp]
+    | Kernel[QuantisedLinearOp]
+    | Kernel[QuantiseOp]
     | Kernel[ProductOp]
     | Kernel[SoftmaxOp]
     | Kernel[RecurrenceOp]
@@ -54,6 +60,8 @@ AnyKernel = (
 KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuLinearKernel(),
+        CpuQuantisedLinearKernel(),
+        CpuQuantiseKernel(),
         CpuSkinnyProductKernel(),
         CpuProductKernel(),
         CpuSoftmaxKernel(),

@@ -13,7 +13,15 @@ from typing import Any
 from tvm import relax
 
 from mhsa_compile.compiler.fallback import attention
-from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, LinearOp, Op, ScoresOp
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    AttentionProbsOp,
+    LinearOp,
+    Op,
+    QuantisedLinearOp,
+    QuantiseOp,
+    ScoresOp,
+)
 
 Emit = Callable[[Any, Any, list[Any]], Any]
 """A relax.BlockBuilder, the operation and its inputs -> its value."""
@@ -30,10 +38,53 @@ def _linear(builder: relax.BlockBuilder, op: LinearOp, inputs: list[Any]) -> Any
         if biased:
             part = builder.emit(relax.op.add(part, _as(builder, next(biases), "float32")))
         parts.append(_as(builder, part, op.dtype))
+    return _side_by_side(builder, op, x, parts)
+
+
+def _side_by_side(builder: relax.BlockBuilder, op: LinearOp, x: Any, parts: list[Any]) -> Any:
     if op.padding:
         rows = relax.ShapeExpr([*x.ty.shape.values[:-1], op.padding])
         parts.append(builder.emit(relax.op.zeros(rows, op.dtype)))
     return parts[0] if len(parts) == 1 else builder.emit(relax.op.concat(parts, axis=-1))
+
+
+def _quantised_linear(builder: relax.BlockBuilder, op: QuantisedLinearOp, inputs: list[Any]) -> Any:
+    """The same of bytes: sums of int32, then floats."""
+    (x, x_zero, x_scale), count = inputs[:3], len(op.widths)
+    weights, zeros, scales = (inputs[3 + i * count : 3 + (i + 1) * count] for i in range(3))
+    biases, parts = iter(inputs[3 + 3 * count :]), []
+    rows = _centred(builder, x, x_zero)
+    for weight, zero, scale, biased, transposed in zip(weights, zeros, scales, op.biased, op.transposed, strict=True):
+        if not transposed:
+            weight = builder.emit(relax.op.permute_dims(weight))
+        sums = builder.emit(relax.op.matmul(rows, _centred(builder, weight, zero), out_dtype="int32"))
+        scale = builder.emit(relax.op.multiply(x_scale, scale))
+        part = builder.emit(relax.op.multiply(_as(builder, sums, "float32"), scale))
+        parts.append(builder.emit(relax.op.add(part, next(biases))) if biased else part)
+    return _side_by_side(builder, op, x, parts)
+
+
+def _centred(builder: relax.BlockBuilder, values: Any, zero: Any) -> Any:
+    return builder.emit(relax.op.subtract(_as(builder, values, "int32"), _as(builder, zero, "int32")))
+
+
+def _quantise(builder: relax.BlockBuilder, op: QuantiseOp, inputs: list[Any]) -> Any:
+    """As `kernels/cpu/quantise` has it, NaN apart."""
+    (x,) = inputs
+
+    def number(value: float) -> Any:
+        return relax.const(value, "float32")
+
+    least, most = (builder.emit(reduce(x)) for reduce in (relax.op.min, relax.op.max))
+    least = builder.emit(relax.op.minimum(least, number(0)))
+    most = builder.emit(relax.op.maximum(most, number(0)))
+    step = builder.emit(relax.op.divide(builder.emit(relax.op.subtract(most, least)), number(255)))
+    step = builder.emit(relax.op.where(builder.emit(relax.op.equal(most, least)), number(1), step))
+    zero = builder.emit(relax.op.subtract(number(0), builder.emit(relax.op.divide(least, step))))
+    zero = builder.emit(relax.op.round(builder.emit(relax.op.clip(zero, 0, 255))))
+    y = builder.emit(relax.op.round(builder.emit(relax.op.divide(x, step))))
+    y = builder.emit(relax.op.clip(builder.emit(relax.op.add(y, zero)), 0, 255))
+    return builder.emit(relax.Tuple([_as(builder, y, "uint8"), step, _as(builder, zero, "uint8")]))
 
 
 def _as(builder: relax.BlockBuilder, value: Any, dtype: str) -> Any:
@@ -48,6 +99,8 @@ class _PlainForm:
 
 _PLAIN_FORMS: dict[type[Op], _PlainForm] = {
     LinearOp: _PlainForm(_linear, takes=lambda op: not op.int8_weights and op.epilogue is None),
+    QuantisedLinearOp: _PlainForm(_quantised_linear, takes=lambda op: op.epilogue is None),
+    QuantiseOp: _PlainForm(_quantise),
     AttentionOp: _PlainForm(attention.emit),
     ScoresOp: _PlainForm(attention.emit),
     AttentionProbsOp: _PlainForm(attention.emit, takes=lambda op: op.whole),

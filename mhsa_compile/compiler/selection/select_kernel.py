@@ -28,7 +28,7 @@ def kernels_for(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], list
     willing, reasons = list[Kernel[Any]](), list[str]()
     kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
     for kernel in kernels:
-        if not isinstance(op, kernel.op_type):
+        if type(op) is not kernel.op_type:
             continue
         reason = kernel.why_not(op, profile)
         if reason is None:

@@ -5,6 +5,7 @@
 - A product between reshapes takes the rows as they lie; one whose result is cut into parts is one for each part.
 - A MatMul with a constant weight, and the Add of its bias, become a linear; so does a Gemm, which has both. Linears of
   one input whose outputs only the nodes below read become one, side by side.
+- A MatMulInteger with a constant weight, and what makes floats of its sums, become a linear of bytes likewise.
 - An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
   the Reshape and Transpose around its 4-D form disappear.
 - The shape arithmetic that nobody needs any more disappears.
@@ -25,11 +26,12 @@ from mhsa_compile.frontend.fusion.attention_pattern import AttentionPattern
 from mhsa_compile.frontend.fusion.convolutions import as_products
 from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
 from mhsa_compile.frontend.fusion.head_layout import NodePattern
-from mhsa_compile.frontend.fusion.linear_pattern import find_linears, linear_node, merge
+from mhsa_compile.frontend.fusion.linear_pattern import find_linears, merge
+from mhsa_compile.frontend.fusion.quantised_pattern import find_quantised_linears
 from mhsa_compile.frontend.fusion.rotary_pattern import RotaryPattern
 from mhsa_compile.frontend.fusion.row_products import as_row_products
 from mhsa_compile.frontend.fusion.scatter_pattern import ScatterPattern, in_place
-from mhsa_compile.frontend.onnx_graph import GraphView, branches, constant_value, live_nodes
+from mhsa_compile.frontend.onnx_graph import GraphView, branches, constant_value, in_order, live_nodes
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {
@@ -48,7 +50,7 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     place = {id(node): i for i, node in enumerate(graph.nodes)}
     sites: list[NodePattern] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]
     sites.sort(key=lambda site: place[id(site.node)])
-    linears = find_linears(graph)
+    linears = find_linears(graph) | find_quantised_linears(graph)
     merge(graph, linears, sites)
     fused: dict[int, onnx.NodeProto | None] = {}
     placed = set()
@@ -56,15 +58,15 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
         fused |= dict.fromkeys(map(id, linear.nodes))
         if linear.leader.output not in placed:  # where the first of a group stood: before whoever reads any of them
             placed.add(linear.leader.output)
-            fused[id(linear.nodes[0])] = linear_node(linear.leader)
+            fused[id(linear.nodes[0])] = linear.leader.node()
     for site in sites:
         fused |= dict.fromkeys(map(id, site.absorbed))
         fused[id(site.node)] = site.fused_node()
-    nodes = [fused.get(id(node), node) for node in graph.nodes]
+    nodes = in_order(node for node in (fused.get(id(node), node) for node in graph.nodes) if node is not None)
     result = onnx.ModelProto()
     result.CopyFrom(model)
     del result.graph.node[:]
-    result.graph.node.extend(live_nodes((node for node in nodes if node is not None), graph.outputs))
+    result.graph.node.extend(live_nodes(nodes, graph.outputs))
     _make_constants_plain(result.graph)
     if all(entry.domain != DOMAIN for entry in result.opset_import):
         result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))

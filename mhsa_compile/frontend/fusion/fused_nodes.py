@@ -32,6 +32,11 @@ class FusedNode:
         return onnx.helper.make_node(self.op_type, inputs, outputs, name=name, domain=DOMAIN, **attributes)
 
     @classmethod
+    def from_node(cls, node: onnx.NodeProto) -> Self:
+        """What `to_node` wrote."""
+        return cls.from_attributes({a.name: onnx.helper.get_attribute_value(a) for a in node.attribute})
+
+    @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Self:
         """Reads back what `to_node` wrote; `attributes` may hold others, which are ignored."""
         kinds = get_type_hints(cls)
@@ -62,6 +67,29 @@ class FusedLinear(FusedNode):
     biased: tuple[bool, ...]
     transposed: tuple[bool, ...]
     padding: int
+
+
+@dataclass(frozen=True)
+class FusedQuantisedLinear(FusedNode):
+    """QuantisedLinearOp. Inputs, as far as they are there: x, its zero and its scale; the weights; the zeros, scales
+    and biases of those that have one."""
+
+    op_type = "MhsaQuantisedLinear"
+    x_zeroed: bool
+    x_scaled: bool
+    widths: tuple[int, ...]
+    zeroed: tuple[bool, ...]
+    scaled: tuple[bool, ...]
+    biased: tuple[bool, ...]
+    transposed: tuple[bool, ...]
+    padding: int
+
+    def parted(self, inputs: Sequence[Any]) -> tuple[list[Any], ...]:
+        """([x, its zero, its scale], weights, zeros, scales, biases), None in the place of what is missing."""
+        left = iter(inputs)
+        every = (True,) * len(self.widths)
+        kinds = ((True, self.x_zeroed, self.x_scaled), every, self.zeroed, self.scaled, self.biased)
+        return tuple([next(left) if there else None for there in kind] for kind in kinds)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,23 @@ class Linear:
     def leader(self) -> Linear:
         return self.shared or self
 
+    @property
+    def source(self) -> tuple[str | None, ...]:
+        """What linears have in common that may stand side by side."""
+        return (self.x,)
+
+    def node(self) -> onnx.NodeProto:
+        """It and those that were merged into it, as one node."""
+        members = self.group or [self]
+        inputs = [self.x, *(m.weight for m in members), *(m.bias for m in members if m.bias is not None)]
+        fused = FusedLinear(
+            widths=tuple(m.width for m in members),
+            biased=tuple(m.bias is not None for m in members),
+            transposed=tuple(m.transposed for m in members),
+            padding=self.padding or 0,
+        )
+        return fused.to_node(self.nodes[0], inputs, [self.output])
+
 
 def find_linears(graph: GraphView) -> dict[str, Linear]:
     """Every projection with a constant weight, by the name of its output."""
@@ -103,7 +120,7 @@ def _is_matrix(graph: GraphView, name: str) -> bool:
 
 def merge(graph: GraphView, linears: dict[str, Linear], sites: list[NodePattern]) -> None:
     """Lays the projections of one input side by side where only sites read them, and points these there."""
-    leaders: dict[str, Linear] = {}
+    leaders: dict[tuple[str | None, ...], Linear] = {}
     for site in sites:
         for operand in site.operands:
             linear = linears.get(operand.source)
@@ -112,7 +129,7 @@ def merge(graph: GraphView, linears: dict[str, Linear], sites: list[NodePattern]
                 continue
             if linear.group or linear.shared or not readers <= {id(node) for node in (*site.absorbed, site.node)}:
                 continue
-            leader = leaders.setdefault(linear.x, linear)
+            leader = leaders.setdefault(linear.source, linear)
             leader.group.append(linear)
             linear.shared = None if linear is leader else leader
     for site in sites:
@@ -138,16 +155,3 @@ def _padding(head: int, row: int) -> int:
     step = max(CACHE_LINE, 1 << head.bit_length() - 1)
     steps = -(-row // step)
     return (steps + (steps % 2 == 0)) * step - row
-
-
-def linear_node(linear: Linear) -> onnx.NodeProto:
-    """A linear, with those that were merged into it, as one node."""
-    members = linear.group or [linear]
-    inputs = [linear.x, *(m.weight for m in members), *(m.bias for m in members if m.bias is not None)]
-    fused = FusedLinear(
-        widths=tuple(m.width for m in members),
-        biased=tuple(m.bias is not None for m in members),
-        transposed=tuple(m.transposed for m in members),
-        padding=linear.padding or 0,
-    )
-    return fused.to_node(linear.nodes[0], inputs, [linear.output])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax, te, tirx
-from tvm.relax.frontend.onnx.onnx_frontend import ArgMax, ArgMin, DynamicQuantizeLinear, MaxPool, OneHot, get_type
+from tvm.relax.frontend.onnx.onnx_frontend import ArgMax, ArgMin, MaxPool, OneHot, get_type
 
 from mhsa_compile.frontend.relax.plain_converters import Converter
 
@@ -67,22 +67,6 @@ def one_hot_of_its_dtype(bb: Any, inputs: list[Any], attributes: dict[str, Any])
     result = bb.normalize(OneHot._impl_v11(bb, inputs, attributes, ({}, {})))
     kind = _dtype(inputs[2])
     return result if _dtype(result) == kind else bb.normalize(relax.op.astype(result, kind))
-
-
-def quantised_zeros(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """DynamicQuantizeLinear: where all numbers are 0, a scale of 1, by which they stay 0."""
-    y, scale, zero_point = (
-        bb.normalize(value) for value in DynamicQuantizeLinear._impl_v11(bb, inputs, attributes, ({}, {}))
-    )
-    nothing = bb.normalize(relax.op.equal(scale, relax.const(0, _dtype(scale))))
-    zero = relax.const(0, "uint8")
-    return relax.Tuple(
-        [
-            bb.normalize(relax.op.where(nothing, zero, y)),
-            bb.normalize(relax.op.where(nothing, relax.const(1, _dtype(scale)), scale)),
-            bb.normalize(relax.op.where(nothing, zero, zero_point)),
-        ]
-    )
 
 
 def reduction_of_nothing(function: Callable[[Any], Any]) -> Converter:
@@ -274,7 +258,6 @@ EDGES: dict[str, Converter] = {
     "ArgMin": place_of_the_extreme(ArgMin),
     "BitShift": shift_of_any_length,
     "Clip": clip,
-    "DynamicQuantizeLinear": quantised_zeros,
     "Equal": equal_flags,
     "EyeLike": eye_of_a_dtype,
     "Hardmax": hardmax,

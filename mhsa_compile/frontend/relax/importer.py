@@ -27,6 +27,7 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedAttention,
     FusedLinear,
     FusedPatches,
+    FusedQuantisedLinear,
     FusedRotary,
     FusedScatter,
 )
@@ -41,6 +42,7 @@ from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
 from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
+from mhsa_compile.frontend.relax.quantised_linear import quantise, quantised_linear
 from mhsa_compile.frontend.relax.recurrent import recurrent
 from mhsa_compile.frontend.relax.sizes.agreements import Demand, agreement, demand, hold
 from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing, dims_of, of_width
@@ -99,6 +101,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             FusedLinear.op_type: self._linear,
             FusedAttention.op_type: self._attention,
             FusedPatches.op_type: self._patches,
+            FusedQuantisedLinear.op_type: self._quantised_linear,
             FusedRotary.op_type: self._rotary,
             FusedScatter.op_type: self._scatter,
         }
@@ -106,11 +109,13 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         used = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
         needed = {name for node in all_nodes(graph) for name in _needed(node)}
+        stored = {name for node in all_nodes(graph) for name in _stored_weights(node)}
         for tensor in graph.initializer:
             if tensor.name not in used:
                 continue
             array = numpy_helper.to_array(tensor)
-            if (array.dtype.kind == "f" or str(array.dtype) == "bfloat16") and array.ndim and tensor.name not in needed:
+            is_float = array.dtype.kind == "f" or str(array.dtype) == "bfloat16"
+            if (is_float or tensor.name in stored) and array.ndim and tensor.name not in needed:
                 parameter = f"weight_{len(self.context.result.weights)}"
                 variable = self._new_var(parameter, shape=array.shape, dtype=str(array.dtype))
                 self._nodes[tensor.name] = variable
@@ -245,6 +250,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             inputs[:], narrow = float32_sums.widened(self.bb, op_name, list(inputs))
             if op_name in GATES:
                 converted = recurrent(self.context, op_name, list(inputs), attrs)
+            elif op_name == "DynamicQuantizeLinear":
+                converted = quantise(self.context, inputs[0])
             else:
                 converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
             if converted is None:
@@ -281,14 +288,11 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         fused = FusedLinear.from_attributes(attrs)
-        in_features = int(dims(inputs[1])[0 if fused.transposed[0] else 1])
-        shapes = [dims(value) for value in inputs[:2]]
-        self._note(f"linear node {_name(attrs)!r}", shapes, Demand([(shapes[0][-1], in_features)]))
-        inputs[0] = of_width(self.bb, inputs[0], in_features)
+        inputs[0] = self._of_width(inputs[0], inputs[1], fused.transposed[0], attrs)
         rows = dims(inputs[0])
         op = LinearOp(
             rows=tuple(self.context.dim(d) for d in rows[:-1]),
-            in_features=in_features,
+            in_features=int(rows[-1]),
             widths=fused.widths,
             biased=fused.biased,
             transposed=fused.transposed,
@@ -297,6 +301,19 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             padding=fused.padding,
         )
         return self.context.call(op, inputs, [*rows[:-1], op.pitch])
+
+    def _of_width(self, x: Any, weight: Any, transposed: bool, attrs: dict[str, Any]) -> Any:
+        """x as rows of as many features as a weight takes, to which calls are held."""
+        in_features = int(dims(weight)[0 if transposed else 1])
+        shapes = [dims(value) for value in (x, weight)]
+        self._note(f"linear node {_name(attrs)!r}", shapes, Demand([(shapes[0][-1], in_features)]))
+        return of_width(self.bb, x, in_features)
+
+    def _quantised_linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        fused = FusedQuantisedLinear.from_attributes(attrs)
+        numbers, weights, *others = fused.parted(inputs)
+        numbers[0] = self._of_width(numbers[0], weights[0], fused.transposed[0], attrs)
+        return quantised_linear(self.context, fused, [numbers, weights, *others])
 
     def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         attention = AttentionImport(self.context, _name(attrs), FusedAttention.from_attributes(attrs), inputs)
@@ -358,6 +375,14 @@ class _Nodes(NamedTuple):
 
     node: list[onnx.NodeProto]
     output: tuple[()] = ()
+
+
+def _stored_weights(node: onnx.NodeProto) -> list[str]:
+    """The weights of a linear of bytes, which are bound as those of floats are."""
+    if node.op_type != FusedQuantisedLinear.op_type:
+        return []
+    _, weights, *_ = FusedQuantisedLinear.from_node(node).parted(node.input)
+    return weights
 
 
 def _needed(node: onnx.NodeProto) -> Iterator[str]:

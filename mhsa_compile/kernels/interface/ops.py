@@ -31,6 +31,8 @@ class LinearOp:
     """
 
     kind: ClassVar[str] = "linear"
+    computed: ClassVar[int] = 1
+    """How many of the first inputs a call brings; behind them are weights."""
 
     rows: tuple[Dim, ...]
     in_features: int
@@ -54,6 +56,51 @@ class LinearOp:
     def summary(self) -> str:
         then = "" if self.epilogue is None else f", then {self.epilogue.summary()}"
         return f"{self.in_features} -> {' + '.join(map(str, self.widths))}{then}"
+
+
+Byte = Literal["int8", "uint8"]
+
+
+@dataclass(frozen=True)
+class QuantisedLinearOp(LinearOp):
+    """y = (x - x_zero) (W - zero)^T * (x_scale * scale) + b, of x and weights in eight bits, as a file stores them.
+
+    The product is exact, in whole numbers; what follows is float32, as y and its epilogue are. Inputs: x, x_zero and
+    x_scale (each of one number); the weights, for each of them its zeros (N,) and its scales (N,), and the biases.
+
+    x_dtype   of x and x_zero
+    stored    of each weight and its zeros
+    centred   whether each weight's zeros are all 0, of int8, or 128, of uint8: what a feature adds to a sum then
+              depends on no row of x
+    """
+
+    computed: ClassVar[int] = 3
+
+    x_dtype: Byte = "uint8"
+    stored: tuple[Byte, ...] = ()
+    centred: bool = False
+
+    def summary(self) -> str:
+        head, then, rest = super().summary().partition(", then ")
+        return f"{head} of {' and '.join(dict.fromkeys((self.x_dtype, *self.stored)))}{then}{rest}"
+
+
+@dataclass(frozen=True)
+class QuantiseOp:
+    """x (float32) in bytes, by the range of all of it, 0 included, as ONNX's DynamicQuantizeLinear says.
+
+    y is round(x / scale) + zero, the even one of two nearest, within 0 .. 255; outputs y uint8, scale () float32 and
+    zero () uint8. Of what ONNX leaves open: where all numbers are 0, scale is 1 and zero 0; NaN is left out of the
+    range, and becomes byte 0 as it does in ONNX Runtime; where there is nothing but NaN, scale is NaN.
+    """
+
+    kind: ClassVar[str] = "quantise"
+    dtype: ClassVar[DType] = "float32"
+
+    dims: tuple[Dim, ...]
+
+    def summary(self) -> str:
+        return f"rows of {self.dims[-1]}" if self.dims else "one number"
 
 
 @dataclass(frozen=True)
@@ -472,6 +519,7 @@ class AttentionProbsOp:
 
 Op = (
     LinearOp
+    | QuantiseOp
     | ProductOp
     | AttentionOp
     | ScoresOp

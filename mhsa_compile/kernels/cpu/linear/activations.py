@@ -52,8 +52,8 @@ def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
     if is_taken and op.in_features % unit.group == 0 and unit.rows == 1:
         return PackedRows(layout, x)
     width = layout.steps * unit.group
-    rows = PackedRows(layout, _allocated(layout, size, "uint16" if is_taken else "float32"))
-    with T.parallel(_whole(layout, count)) as row:
+    rows = PackedRows(layout, allocated(layout, size, "uint16" if is_taken else "float32"))
+    with T.parallel(whole(layout, count)) as row:
         source = materialize(T.min(row, count - 1)) if unit.rows > 1 else row
 
         def copy(k: Expr, n: int) -> None:
@@ -67,13 +67,14 @@ def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
     return rows
 
 
-def _allocated(layout: PackedLayout, size: Expr, dtype: str) -> Expr:
+def allocated(layout: PackedLayout, size: Expr, dtype: str) -> Expr:
+    """An array for prepared rows, with room for whole steps."""
     rows = layout.unit.rows
     lines = size if rows == 1 else ceil_div(size, rows)
     return T.alloc_buffer((lines, T.int64(rows * layout.steps * layout.unit.group)), dtype)
 
 
-def _whole(layout: PackedLayout, count: Expr) -> Expr:
+def whole(layout: PackedLayout, count: Expr) -> Expr:
     """The number of rows, with the last one again where it would have no neighbour."""
     rows = layout.unit.rows
     return count if rows == 1 else materialize(ceil_div(count, rows) * rows)
@@ -84,8 +85,8 @@ def _quantised(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> Packed
     them unsigned), else whole numbers in float32."""
     K, width = layout.op.in_features, layout.steps * layout.unit.group
     scales = T.alloc_buffer((size,), "float32")
-    rows = PackedRows(layout, _allocated(layout, size, "float32" if layout.widens else "uint8"), scales)
-    with T.parallel(_whole(layout, count)) as row:
+    rows = PackedRows(layout, allocated(layout, size, "float32" if layout.widens else "uint8"), scales)
+    with T.parallel(whole(layout, count)) as row:
         source = materialize(T.min(row, count - 1)) if layout.unit.rows > 1 else row
 
         def read(k: Expr, n: int) -> Expr:

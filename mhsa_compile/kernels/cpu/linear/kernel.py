@@ -34,17 +34,21 @@ class CpuLinearKernel:
     """Packed-weight matrix product with a fused bias, for any vector CPU and every dtype."""
 
     name = "cpu.linear"
-    op_type = LinearOp
+    op_type: type[LinearOp] = LinearOp
 
     def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
         if format_of(op).rounds_x and op.in_features > MOST_INT8_TERMS:
             return f"sums of int8 products up to {MOST_INT8_TERMS} terms, not {op.in_features}"
         return None
 
+    def layout(self, op: LinearOp, profile: CpuProfile, columns: int) -> PackedLayout:
+        """How weights lie in panels of so many vectors."""
+        return layout_of(op, profile, columns)
+
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         fixed = [dim for dim in op.rows if isinstance(dim, int)]
         count = prod(fixed) if len(fixed) == len(op.rows) else 4096
-        unit = layout_of(op, profile, 1).unit
+        unit = self.layout(op, profile, 1).unit
         float32_sums, joined = unit.group == 1, unit.rows
         return {
             "rows": tuple(n for n in (1, 2, 4, 6, 8, 12) if n <= max(count, joined) and n % joined == 0),
@@ -57,13 +61,13 @@ class CpuLinearKernel:
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("rows", "columns", "block", "depth", "group")):
             return reason
-        unit = layout_of(op, profile, 1).unit
+        unit = self.layout(op, profile, 1).unit
         return unit.why_not_tile(config["rows"], config["columns"], profile.hardware.vector_registers)
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features and the fewest loads a product; rows that
         divide the usual lengths; a block of rows of x that the caches hold."""
-        unit = layout_of(op, profile, 1).unit
+        unit = self.layout(op, profile, 1).unit
         lanes, joined = unit.lanes, unit.rows
         registers = profile.hardware.vector_registers
         room = unit.room(registers)
@@ -82,7 +86,7 @@ class CpuLinearKernel:
         tiles = [register_tile(room, (1, 2, 4, 6, 8), [c * joined]) for c in reversed(fitting)]
         lines, vectors_wide = min(tiles, key=cost)
         rows, columns = lines * joined, vectors_wide // joined
-        layout = layout_of(op, profile, columns)
+        layout = self.layout(op, profile, columns)
         # Where a third level feeds the rows (they ask for 2 bytes a cycle) they need not stay in L2, and the panels are
         # loaded less often. A core with vectors of 256 bits or a megabyte of L2 is taken to have that level.
         hardware = profile.hardware
@@ -105,7 +109,7 @@ class CpuLinearKernel:
         return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
-        return linear(layout_of(op, profile, config["columns"]), profile, config)
+        return linear(self.layout(op, profile, config["columns"]), profile, config)
 
 
 def linear(layout: PackedLayout, profile: CpuProfile, config: Config) -> Emitted:

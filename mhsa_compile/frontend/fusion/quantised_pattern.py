@@ -1,0 +1,145 @@
+"""A product of bytes with a constant weight, and what makes floats of it, as one linear.
+
+    MatMulInteger(x, W, x_zero, zero) -> Cast -> Mul(x_scale * scale) -> Add(bias)
+
+So quantize_dynamic of ONNX Runtime writes a MatMul, with a DynamicQuantizeLinear for x, which others may read, too. The
+scales may be multiplied in any order; each may be missing. What does not fit stays a product of whole numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx
+
+from mhsa_compile.frontend.fusion.fused_nodes import FusedQuantisedLinear
+from mhsa_compile.frontend.fusion.linear_pattern import Linear
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, is_standard
+
+BYTES = ("int8", "uint8")
+
+
+@dataclass(kw_only=True)
+class QuantisedLinear(Linear):
+    """output = (x - x_zero) (W - zero)^T * (x_scale * scale) + b; None of what is missing."""
+
+    x_zero: str | None = None
+    x_scale: str | None = None
+    zero: str | None = None
+    scale: str | None = None
+
+    @property
+    def source(self) -> tuple[str | None, ...]:
+        return (self.x, self.x_zero, self.x_scale)
+
+    def node(self) -> onnx.NodeProto:
+        members = [member for member in self.group or [self] if isinstance(member, QuantisedLinear)]
+        fused = FusedQuantisedLinear(
+            x_zeroed=self.x_zero is not None,
+            x_scaled=self.x_scale is not None,
+            widths=tuple(m.width for m in members),
+            zeroed=tuple(m.zero is not None for m in members),
+            scaled=tuple(m.scale is not None for m in members),
+            biased=tuple(m.bias is not None for m in members),
+            transposed=tuple(m.transposed for m in members),
+            padding=self.padding or 0,
+        )
+        numbers = ([m.weight for m in members], [m.zero for m in members], [m.scale for m in members])
+        inputs = [*self.source, *(name for each in numbers for name in each), *(m.bias for m in members)]
+        return fused.to_node(self.nodes[0], [name for name in inputs if name is not None], [self.output])
+
+
+def find_quantised_linears(graph: GraphView) -> dict[str, Linear]:
+    """Every product of bytes with a constant weight whose result is scaled, by the name of its output."""
+    nodes = [node for node in graph.nodes if is_standard(node, "MatMulInteger")]
+    linears = (_linear(graph, node) for node in nodes)
+    return {linear.output: linear for linear in linears if linear is not None}
+
+
+def _linear(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None:
+    x, weight, x_zero, zero = (*(name or None for name in node.input), None, None)[:4]
+    assert x is not None and weight is not None
+    transpose = graph.producer(weight, "Transpose")
+    turned = transpose is not None and attributes(transpose).get("perm", [1, 0]) == [1, 0]
+    if transpose is not None and turned:
+        weight = transpose.input[0]
+    shape = graph.shape(weight) if _is_stored(graph, weight) else None
+    if shape is None or len(shape) != 2 or not all(isinstance(size, int) and size for size in shape):
+        return None
+    if not {graph.dtype(x), graph.dtype(weight)} <= {*BYTES} or len(graph.shape(x) or ()) < 2:
+        return None
+    width = int(shape[0 if turned else 1] or 0)
+    if x_zero is not None and not _is_number(graph, x_zero):
+        return None
+    if zero is not None and ((array := graph.constant(zero)) is None or not _of_features(array.shape, width)):
+        return None
+    cast = graph.only_consumer(node.output[0], "Cast")
+    if cast is None or attributes(cast)["to"] != onnx.TensorProto.FLOAT:
+        return None
+    linear = QuantisedLinear(
+        x=x, weight=weight, bias=None, transposed=not turned, width=width, output=cast.output[0], nodes=[node, cast],
+        x_zero=x_zero, zero=zero,
+    )  # fmt: skip
+    scales = _Scales(graph, width)
+    while (scaled := graph.only_consumer(linear.output, "Mul")) is not None:
+        (factor,) = [name for name in scaled.input if name != linear.output] or [""]
+        if not scales.take(factor):
+            break
+        linear.nodes.append(scaled)
+        linear.output = scaled.output[0]
+    linear.x_scale, linear.scale = scales.of_x, scales.of_weight
+    add = graph.only_consumer(linear.output, "Add")
+    if add is not None:
+        bias = next((i for i in add.input if graph.is_weight(i) and graph.shape(i) == (width,)), None)
+        if bias is not None and graph.dtype(bias) == "float32":
+            linear.bias, linear.output = bias, add.output[0]
+            linear.nodes.append(add)
+    return linear
+
+
+@dataclass
+class _Scales:
+    """What a sum is multiplied by: one number of the call, one constant or one for each feature."""
+
+    graph: GraphView
+    width: int
+    of_x: str | None = None
+    of_weight: str | None = None
+
+    def take(self, factor: str) -> bool:
+        """Adds a factor, if it is one of these or their product, and there is none of its kind yet."""
+        taken = {"of_x": self.of_x, "of_weight": self.of_weight}
+        for name in self._leaves(factor):
+            place = self._place(name)
+            if place is None or taken[place] is not None:
+                return False
+            taken[place] = name
+        self.of_x, self.of_weight = taken["of_x"], taken["of_weight"]
+        return True
+
+    def _leaves(self, name: str) -> list[str]:
+        product = self.graph.producer(name, "Mul")
+        return [name] if product is None else [leaf for one in product.input for leaf in self._leaves(one)]
+
+    def _place(self, name: str) -> str | None:
+        shape = self.graph.shape(name)
+        if shape is None or self.graph.dtype(name) != "float32":
+            return None
+        if _is_stored(self.graph, name):
+            return "of_weight" if _of_features(shape, self.width) else None
+        return "of_x" if _is_number(self.graph, name) else None
+
+
+def _is_stored(graph: GraphView, name: str) -> bool:
+    """Whether the file has the value, in whichever place."""
+    return name in graph.initializers or graph.producer(name, "Constant") is not None
+
+
+def _is_number(graph: GraphView, name: str) -> bool:
+    shape = graph.shape(name)
+    return shape is not None and shape in ((), (1,))
+
+
+def _of_features(shape: tuple[GraphDim, ...], width: int) -> bool:
+    """Whether it is one number, or one for each feature of a row."""
+    return shape in ((), (1,), (width,), (1, width))

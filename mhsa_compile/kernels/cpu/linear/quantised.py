@@ -1,0 +1,276 @@
+"""Linears of x and weights in eight bits, as a file stores them: sums in the unit of int8, exact, then its scales.
+
+    sum (x - x_zero) (w - zero)  =  sum x w  -  zero sum x  -  x_zero sum (w - zero)
+
+The unit sums x w. The last sum is of weights alone, one number a feature, and packed beside them; the one of x is a
+number a row, and is needed only where a zero of the weights is not 0. The unit's bytes of w are signed: those that are
+stored unsigned lose 128, and so do their zeros, which changes nothing; x is brought to what the unit takes likewise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
+from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_arguments
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
+from mhsa_compile.kernels.cpu.linear.activations import PackedRows, allocated, whole
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
+from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
+from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    chunks,
+    each_vector,
+    load,
+    materialize,
+    splat,
+    store,
+    vector_type,
+)
+from mhsa_compile.kernels.cpu.units.choice import units
+from mhsa_compile.kernels.interface.kernel import Config, Emitted
+from mhsa_compile.kernels.interface.ops import LinearOp, QuantisedLinearOp
+
+MOST_TERMS = (2**31 - 1) // 255**2
+"""So many products of differences of bytes fit int32, whatever they are; ONNX's sums wrap around beyond."""
+
+
+class CpuQuantisedLinearKernel(CpuLinearKernel):
+    """The product of packed bytes, for any vector CPU that has an instruction for them."""
+
+    name = "cpu.linear_of_bytes"
+    op_type = QuantisedLinearOp
+
+    def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
+        if op.in_features > MOST_TERMS:
+            return f"sums of products of bytes up to {MOST_TERMS} terms, not {op.in_features}"
+        if self.layout(op, profile, 1).unit.dtype != "int8":
+            return "a CPU with an instruction for products of bytes (avx512_vnni, avx_vnni, asimddp or i8mm)"
+        return None
+
+    def layout(self, op: LinearOp, profile: CpuProfile, columns: int) -> PackedLayout:
+        return _Layout(op, FORMATS["int8"], units(profile, "int8")[0], columns)
+
+    def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
+        layout = self.layout(op, profile, config["columns"])
+        assert isinstance(layout, _Layout)
+        return Emitted(_linear(layout, profile.hardware.cores, config), _pack(layout), layout.packed)
+
+
+@dataclass(frozen=True)
+class _Layout(PackedLayout):
+    @property
+    def stored(self) -> QuantisedLinearOp:
+        assert isinstance(self.op, QuantisedLinearOp)
+        return self.op
+
+    @property
+    def flips(self) -> bool:
+        """Whether the unit takes x as bytes of the other sign: with 128 more, or less, which is their highest bit."""
+        return self.unit.unsigned != (self.stored.x_dtype == "uint8")
+
+    @property
+    def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Weight, bias, scale, the sum of w - zero, and zero where a sum of x is needed."""
+        each = (self.panels, self.panel)
+        zeros = () if self.stored.centred else ((each, "int32"),)
+        words = ((self.panels, self.steps, self.panel), self.weight)
+        return (words, (each, "float32"), (each, "float32"), (each, "int32"), *zeros)
+
+
+# ---- The call
+
+
+@dataclass(frozen=True)
+class _Rows(PackedRows):
+    """zero, step  of x, as its bytes are multiplied
+    sums           of each row's bytes (count,), or None"""
+
+    zero: Expr = None
+    step: Expr = None
+    sums: Expr = None
+
+
+@dataclass(frozen=True)
+class _Product(Product):
+    def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
+        offset, lanes = self.columns[column]
+        bias, scale, total, *zeros = (load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:])
+        rows = self.rows
+        assert isinstance(rows, _Rows)
+        value = value - splat(rows.zero, lanes) * total
+        if zeros:
+            value = value - splat(rows.sums[row], lanes) * zeros[0]
+        return T.cast(value, vector_type("float32", lanes)) * (splat(rows.step, lanes) * scale) + bias
+
+
+def _linear(layout: _Layout, cores: int, config: Config) -> Expr:
+    op, dim = layout.stored, SizeVars()
+    leading = [dim(d) for d in op.rows]
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("linear_of_bytes")
+            T.func_attr({"tirx.noalias": True})
+            x = argument("x", [*leading, T.int64(op.in_features)], op.x_dtype)
+            x_zero, x_scale = argument("x_zero", [], op.x_dtype), argument("x_scale", [], "float32")
+            packed = packed_arguments(layout.packed)
+            operands = epilogue_arguments(op, leading)
+            y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
+            size = prod(leading[1:], start=leading[0])
+            count = materialize(size)
+
+            def flat(tensor: Expr, width: int) -> Expr:
+                return T.decl_buffer((count, T.int64(width)), tensor.dtype, data=tensor.data)
+
+            with layout.unit.imported():
+                rows = _prepared(layout, flat(x, op.in_features), (x_zero, x_scale), count, size)
+                columns = chunks(layout.panel, layout.lanes)
+                lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
+                result, *others = (flat(tensor, op.pitch) for tensor in (y, *operands))
+                tasks(_Product(layout, rows, packed, result, columns, count, lines, others), cores, config)
+    return builder.get()
+
+
+def _prepared(layout: _Layout, x: Expr, zero_and_step: tuple[Expr, Expr], count: Expr, size: Expr) -> _Rows:
+    """The rows of x (count, K) as the unit reads them: where they lie if it can, else copied. `size` is `count` in
+    terms of the arguments' dims: TVM moves allocations to the function's begin, where nothing else is known."""
+    op, unit = layout.stored, layout.unit
+    zero = materialize(_byte(zero_and_step[0][()], layout.flips, op.x_dtype, 1), "int32")
+    step = materialize(zero_and_step[1][()], "float32")
+    sums = None if op.centred else T.alloc_buffer((size,), "int32")
+    in_place = not layout.flips and op.in_features % unit.group == 0 and unit.rows == 1
+    width = layout.steps * unit.group
+    data = x if in_place else allocated(layout, size, "uint8" if unit.unsigned else "int8")
+    rows = _Rows(layout, data, None, zero, step, sums)
+    if in_place and sums is None:
+        return rows
+    with T.parallel(whole(layout, count)) as row:
+        source = materialize(T.min(row, count - 1)) if unit.rows > 1 else row
+        total = _Total(layout.together)
+
+        def take(k: Expr, n: int) -> None:
+            value = _byte(load(x, [source, k], n), layout.flips, op.x_dtype, n)
+            if sums is not None:
+                value = materialize(value, "int32", n)
+                total.add(value, n)
+            if not in_place:
+                store(data, rows.at(row, k), T.cast(value, vector_type(data.dtype, n)), n)
+
+        each_vector(op.in_features, layout.together, take)
+        if sums is not None:
+            store(sums, [source], total.joined(), 1)
+        if not in_place:
+            for k in range(op.in_features, width):  # meets weights of zero: any byte would do
+                store(data, rows.at(row, T.int64(k)), T.cast(T.int32(0), data.dtype), 1)
+    return rows
+
+
+def _byte(value: Expr, flips: bool, dtype: str, lanes: int) -> Expr:
+    """Bytes as int32, 128 less of unsigned ones that become signed, 128 more of signed ones that become unsigned."""
+    wide = T.cast(value, vector_type("int32", lanes))
+    return wide + splat(T.int32(-128 if dtype == "uint8" else 128), lanes) if flips else wide
+
+
+class _Total:
+    """A sum of int32 in the lanes of a vector."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
+        self._cells = T.alloc_buffer((lanes,), "int32")
+        store(self._cells, [T.int64(0)], splat(T.int32(0), lanes), lanes)
+
+    def add(self, value: Expr, lanes: int) -> None:
+        at = [T.int64(0)]
+        store(self._cells, at, load(self._cells, at, lanes) + value, lanes)
+
+    def joined(self) -> Expr:
+        return sum((self._cells[i] for i in range(1, self._lanes)), start=self._cells[0])
+
+
+# ---- The weights
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """What one output feature is made of: row `index` of a weight, or its column where that is transposed."""
+
+    weight: Expr
+    zeros: Expr
+    scales: Expr
+    bias: Expr | None
+    index: Expr
+    transposed: bool
+
+    def byte(self, k: Expr) -> Expr:
+        at = [k, self.index] if self.transposed else [self.index, k]
+        return _byte(load(self.weight, at, 1), self.weight.dtype == "uint8", "uint8", 1)
+
+    @property
+    def zero(self) -> Expr:
+        return _byte(self.zeros[self.index], self.zeros.dtype == "uint8", "uint8", 1)
+
+
+def _pack(layout: _Layout) -> Expr:
+    """The PrimFunc (weights..., zeros..., scales..., biases...) -> `layout.packed`."""
+    op = layout.stored
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("pack_linear_of_bytes")
+            T.func_attr({"tirx.noalias": True})
+            shapes = [
+                (op.in_features, n) if t else (n, op.in_features) for n, t in zip(op.widths, op.transposed, strict=True)
+            ]
+            features = [(T.int64(n),) for n in op.widths]
+            kinds = zip(shapes, op.stored, strict=True)
+            weights = [argument(f"weight{i}", [T.int64(n) for n in s], d) for i, (s, d) in enumerate(kinds)]
+            zeros = [argument(f"zeros{i}", n, d) for i, (n, d) in enumerate(zip(features, op.stored, strict=True))]
+            scales = [argument(f"scales{i}", n, "float32") for i, n in enumerate(features)]
+            biases = [argument(f"bias{i}", n, "float32") if op.biased[i] else None for i, n in enumerate(features)]
+            packed = packed_arguments(layout.packed)
+            with T.parallel(T.int64(layout.panels)) as p, T.serial(T.int64(layout.panel)) as column:
+                number = materialize(p * layout.panel + column)
+                begin = 0
+                for i, width in enumerate(op.widths):
+                    with T.If(T.And(number >= begin, number < begin + width)), T.Then():
+                        index = materialize(number - begin)
+                        feature = _Feature(weights[i], zeros[i], scales[i], biases[i], index, op.transposed[i])
+                        _write(layout, packed, [p, column], feature)
+                    begin += width
+                with T.If(number >= begin), T.Then():
+                    _write_nothing(layout, packed, [p, column])
+    return builder.get()
+
+
+def _write(layout: _Layout, packed: list[Expr], at: list[Expr], feature: _Feature) -> None:
+    op, unit = layout.stored, layout.unit
+    zero = materialize(feature.zero, "int32")
+    total = T.alloc_buffer((1,), "int32")
+    store(total, [T.int64(0)], T.int32(0), 1)
+    with T.serial(T.int64(layout.steps)) as step:
+        word = T.cast(T.int32(0), layout.weight)
+        for j in range(unit.group):
+            k = materialize(step * unit.group + j)
+            # Not a select: of what lies beyond K nothing may be read.
+            byte = materialize(T.if_then_else(k < op.in_features, feature.byte(k), T.int32(0)), "int32")
+            centred = T.if_then_else(k < op.in_features, byte - zero, T.int32(0))
+            store(total, [T.int64(0)], total[0] + centred, 1)
+            word = word | (T.cast(byte & T.int32(255), layout.weight) << T.cast(T.int32(8 * j), layout.weight))
+        store(packed[0], [at[0], step, at[1]], word, 1)
+    store(packed[1], at, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1), 1)
+    store(packed[2], at, feature.scales[feature.index], 1)
+    store(packed[3], at, total[0], 1)
+    if not op.centred:
+        store(packed[4], at, zero, 1)
+
+
+def _write_nothing(layout: _Layout, packed: list[Expr], at: list[Expr]) -> None:
+    with T.serial(T.int64(layout.steps)) as step:
+        store(packed[0], [at[0], step, at[1]], T.cast(T.int32(0), layout.weight), 1)
+    for array in packed[1:]:
+        store(array, at, T.cast(T.int32(0), array.dtype), 1)
