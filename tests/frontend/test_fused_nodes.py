@@ -9,7 +9,14 @@ import pytest
 from onnx import helper
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
-from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention, FusedLinear, FusedNode, FusedRotary, FusedScatter
+from mhsa_compile.frontend.fusion.fused_nodes import (
+    FusedAttention,
+    FusedLinear,
+    FusedNode,
+    FusedQuantisedLinear,
+    FusedRotary,
+    FusedScatter,
+)
 from mhsa_compile.kernels.interface.ops import HeadLayout
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 
@@ -20,8 +27,18 @@ ATTENTION = FusedAttention(
     left=-1, right=0, alignment="bottom_right", softmax="float32", stage=0, key_mask=False, pads_mask=True,
     words={"softcap": 2.5, "score_mod": "{}"}, roles={"attn_mask": (2,), "score_mod": (4, 3)},
 )  # fmt: skip
-NODES = {
+NODES: dict[str, FusedNode] = {
     "linear": FusedLinear((64, 32), (True, False), (False, False), 0),
+    "linear of bytes": FusedQuantisedLinear(
+        x_zeroed=True,
+        x_scaled=False,
+        widths=(64, 32),
+        zeroed=(True, False),
+        scaled=(True, True),
+        biased=(False, True),
+        transposed=(True, False),
+        padding=16,
+    ),
     "rotary": FusedRotary(ROWS, "heads", 6, 16, 8, interleaved=True, shared_angles=False, positions_name="input 'é'"),
     "rotary, no name": FusedRotary(HEADS, "rows", 6, 16, 8, interleaved=False, shared_angles=True, whole_angles=True),
     "scatter": FusedScatter(2, circular=False, in_place=True, indices_name="a", update_name="b"),

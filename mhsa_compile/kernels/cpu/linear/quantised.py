@@ -55,16 +55,16 @@ class CpuQuantisedLinearKernel(CpuLinearKernel):
         return None
 
     def layout(self, op: LinearOp, profile: CpuProfile, columns: int) -> PackedLayout:
-        return _Layout(op, FORMATS["int8"], units(profile, "int8")[0], columns)
+        return _LayoutOfBytes(op, FORMATS["int8"], units(profile, "int8")[0], columns)
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op, profile, config["columns"])
-        assert isinstance(layout, _Layout)
+        assert isinstance(layout, _LayoutOfBytes)
         return Emitted(_linear(layout, profile.hardware.cores, config), _pack(layout), layout.packed)
 
 
 @dataclass(frozen=True)
-class _Layout(PackedLayout):
+class _LayoutOfBytes(PackedLayout):
     @property
     def stored(self) -> QuantisedLinearOp:
         assert isinstance(self.op, QuantisedLinearOp)
@@ -88,7 +88,7 @@ class _Layout(PackedLayout):
 
 
 @dataclass(frozen=True)
-class _Rows(PackedRows):
+class _RowsOfBytes(PackedRows):
     """zero, step  of x, as its bytes are multiplied
     sums           of each row's bytes (count,), or None"""
 
@@ -98,19 +98,19 @@ class _Rows(PackedRows):
 
 
 @dataclass(frozen=True)
-class _Product(Product):
+class _ProductOfBytes(Product):
     def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
         offset, lanes = self.columns[column]
         bias, scale, total, *zeros = (load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:])
         rows = self.rows
-        assert isinstance(rows, _Rows)
+        assert isinstance(rows, _RowsOfBytes)
         value = value - splat(rows.zero, lanes) * total
         if zeros:
             value = value - splat(rows.sums[row], lanes) * zeros[0]
         return T.cast(value, vector_type("float32", lanes)) * (splat(rows.step, lanes) * scale) + bias
 
 
-def _linear(layout: _Layout, cores: int, config: Config) -> Expr:
+def _linear(layout: _LayoutOfBytes, cores: int, config: Config) -> Expr:
     op, dim = layout.stored, SizeVars()
     leading = [dim(d) for d in op.rows]
     with IRBuilder() as builder:
@@ -133,11 +133,13 @@ def _linear(layout: _Layout, cores: int, config: Config) -> Expr:
                 columns = chunks(layout.panel, layout.lanes)
                 lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
                 result, *others = (flat(tensor, op.pitch) for tensor in (y, *operands))
-                tasks(_Product(layout, rows, packed, result, columns, count, lines, others), cores, config)
+                tasks(_ProductOfBytes(layout, rows, packed, result, columns, count, lines, others), cores, config)
     return builder.get()
 
 
-def _prepared(layout: _Layout, x: Expr, zero_and_step: tuple[Expr, Expr], count: Expr, size: Expr) -> _Rows:
+def _prepared(
+    layout: _LayoutOfBytes, x: Expr, zero_and_step: tuple[Expr, Expr], count: Expr, size: Expr
+) -> _RowsOfBytes:
     """The rows of x (count, K) as the unit reads them: where they lie if it can, else copied. `size` is `count` in
     terms of the arguments' dims: TVM moves allocations to the function's begin, where nothing else is known."""
     op, unit = layout.stored, layout.unit
@@ -147,7 +149,7 @@ def _prepared(layout: _Layout, x: Expr, zero_and_step: tuple[Expr, Expr], count:
     in_place = not layout.flips and op.in_features % unit.group == 0 and unit.rows == 1
     width = layout.steps * unit.group
     data = x if in_place else allocated(layout, size, "uint8" if unit.unsigned else "int8")
-    rows = _Rows(layout, data, None, zero, step, sums)
+    rows = _RowsOfBytes(layout, data, None, zero, step, sums)
     if in_place and sums is None:
         return rows
     with T.parallel(whole(layout, count)) as row:
@@ -197,7 +199,7 @@ class _Total:
 
 
 @dataclass(frozen=True)
-class _Feature:
+class _FeatureOfBytes:
     """What one output feature is made of: row `index` of a weight, or its column where that is transposed."""
 
     weight: Expr
@@ -216,7 +218,7 @@ class _Feature:
         return _byte(self.zeros[self.index], self.zeros.dtype == "uint8", "uint8", 1)
 
 
-def _pack(layout: _Layout) -> Expr:
+def _pack(layout: _LayoutOfBytes) -> Expr:
     """The PrimFunc (weights..., zeros..., scales..., biases...) -> `layout.packed`."""
     op = layout.stored
     with IRBuilder() as builder:
@@ -239,7 +241,7 @@ def _pack(layout: _Layout) -> Expr:
                 for i, width in enumerate(op.widths):
                     with T.If(T.And(number >= begin, number < begin + width)), T.Then():
                         index = materialize(number - begin)
-                        feature = _Feature(weights[i], zeros[i], scales[i], biases[i], index, op.transposed[i])
+                        feature = _FeatureOfBytes(weights[i], zeros[i], scales[i], biases[i], index, op.transposed[i])
                         _write(layout, packed, [p, column], feature)
                     begin += width
                 with T.If(number >= begin), T.Then():
@@ -247,7 +249,7 @@ def _pack(layout: _Layout) -> Expr:
     return builder.get()
 
 
-def _write(layout: _Layout, packed: list[Expr], at: list[Expr], feature: _Feature) -> None:
+def _write(layout: _LayoutOfBytes, packed: list[Expr], at: list[Expr], feature: _FeatureOfBytes) -> None:
     op, unit = layout.stored, layout.unit
     zero = materialize(feature.zero, "int32")
     total = T.alloc_buffer((1,), "int32")
@@ -269,7 +271,7 @@ def _write(layout: _Layout, packed: list[Expr], at: list[Expr], feature: _Featur
         store(packed[4], at, zero, 1)
 
 
-def _write_nothing(layout: _Layout, packed: list[Expr], at: list[Expr]) -> None:
+def _write_nothing(layout: _LayoutOfBytes, packed: list[Expr], at: list[Expr]) -> None:
     with T.serial(T.int64(layout.steps)) as step:
         store(packed[0], [at[0], step, at[1]], T.cast(T.int32(0), layout.weight), 1)
     for array in packed[1:]:
