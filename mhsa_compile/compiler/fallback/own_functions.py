@@ -22,13 +22,13 @@ def with_own_functions(module: Any) -> Any:
     """The module with calls of these operators as calls of our functions."""
 
     @mutator
-    class Rewrite(PyExprMutator):  # type: ignore[misc]
+    class OwnFunctions(PyExprMutator):  # type: ignore[misc]
         def visit_call_(self, call: Any) -> Any:
             call = super().visit_call_(call)
             call_of = _CALLS.get(getattr(call.op, "name", ""))
             return call if call_of is None else call_of(self.builder_, call)
 
-    rewrite = Rewrite(module)
+    rewrite = OwnFunctions(module)
     for variable, function in module.functions_items():
         if isinstance(function, relax.Function):
             rewrite.builder_.update_func(variable, rewrite.visit_expr(function))

@@ -14,7 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 
-class Sizes:
+class FunctionSizes:
     """Sizes as a function has them: a number stays one, all else is a variable of the function's own."""
 
     def __init__(self) -> None:

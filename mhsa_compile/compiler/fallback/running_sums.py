@@ -12,7 +12,7 @@ from tvm import relax
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.compiler.fallback.plain_function import Sizes, flat, plain_function, product
+from mhsa_compile.compiler.fallback.plain_function import FunctionSizes, flat, plain_function, product
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, materialize
 
@@ -31,7 +31,7 @@ def call_of(builder: Any, call: Any) -> Any:
 def _function(x: Any, axis: int, name: str, kind: str, exclusive: bool) -> Any:
     """The function of an array of type x. Each result is the one before it with one element more; `exclusive` ones
     begin with none."""
-    shape = list(map(Sizes(), x.shape.values))
+    shape = list(map(FunctionSizes(), x.shape.values))
     length, is_product = shape[axis], name == "cumprod"
     before, behind = product(shape[:axis]), product(shape[axis + 1 :])
     nothing = T.cast(T.float64(1.0) if is_product else T.float64(0.0), kind)

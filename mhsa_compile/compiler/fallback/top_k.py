@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.compiler.fallback.plain_function import Sizes, flat, plain_function, product
+from mhsa_compile.compiler.fallback.plain_function import FunctionSizes, flat, plain_function, product
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, materialize
 from mhsa_compile.kernels.interface.extremes import is_nan
@@ -38,7 +38,7 @@ def call_of(builder: Any, call: Any) -> Any:
 
 def _function(x: Any, k: Expr, axis: int, number: str, largest: bool) -> Any:
     """The function of an array of type x that writes its k best along an axis, and their places."""
-    shape = list(map(Sizes(), x.shape.values))
+    shape = list(map(FunctionSizes(), x.shape.values))
     count = T.int64(int(k.value)) if isinstance(k, tvm.tirx.IntImm) else tvm.tirx.Var("k", "int64")
     result_shape = [*shape[:axis], count, *shape[axis + 1 :]]
     before, behind = product(shape[:axis]), product(shape[axis + 1 :])

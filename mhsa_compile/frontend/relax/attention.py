@@ -70,7 +70,7 @@ class AttentionImport:
 
         Raises ModelError.
         """
-        made = self._presents()
+        outputs = self._presents()
         inputs = self._buffers()
         q, heads = self.operands["q"], self.fused.num_heads
         full = [dims(q)[0], heads, self._length("q"), self._length("k")]
@@ -79,47 +79,47 @@ class AttentionImport:
             shape = [full[0], full[2], op.output.width]
         else:
             shape = [full[0], heads, full[2], op.v_head_dim]
-        made["y"] = self.context.call(op, inputs, shape)
+        outputs["y"] = self.context.call(op, inputs, shape)
         if "scores" in self.fused.gives:
             stage = self.fused.stage
-            asked = AttentionProbsOp(op) if stage == WEIGHTS else ScoresOp(op, stage)
-            made["scores"] = self.context.call(asked, inputs, full)
-        made |= self._inside(op, inputs, full)
-        results = [made[role] for role in self.fused.gives]
+            scores = AttentionProbsOp(op) if stage == WEIGHTS else ScoresOp(op, stage)
+            outputs["scores"] = self.context.call(scores, inputs, full)
+        outputs |= self._inside(op, inputs, full)
+        results = [outputs[role] for role in self.fused.gives]
         return results[0] if len(results) == 1 else relax.Tuple(results)
 
     def _inside(self, op: AttentionOp, inputs: list[RelaxValue], full: list[SizeExpr]) -> dict[str, RelaxValue]:
         """What the rows of the softmax are like, as far as it is asked for."""
-        wanted = self.fused.wanted
-        rows, best = full[:3], [*full[:3], wanted.top_k]
+        request = self.fused.wanted
+        rows, best = full[:3], [*full[:3], request.top_k]
         shapes = {"lse": (rows, "float32"), "entropy": (rows, "float32")}
         shapes |= {"top_k_weights": (best, "float32"), "top_k_keys": (best, "int64")}
-        types = {name: relax.TensorType(*shapes[name]) for name in wanted.names if name in shapes}
-        made: dict[str, RelaxValue] = {}
+        types = {name: relax.TensorType(*shapes[name]) for name in request.names if name in shapes}
+        outputs: dict[str, RelaxValue] = {}
         if types:
-            statistics = SoftmaxStatsOp(op, wanted.lse, wanted.entropy, wanted.top_k)
+            statistics = SoftmaxStatsOp(op, request.lse, request.entropy, request.top_k)
             values = self.context.call_for_several(statistics, inputs, list(types.values()))
-            made = dict(zip(types, values, strict=True))
-        if wanted.weights:
-            heads = full[1] if wanted.heads is None else len(wanted.heads)
-            queries = full[2] if wanted.rows is None else len(wanted.rows)
-            probs = AttentionProbsOp(op, wanted.heads, wanted.rows)
-            made["weights"] = self.context.call(probs, inputs, [full[0], heads, queries, full[3]])
-        return made
+            outputs = dict(zip(types, values, strict=True))
+        if request.weights:
+            heads = full[1] if request.heads is None else len(request.heads)
+            queries = full[2] if request.rows is None else len(request.rows)
+            probs = AttentionProbsOp(op, request.heads, request.rows)
+            outputs["weights"] = self.context.call(probs, inputs, [full[0], heads, queries, full[3]])
+        return outputs
 
     def _presents(self) -> dict[str, RelaxValue]:
         """present_key and present_value, where they are asked for; with a past, attention reads those."""
-        fused, made = self.fused, {}
+        fused, presents = self.fused, {}
         for role, result, past_number, size in (
             ("k", "present_key", fused.past_key, fused.head_dim),
             ("v", "present_value", fused.past_value, fused.v_head_dim),
         ):
             past = self._input(past_number)
             if past is not None or result in fused.gives:
-                made[result] = value = self._present(role, past, size)
+                presents[result] = value = self._present(role, past, size)
                 if past is not None:
                     self.operands[role], self.places[role] = value, HeadLayout(0, "heads", 0)
-        return made
+        return presents
 
     def _present(self, role: str, past: RelaxValue | None, size: int) -> RelaxValue:
         new, length, heads = self.operands[role], self._length(role), self.fused.num_kv_heads
@@ -140,9 +140,9 @@ class AttentionImport:
         """The distinct operands, numbered in the placements."""
         buffers: list[RelaxValue] = []
         for role, value in self.operands.items():
-            found = next((i for i, buffer in enumerate(buffers) if buffer.same_as(value)), len(buffers))
-            buffers += [value] if found == len(buffers) else []
-            self.places[role] = replace(self.places[role], buffer=found)
+            index = next((i for i, buffer in enumerate(buffers) if buffer.same_as(value)), len(buffers))
+            buffers += [value] if index == len(buffers) else []
+            self.places[role] = replace(self.places[role], buffer=index)
         return buffers
 
     def _length(self, role: str) -> SizeExpr:
@@ -213,12 +213,12 @@ class AttentionImport:
         name, key_mask, pads = self.context.input_name(mask), self.fused.key_mask, self.fused.pads_mask
         mask = attention_masks.four_axes(self.bb, mask, key_mask, self.node)
         if name is not None and not key_mask:  # one flag a key has its exact shape, (B, S)
-            wanted = Broadcast(tuple(map(stated, full)), pads)
-            if self.context.result.masks.setdefault(name, wanted) != wanted:
-                raise ModelError(f"input {name!r}", "a mask of attentions of one size", f"{wanted.full} as well")
+            shape_of_mask = Broadcast(tuple(map(stated, full)), pads)
+            if self.context.result.masks.setdefault(name, shape_of_mask) != shape_of_mask:
+                raise ModelError(f"input {name!r}", "a mask of attentions of one size", f"{shape_of_mask.full} as well")
         length, reach = full[3], dims(mask)[3]
-        known = name is not None or isinstance(difference(length, reach), int)
-        if pads and known and not equal(length, reach):
+        is_known = name is not None or isinstance(difference(length, reach), int)
+        if pads and is_known and not equal(length, reach):
             mask = attention_masks.padded(self.bb, mask, length)
         return mask if name is not None else attention_masks.checked(self.bb, self.node, mask, full)
 

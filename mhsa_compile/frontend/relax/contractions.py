@@ -22,11 +22,11 @@ def contraction(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         return None
     left, right = operands
     once = all(len(set(term)) == len(term) for term in (left, right, output))
-    ranked = all(len(term) == value.ty.ndim for term, value in zip(operands, inputs, strict=True))
-    if not once or not ranked or not all(isinstance(value.ty.shape, relax.ShapeExpr) for value in inputs):
+    fits_ranks = all(len(term) == value.ty.ndim for term, value in zip(operands, inputs, strict=True))
+    if not once or not fits_ranks or not all(isinstance(value.ty.shape, relax.ShapeExpr) for value in inputs):
         return None
-    kept = [letter for letter in output if (letter in left) != (letter in right)]
-    if kept and kept[-1] in left:  # the axis that comes last is of the columns
+    free = [letter for letter in output if (letter in left) != (letter in right)]
+    if free and free[-1] in left:  # the axis that comes last is of the columns
         (left, right), inputs = (right, left), inputs[::-1]
         operands = [left, right]
     batch = "".join(c for c in output if c in left and c in right)

@@ -54,10 +54,10 @@ def shift_of_any_length(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
         within = emit(relax.op.logical_and(within, emit(relax.op.greater_equal(amount, relax.const(0, kind)))))
     last, none = relax.const(bits - 1, kind), relax.const(0, kind)
     by = emit(relax.op.where(within, amount, last if right and not kind.startswith("u") else none))
-    shifted = emit((relax.op.right_shift if right else relax.op.left_shift)(x, by))
+    result = emit((relax.op.right_shift if right else relax.op.left_shift)(x, by))
     if right and not kind.startswith("u"):
-        return shifted  # by all bits but one, the sign is left
-    return emit(relax.op.where(within, shifted, none))
+        return result  # by all bits but one, the sign is left
+    return emit(relax.op.where(within, result, none))
 
 
 def one_hot_of_its_dtype(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:

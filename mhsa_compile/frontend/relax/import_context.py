@@ -24,7 +24,7 @@ class ImportContext:
 
     def input_name(self, value: RelaxValue) -> str | None:
         """The input of the graph that `value` is."""
-        return next((name for name, given in self._inputs.items() if given.same_as(value)), None)
+        return next((name for name, variable in self._inputs.items() if variable.same_as(value)), None)
 
     def call(self, op: Op, inputs: list[RelaxValue], shape: list[SizeExpr]) -> RelaxValue:
         """An operation with one result, of its dtype."""
@@ -35,5 +35,5 @@ class ImportContext:
         name = f"op_{len(self.result.ops)}"
         self.result.ops[name] = op
         inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
-        made = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
-        return [made] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(made, i)) for i in range(len(types))]
+        result = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
+        return [result] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(result, i)) for i in range(len(types))]

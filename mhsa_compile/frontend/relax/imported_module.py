@@ -51,7 +51,7 @@ class DimNames:
             return int(size)
         if isinstance(size, tvm.ir.Var):
             return str(size.name)
-        number = next((i for i, known in enumerate(self._computed) if structural_equal(known, size)), None)
+        number = next((i for i, other in enumerate(self._computed) if structural_equal(other, size)), None)
         if number is None:
             number = len(self._computed)
             self._computed.append(size)

@@ -107,15 +107,15 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         }
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
-        used = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
-        needed = {name for node in all_nodes(graph) for name in _needed(node)}
+        names = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
+        as_numbers = {name for node in all_nodes(graph) for name in _needed(node)}
         stored = {name for node in all_nodes(graph) for name in _stored_weights(node)}
         for tensor in graph.initializer:
-            if tensor.name not in used:
+            if tensor.name not in names:
                 continue
             array = numpy_helper.to_array(tensor)
             is_float = array.dtype.kind == "f" or str(array.dtype) == "bfloat16"
-            if (is_float or tensor.name in stored) and array.ndim and tensor.name not in needed:
+            if (is_float or tensor.name in stored) and array.ndim and tensor.name not in as_numbers:
                 parameter = f"weight_{len(self.context.result.weights)}"
                 variable = self._new_var(parameter, shape=array.shape, dtype=str(array.dtype))
                 self._nodes[tensor.name] = variable
@@ -220,12 +220,12 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         try:
             self._nodes |= {t.name: _constant(numpy_helper.to_array(t)) for t in graph.initializer}
             self._construct_nodes(graph)
-            made = [self._bound(self._nodes[value.name]) for value in graph.output]
+            outputs = [self._bound(self._nodes[value.name]) for value in graph.output]
         finally:
             block = bb._end_block()
             self._nodes = outside
             self._names.restore(scope)
-        return relax.SeqExpr([block], made[0] if len(made) == 1 else relax.Tuple(made))
+        return relax.SeqExpr([block], outputs[0] if len(outputs) == 1 else relax.Tuple(outputs))
 
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
         if op_name in self._ours:
@@ -273,8 +273,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         self._note(self._names.checks.node, shapes, demand(op_name, shapes, attrs))
         hold(self._names, op_name, shapes, attrs)
 
-    def _note(self, node: str, shapes: Sequence[Any], wanted: Demand) -> None:
-        row = agreement(self._names, node, shapes, wanted)
+    def _note(self, node: str, shapes: Sequence[Any], demand: Demand) -> None:
+        row = agreement(self._names, node, shapes, demand)
         if row is None:
             return
         if (refusal := misfit([row], {})) is not None:

@@ -52,10 +52,10 @@ def padded(builder: relax.BlockBuilder, mask: RelaxValue, length: SizeExpr) -> R
     """The mask over `length` keys: those that it does not reach are hidden."""
 
     def longer(mask: te.Tensor) -> te.Tensor:
-        hidden = _hidden(mask.dtype)
+        fill = _hidden(mask.dtype)
         shape = (*mask.shape[:3], length)
         return te.compute(
-            shape, lambda b, h, i, j: tirx.if_then_else(j < mask.shape[3], mask[b, h, i, j], hidden), "padded"
+            shape, lambda b, h, i, j: tirx.if_then_else(j < mask.shape[3], mask[b, h, i, j], fill), "padded"
         )
 
     return builder.emit_te(longer, mask, primfunc_name_hint="padded_mask")
@@ -66,14 +66,14 @@ def checked(builder: relax.BlockBuilder, node: str, mask: RelaxValue, full: list
 
     Raises ModelError.
     """
-    found = dims(mask)
-    wanted = [size if _is_one(size) else whole for size, whole in zip(found, full, strict=True)]
-    apart = [difference(size, want) for size, want in zip(found, wanted, strict=True)]
+    sizes = dims(mask)
+    target = [size if _is_one(size) else whole for size, whole in zip(sizes, full, strict=True)]
+    apart = [difference(size, want) for size, want in zip(sizes, target, strict=True)]
     if any(isinstance(by, int) and by for by in apart):
-        raise ModelError(node, f"an attn_mask with axes of 1 or of {_text(full)}", _text(found))
+        raise ModelError(node, f"an attn_mask with axes of 1 or of {_text(full)}", _text(sizes))
     if all(isinstance(by, int) for by in apart):
         return mask
-    return builder.match_cast(mask, relax.TensorType(wanted, mask.ty.dtype))
+    return builder.match_cast(mask, relax.TensorType(target, mask.ty.dtype))
 
 
 def band_of(
@@ -113,14 +113,14 @@ def banded(
         batch, heads = masks[0].shape[:2] if masks else (one, one)
 
         def element(b: Any, h: Any, i: Any, j: Any) -> Any:
-            seen = tirx.const(True, "bool")
+            visible = tirx.const(True, "bool")
             if left >= 0:
-                seen = tirx.all(seen, j >= i + past - left)
+                visible = tirx.all(visible, j >= i + past - left)
             if right >= 0:
-                seen = tirx.all(seen, j <= i + past + right)
+                visible = tirx.all(visible, j <= i + past + right)
             if not masks:
-                return seen
-            return tirx.Select(seen, masks[0][masked_element(masks[0], b, h, i, j)], _hidden(masks[0].dtype))
+                return visible
+            return tirx.Select(visible, masks[0][masked_element(masks[0], b, h, i, j)], _hidden(masks[0].dtype))
 
         return te.compute((batch, heads, queries, keys), element, "banded")
 

@@ -41,8 +41,10 @@ def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -
     if {*by} != {1} or not isinstance(part.ty.shape, relax.ShapeExpr):
         return part
     dims = [1 if axis in ones else size for axis, size in enumerate(part.ty.shape.values)]
-    known = all(tvm.sym.Analyzer().can_prove_equal(*sizes) for sizes in zip(dims, part.ty.shape.values, strict=True))
-    return part if known else bb.match_cast(part, relax.TensorType(dims, part.ty.dtype))
+    is_proved = all(
+        tvm.sym.Analyzer().can_prove_equal(*sizes) for sizes in zip(dims, part.ty.shape.values, strict=True)
+    )
+    return part if is_proved else bb.match_cast(part, relax.TensorType(dims, part.ty.dtype))
 
 
 def _elements(first: int, last: int, step: int, size: int) -> range:
@@ -66,11 +68,11 @@ _TO_THE_END = 2**31 - 1
 
 def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Expand of a tensor, some dims of it symbolic, to constant sizes. TVM's knows constant dims only."""
-    data, wanted = inputs
+    data, shape_value = inputs
     sizes = data.ty.shape if isinstance(data.ty, relax.TensorType) else None
-    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(wanted, tvm.ir.GenericConst):
+    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(shape_value, tvm.ir.GenericConst):
         return None
-    dims, target = list(sizes.values), _numbers(wanted)
+    dims, target = list(sizes.values), _numbers(shape_value)
     dims, target = [1] * (len(target) - len(dims)) + dims, [1] * (len(dims) - len(target)) + target
     if any(to != 1 and not isinstance(size, int | tvm.tirx.IntImm) for size, to in zip(dims, target, strict=True)):
         return None
@@ -86,14 +88,14 @@ def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[
     rank, same = len(shapes[0].values), tvm.sym.Analyzer().can_prove_equal
     columns = [[shape.values[i] for shape in shapes] for i in range(rank)]
     stated = [next((dim for dim in column if isinstance(dim, tirx.IntImm)), column[0]) for column in columns]
-    axis, agreed, differ = attributes["axis"] % rank, list(inputs), False
+    axis, parts, differ = attributes["axis"] % rank, list(inputs), False
     for k, shape in enumerate(shapes):
         others = [i for i, own in enumerate(shape.values) if i != axis and not same(own, stated[i])]
         if others:
             differ = True
             dims = [stated[i] if i in others else own for i, own in enumerate(shape.values)]
-            agreed[k] = bb.match_cast(bb.normalize(inputs[k]), relax.TensorType(dims, inputs[k].ty.dtype))
-    return bb.normalize(relax.op.concat(relax.Tuple(agreed), axis)) if differ else None
+            parts[k] = bb.match_cast(bb.normalize(inputs[k]), relax.TensorType(dims, inputs[k].ty.dtype))
+    return bb.normalize(relax.op.concat(relax.Tuple(parts), axis)) if differ else None
 
 
 def _numbers(constant: Any) -> list[int]:

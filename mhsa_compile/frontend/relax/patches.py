@@ -27,8 +27,8 @@ def patches(bb: Any, fused: FusedPatches, x: Any) -> Any:
     counts = [_count(fused, i, size) for i, size in enumerate(sizes)]
     row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
     function = bb.add_func(_gather(fused, str(x.ty.dtype), channels, [batch, *sizes], counts), "patches")
-    made = bb.emit(relax.call_tir(function, [x], relax.TensorType([batch, *counts, *row], x.ty.dtype)))
-    return bb.emit(relax.op.reshape(made, relax.ShapeExpr([batch, *counts, math.prod(map(int, row))])))
+    rows = bb.emit(relax.call_tir(function, [x], relax.TensorType([batch, *counts, *row], x.ty.dtype)))
+    return bb.emit(relax.op.reshape(rows, relax.ShapeExpr([batch, *counts, math.prod(map(int, row))])))
 
 
 def _gather(fused: FusedPatches, dtype: str, channels: Any, source: list[Any], counts: list[Any]) -> Any:

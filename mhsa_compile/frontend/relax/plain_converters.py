@@ -42,10 +42,10 @@ def cumulative(scan: Callable[..., Any]) -> Converter:
         number = emit(relax.op.reshape(axis, [1] * rank))
         result = along(rank - 1)
         for place in range(rank - 1):
-            meant = [
+            conditions = [
                 emit(relax.op.equal(number, relax.const(one, str(axis.ty.dtype)))) for one in (place, place - rank)
             ]
-            result = emit(relax.op.where(emit(relax.op.logical_or(*meant)), along(place), result))
+            result = emit(relax.op.where(emit(relax.op.logical_or(*conditions)), along(place), result))
         return result
 
     return convert

@@ -94,8 +94,8 @@ class _Recurrent:
             lengths=self.lengths is not None,
             lengths_name=self._lengths_name(),
         )
-        kept = [len(self.backwards), batch, self.units]
-        shapes = [[steps, *kept], *[kept] * (2 if self.cell == "LSTM" else 1)]
+        state_shape = [len(self.backwards), batch, self.units]
+        shapes = [[steps, *state_shape], *[state_shape] * (2 if self.cell == "LSTM" else 1)]
         results = self.context.call_for_several(op, arrays, [relax.TensorType(shape, "float32") for shape in shapes])
         y, *last = results
         return relax.Tuple([self._turned(y, (2, 0, 1, 3)), *(self._turned(value, (1, 0, 2)) for value in last)])
@@ -137,8 +137,8 @@ class _Recurrent:
             return self._zeros([both, rows])
         inputs, states = self._part(0, rows), self._part(rows, 2 * rows)
         if self.cell == "GRU" and self.attributes.get("linear_before_reset", 0):
-            kept = self.bb.emit(relax.op.strided_slice(states, [1], [0], [2 * self.units]))
-            states = self.bb.emit(relax.op.concat(relax.Tuple([kept, self._zeros([both, self.units])]), 1))
+            biases = self.bb.emit(relax.op.strided_slice(states, [1], [0], [2 * self.units]))
+            states = self.bb.emit(relax.op.concat(relax.Tuple([biases, self._zeros([both, self.units])]), 1))
         return self.bb.emit(relax.op.add(inputs, states))
 
     def _hidden_biases(self) -> RelaxValue:

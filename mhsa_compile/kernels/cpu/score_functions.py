@@ -93,16 +93,16 @@ class TaskFunction:
 
     def prepare(self, slot: int, lanes: int, places: Places) -> None:
         """Computes what waits, of the lanes from `slot` on; `places` are b, h and q_idx."""
-        known: dict[int, Value] = {}
+        values: dict[int, Value] = {}
         flags: list[Value] = []
-        self.emission.emit(self.early, places, known, flags)
+        self.emission.emit(self.early, places, values, flags)
         for n in self.single:
             if n not in self._numbers:
-                value = known[n]
-                kept = value if value.dtype == "bool" else Value(materialize(value.expr, value.dtype), value.dtype)
-                self._numbers[n] = kept
+                value = values[n]
+                number = value if value.dtype == "bool" else Value(materialize(value.expr, value.dtype), value.dtype)
+                self._numbers[n] = number
         for n in self.waiting:
-            value = known[n]
+            value = values[n]
             if n not in self._kept:
                 dtype = "int32" if value.dtype == "bool" else value.dtype
                 self._kept[n] = (scratch((1, self.slots), dtype), value.dtype)
@@ -119,32 +119,32 @@ class TaskFunction:
         store(buffer, [T.int64(0), T.int64(slot)], expr, lanes)
 
     def _waited(self, slot: int, lanes: int) -> tuple[dict[int, Value], list[Value]]:
-        known, at = dict(self._numbers), [T.int64(0), T.int64(slot)]
-        self.emission.emit(self.constants, {}, known, [])
+        values, at = dict(self._numbers), [T.int64(0), T.int64(slot)]
+        self.emission.emit(self.constants, {}, values, [])
         for n, (buffer, dtype) in self._kept.items():
             value = load(buffer, at, lanes)
-            known[n] = Value(value != splat(T.int32(0), lanes) if dtype == "bool" else value, dtype, lanes)
+            values[n] = Value(value != splat(T.int32(0), lanes) if dtype == "bool" else value, dtype, lanes)
         flags = []
         if self._flags is not None:
             flags.append(Value(load(self._flags, at, lanes) != splat(T.int32(0), lanes), "bool", lanes))
-        return known, flags
+        return values, flags
 
     def bias(self, slot: int, lanes: int, key: Value) -> Expr:
         """HIDDEN, SEEN or BROKEN of the lanes from `slot` on: what a function of bools says of `key`."""
-        known, flags = self._waited(slot, lanes)
-        self.emission.emit(self.late, {"kv_idx": key}, known, flags)
-        result = known[len(self.function.steps) - 1]
-        seen = result.expr if result.lanes == lanes else splat(result.expr, lanes)
-        bias = T.Select(seen, constant(SEEN, lanes), constant(HIDDEN, lanes))
+        values, flags = self._waited(slot, lanes)
+        self.emission.emit(self.late, {"kv_idx": key}, values, flags)
+        result = values[len(self.function.steps) - 1]
+        visible = result.expr if result.lanes == lanes else splat(result.expr, lanes)
+        bias = T.Select(visible, constant(SEEN, lanes), constant(HIDDEN, lanes))
         return T.Select(_all(flags, lanes).expr, bias, constant(BROKEN, lanes)) if flags else bias
 
     def score(self, slot: int, lanes: int, key: Value, score: Expr) -> Expr:
         """What a function makes of the scores of some lanes and `key`, in units of log2 before and after."""
-        known, flags = self._waited(slot, lanes)
+        values, flags = self._waited(slot, lanes)
         score = materialize(score, "float32", lanes)
         natural = Value(score * constant(math.log(2), lanes), "float32", lanes)
-        self.emission.emit(self.late, {"kv_idx": key, "score": natural}, known, flags)
-        result = self.emission.scaled(known, Value(score, "float32", lanes), LOG2_E, lanes)
+        self.emission.emit(self.late, {"kv_idx": key, "score": natural}, values, flags)
+        result = self.emission.scaled(values, Value(score, "float32", lanes), LOG2_E, lanes)
         return T.Select(_all(flags, lanes).expr, result, constant(BROKEN, lanes)) if flags else result
 
 

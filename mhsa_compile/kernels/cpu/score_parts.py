@@ -125,15 +125,15 @@ class TilePart:
         return None
 
 
-def tile_parts(given: AttentionArguments, b: Expr, h: Expr, place: Expr = None) -> list[TilePart]:
+def tile_parts(arguments: AttentionArguments, b: Expr, h: Expr, place: Expr = None) -> list[TilePart]:
     """The parts of all steps, in their order."""
-    tasks = [(step, TileTask(given.op, own, b, h, place)) for step, own in given.steps()]
+    tasks = [(step, TileTask(arguments.op, own, b, h, place)) for step, own in arguments.steps()]
     return [(step.cpu_tile or TilePart)(step, task) for step, task in tasks]
 
 
-def keys_of(given: AttentionArguments, b: Expr) -> Expr:
+def keys_of(arguments: AttentionArguments, b: Expr) -> Expr:
     """How many keys batch entry b has."""
-    return materialize(given.keys(b)) if given.op.any_step("counts_keys") else given.kv_length
+    return materialize(arguments.keys(b)) if arguments.op.any_step("counts_keys") else arguments.kv_length
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ class FadingPart(RowPart, ABC):
 
 
 def row_parts(
-    given: AttentionArguments, b: Expr, first_head: Expr, layout: ScoreLayout, kv_length: Expr
+    arguments: AttentionArguments, b: Expr, first_head: Expr, layout: ScoreLayout, kv_length: Expr
 ) -> list[RowPart]:
     """The parts of all steps, in their order."""
-    tasks = [(step, RowTask(given.op, own, b, first_head, layout, kv_length)) for step, own in given.steps()]
+    tasks = [(step, RowTask(arguments.op, own, b, first_head, layout, kv_length)) for step, own in arguments.steps()]
     return [(step.cpu_rows or RowPart)(step, task) for step, task in tasks]

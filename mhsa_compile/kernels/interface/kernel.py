@@ -87,5 +87,5 @@ def unknown_knobs(config: Config, knobs: Iterable[str]) -> str | None:
 def why_not_tile(rows: int, columns: int, registers: int) -> str | None:
     """Why an outer product's tile of accumulators does not fit the vector registers, or None: beside it there are a row
     of vectors and a scalar."""
-    needed = rows * columns + columns + 1
-    return f"a tile of {rows} x {columns} needs {needed} registers of {registers}" if needed > registers else None
+    count = rows * columns + columns + 1
+    return f"a tile of {rows} x {columns} needs {count} registers of {registers}" if count > registers else None

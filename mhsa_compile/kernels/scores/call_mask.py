@@ -55,8 +55,8 @@ class _CallMaskPlain(PlainPart):
 
 def _added(score: Expr, bias: Expr, lanes: int) -> Expr:
     """A score with its bias. Not the sum alone: NaN - infinity would be NaN, where the score is hidden."""
-    hidden = constant(-math.inf, lanes)
-    return T.Select(bias == hidden, hidden, score + bias)
+    minus_infinity = constant(-math.inf, lanes)
+    return T.Select(bias == minus_infinity, minus_infinity, score + bias)
 
 
 class CallMaskTile(TilePart):
@@ -253,8 +253,8 @@ class CallMask(ScoreStep):
 
     def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
         if self.dtype != "bool":
-            needed = row_tiles * (keys // 2 + 16)
+            registers = row_tiles * (keys // 2 + 16)
             # What elements wait in is more than a softcap takes beside them, so nothing is added for one.
-            shared = max(0, min(40, needed - 24))
-            return {"masks": needed - shared, "softcap": shared}
+            shared = max(0, min(40, registers - 24))
+            return {"masks": registers - shared, "softcap": shared}
         return {"masks": 24 + (8 * row_tiles if stages > 1 else 0)}

@@ -62,8 +62,8 @@ def plan(
                     rows += len(bits[-1])
                 runs.append((keys_of_run.start, keys_of_run.stop - keys_of_run.start, row))
             index.append(len(runs))
-        visited = [sum(run[1] for run in runs[a:b]) for a, b in itertools.pairwise(index[-tiles - 1 :])]
-        order[head] = _in_turn(np.argsort(visited, kind="stable"))
+        costs = [sum(run[1] for run in runs[a:b]) for a, b in itertools.pairwise(index[-tiles - 1 :])]
+        order[head] = _in_turn(np.argsort(costs, kind="stable"))
     empty = np.zeros((1, queries // lanes), np.uint16)  # a buffer has at least one element
     return CpuBlockSparsity(
         order,
@@ -81,8 +81,8 @@ def _kinds(block: NDArray[np.bool_], key_tile: int) -> NDArray[np.int8]:
     padded = np.zeros((rows, groups * key_tile), np.bool_)
     padded[:, :S] = block
     cells = padded.reshape(rows, groups, key_tile)
-    seen, whole = cells.any(axis=(0, 2)), cells.all(axis=(0, 2))
-    return np.where(whole, WHOLE, np.where(seen, PARTIAL, HIDDEN)).astype(np.int8)
+    partial, whole = cells.any(axis=(0, 2)), cells.all(axis=(0, 2))
+    return np.where(whole, WHOLE, np.where(partial, PARTIAL, HIDDEN)).astype(np.int8)
 
 
 def _runs(kinds: NDArray[np.int8], longest: int) -> list[tuple[int, int, int]]:

@@ -71,30 +71,30 @@ class CpuAttentionKernel:
         return {"queries": queries, "key_tile": key_tile, "keys": keys}
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
-        op, planned = planned_apart(op, profile, config)
-        return Emitted(_attention(op, profile, config, planned), constants=planned.arrays if planned else ())
+        op, sparsity = split_pairs(op, profile, config)
+        return Emitted(_attention(op, profile, config, sparsity), constants=sparsity.arrays if sparsity else ())
 
 
-def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, CpuBlockSparsity | None]:
+def split_pairs(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, CpuBlockSparsity | None]:
     """(What is left to the kernel, the plan of pairs that are known and of as much of the window as it holds.)"""
     if op.pairs is None:
         return op, None
     tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
-    window, left = split_window(op)
-    return left, plan(op.pairs, window, lanes=profile.vector_lanes("float32"), **tile)
+    window, rest = split_window(op)
+    return rest, plan(op.pairs, window, lanes=profile.vector_lanes("float32"), **tile)
 
 
-def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
+def _attention(op: AttentionOp, profile: CpuProfile, config: Config, sparsity: CpuBlockSparsity | None) -> Expr:
     queries, lanes = config["queries"], profile.vector_lanes("float32")
     unit = _unit(op, profile, config["key_tile"])
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op)
-            views = None if planned is None else plan_arguments(planned)
-            y = given.output()
-            batch, q_length = given.batch, given.q_length
+            arguments = attention_arguments(op)
+            views = None if sparsity is None else plan_arguments(sparsity)
+            y = arguments.output()
+            batch, q_length = arguments.batch, arguments.q_length
             tiles = materialize(ceil_div(q_length, queries))
             total = materialize(batch * T.int64(op.num_heads) * tiles)
             with unit.imported(), T.parallel(total) as index:
@@ -107,9 +107,9 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
 
                 b, h, first_query, runs = task(index)
                 following = task(materialize(T.min(index + 1, total - 1)))
-                operands = TaskOperands.of(given, b, h, first_query, following[:3])
+                operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
                 output = head_view(y, op.output, op.v_head_dim, b, h)
-                parts = tile_parts(given, b, h)
+                parts = tile_parts(arguments, b, h)
 
                 def tile(width: int) -> None:
                     shape = {**config, "queries": width}
@@ -134,8 +134,8 @@ def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Ex
     return materialize(T.truncdiv(index, heads)), materialize(T.truncmod(index, heads))
 
 
-def plan_arguments(planned: CpuBlockSparsity) -> list[Expr]:
-    return constant_arguments(("order", "index", "runs", "bits"), planned.arrays)
+def plan_arguments(sparsity: CpuBlockSparsity) -> list[Expr]:
+    return constant_arguments(("order", "index", "runs", "bits"), sparsity.arrays)
 
 
 def tile_and_runs(

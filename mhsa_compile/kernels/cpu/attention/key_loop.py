@@ -126,9 +126,9 @@ class KeyLoop:
         """Visits one block, by all but the bits of a static mask."""
         # A way over the same keys before this one may have left bits.
         self.visibility.bits = None
-        if (seen := self.visibility.look(first_key, count)) is None:
+        if (visible := self.visibility.look(first_key, count)) is None:
             return self._visit_block(first_key, count)
-        with T.If(seen), T.Then():
+        with T.If(visible), T.Then():
             self._visit_block(first_key, count)
 
     def _visit_block(self, first_key: Expr, count: Expr) -> None:

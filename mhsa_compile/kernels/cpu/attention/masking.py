@@ -54,11 +54,11 @@ class TileMask:
 
     def look(self, first_key: Expr, count: Expr) -> Expr | None:
         """Whether any row sees any key of a block, as far as the steps tell; None: they do not."""
-        seen = None
+        visible = None
         for part in self.parts:
             if (own := part.look(first_key, count)) is not None:
-                seen = own if seen is None else T.And(seen, own)
-        return seen
+                visible = own if visible is None else T.And(visible, own)
+        return visible
 
     def read_block(self, first_key: Expr, count: Expr) -> None:
         """Reads what the steps need of a block."""
@@ -108,12 +108,12 @@ class TileMask:
     def hide(self, score: Expr, row: Expr, key: Expr, column: Chunk) -> Expr:
         """The scores of a column of queries for `key`, number `row` of its block; -inf where it is hidden."""
         first, lanes = column
-        hidden = constant(-math.inf, lanes)
+        minus_infinity = constant(-math.inf, lanes)
         lane = T.Ramp(T.int32(0), T.int32(1), lanes) if lanes > 1 else T.int32(0)
         if self.bits is not None:
             word = T.cast(self.bits.buffer[self.bits.row + row, first // lanes], "int32")
             flag = splat(T.int32(1), lanes) << lane
-            score = T.Select((splat(word, lanes) & flag) != splat(T.int32(0), lanes), score, hidden)
+            score = T.Select((splat(word, lanes) & flag) != splat(T.int32(0), lanes), score, minus_infinity)
             if not self.op.any_step("counts_keys"):  # the bits hold all the rest
                 return score
         for part in self.parts:
@@ -121,29 +121,29 @@ class TileMask:
         # One subtraction a key in int64, then int32, whose vectors have as many lanes as the scores'.
         if self.rightmost is not None:  # lane i sees it if it is at most rightmost + i
             frontier = T.cast(materialize(key - self.rightmost - first), "int32")
-            score = T.Select(splat(frontier, lanes) <= lane, score, hidden)
+            score = T.Select(splat(frontier, lanes) <= lane, score, minus_infinity)
         if self.leftmost is not None:
             frontier = T.cast(materialize(key - self.leftmost - first), "int32")
-            score = T.Select(splat(frontier, lanes) >= lane, score, hidden)
+            score = T.Select(splat(frontier, lanes) >= lane, score, minus_infinity)
         # Beyond the last key its row was read again; the number tells.
-        return T.Select(splat(key < self.kv_length, lanes), score, hidden)
+        return T.Select(splat(key < self.kv_length, lanes), score, minus_infinity)
 
     def sees(self, lane: Expr, row: Expr, key: Expr) -> Expr:
         """Whether query `lane` sees `key`, number `row` of its block: a single pair, where speed does not matter."""
-        seen = key < self.kv_length
+        visible = key < self.kv_length
         if self.bits is not None:
             width = self.bits.lanes
             column, bit = T.truncdiv(lane, T.int64(width)), T.cast(T.truncmod(lane, T.int64(width)), "int32")
             word = T.cast(self.bits.buffer[self.bits.row + row, column], "int32")
-            seen = T.And(seen, ((word >> bit) & T.int32(1)) == T.int32(1))
+            visible = T.And(visible, ((word >> bit) & T.int32(1)) == T.int32(1))
         for part in self.parts:
             if (own := part.sees(lane, row, key)) is not None:
-                seen = T.And(seen, own)
+                visible = T.And(visible, own)
         if self.rightmost is not None:
-            seen = T.And(seen, key <= self.rightmost + lane)
+            visible = T.And(visible, key <= self.rightmost + lane)
         if self.leftmost is not None:
-            seen = T.And(seen, key >= self.leftmost + lane)
-        return seen
+            visible = T.And(visible, key >= self.leftmost + lane)
+        return visible
 
     # What moves with the reference of the softmax: origins of a bias, of at most one part.
 
@@ -166,7 +166,7 @@ class TileMask:
     def move(self, column: Chunk, whether: Expr, key: Expr) -> Expr | None:
         """What each lane's scores lose where origins move to `key`, None where nothing moves."""
         losses = (part.move(column, whether, key) for part in self.parts)
-        return next((lost for lost in losses if lost is not None), None)
+        return next((loss for loss in losses if loss is not None), None)
 
     def lack(self, column: Chunk) -> Expr | None:
         """What the scores of each query lack, None where that is nothing."""

@@ -135,9 +135,9 @@ class OnlineSoftmax:
         self._raise_where_exceeded(base, columns, tile, keys[0])
         for r in range(self.key_tile):
             for lane, lanes in self.query_columns:
-                seen = [c for c, column in enumerate(columns) if column[0] == lane]
+                places = [c for c, column in enumerate(columns) if column[0] == lane]
                 # Columns that were left out see nothing of this group.
-                score = tile.get(r, seen[0]) if seen else constant(-math.inf, lanes)
+                score = tile.get(r, places[0]) if places else constant(-math.inf, lanes)
                 store(self.pending, [T.int64(r), T.int64(lane)], score, lanes)
 
     def end_block(self, groups: Expr) -> None:
@@ -192,12 +192,12 @@ class OnlineSoftmax:
         """Makes a score that is too far above its row's reference the new one, and brings all sums so far to its
         measure. `key` is the tile's first key."""
         largest = [let(self._largest(tile, c)) for c in range(len(columns))]
-        exceeded = None
+        above = None
         for (lane, lanes), top in zip(columns, largest, strict=True):
             beyond = top > load(self.limit, [T.int64(lane)], lanes)
-            exceeded = beyond if exceeded is None else T.Or(exceeded, beyond)
+            above = beyond if above is None else T.Or(above, beyond)
         # One branch for all rows, which is hardly ever taken.
-        with T.If(any_lane(exceeded, columns[0][1])), T.Then():
+        with T.If(any_lane(above, columns[0][1])), T.Then():
             for lane, lanes in self.query_columns:
                 store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
             for (lane, lanes), top in zip(columns, largest, strict=True):
@@ -212,12 +212,12 @@ class OnlineSoftmax:
         nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
         old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.reference, at, lanes))
         old = materialize(old, "float32", lanes)
-        lost = self.visibility.move(column, top > old, key)
-        new = materialize(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
+        loss = self.visibility.move(column, top > old, key)
+        new = materialize(T.Select(top > old, top if loss is None else top - loss, old), "float32", lanes)
         reference = materialize(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
         store(self.limit, at, new + constant(RISE, lanes), lanes)
         store(self.reference, at, reference, lanes)
-        fall = old - reference if lost is None else old - reference - lost
+        fall = old - reference if loss is None else old - reference - loss
         factor = materialize(vector_math.exp2(fall, lanes), "float32", lanes)
         store(self.factors, at, factor, lanes)
         # `group_sum` is not among them: the group before is in `block_sum` by now.

@@ -89,21 +89,21 @@ class Accumulator:
 
     def _value_tile(self) -> tuple[int, list[list[Chunk]]]:
         """(rows of P V's register tile, its columns in vectors: those that leave the fewest over, and what fits)."""
-        wanted = len(self.value_columns)
+        total = len(self.value_columns)
         if self.products.unit.rows > 1:
             # More sums than a quarter of the registers would leave room for: a matrix product takes five cycles.
-            count = -(-wanted // 6)
-            borders = [wanted * i // count for i in range(count + 1)]
+            count = -(-total // 6)
+            borders = [total * i // count for i in range(count + 1)]
             return self.lanes, [self.value_columns[first:end] for first, end in pairwise(borders)]
-        fewest = min(-wanted % columns for columns in (2, 3, 4))
-        columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]
+        fewest = min(-total % columns for columns in (2, 3, 4))
+        columns = [c for c in (1, 2, 3, 4) if -total % c <= fewest and c <= total]
         if self.registers <= 16:
             # All of them: eight sums, which is what three quarters have room for, barely hide the latency of two units.
             room, rows = self.registers, [r for r in (1, 2, 4, 6, 8) if self.queries % r == 0]
         else:
             room, rows = vectors.tile_registers(self.registers), [r for r in (1, 2, 4, 8) if self.lanes % r == 0]
         tile_rows, width = vectors.register_tile(room, rows, columns)
-        return tile_rows, [self.value_columns[first : first + width] for first in range(0, wanted, width)]
+        return tile_rows, [self.value_columns[first : first + width] for first in range(0, total, width)]
 
     def _holds_non_finite_values(self, first_key: Expr, count: Expr) -> Expr:
         """Whether V in this block has a NaN or an infinity: 0 * v summed over the block is then NaN, otherwise 0."""
@@ -117,10 +117,12 @@ class Accumulator:
                     + zero_if_finite(self.products.operands.value_row(first_key + j, columns[c]), columns[c][1])
                 )
             )
-        found = T.bool(False)
+        non_finite = T.bool(False)
         for c, (_, lanes) in enumerate(columns):
-            found = T.Or(found, any_lane(T.isnan(sums.get(0, c)), lanes))  # not x != x, which TVM takes to be false
-        return found
+            non_finite = T.Or(
+                non_finite, any_lane(T.isnan(sums.get(0, c)), lanes)
+            )  # not x != x, which TVM takes to be false
+        return non_finite
 
     def _add_selected(self, first_key: Expr, count: Expr) -> None:
         """Adds P V as `add` does, but leaves a hidden key out, not multiplied by zero: rare, so plain rather than

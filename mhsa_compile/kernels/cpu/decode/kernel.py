@@ -82,16 +82,16 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("decode")
         T.func_attr({"tirx.noalias": True})
-        given = attention_arguments(op)
-        y = given.output()
+        arguments = attention_arguments(op)
+        y = arguments.output()
         layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
         sizes = {"least_keys": config["least_keys"], "group": layout.group, "cores": profile.hardware.cores}
         deal = (
-            SplitKvByLength(given, **sizes)
+            SplitKvByLength(arguments, **sizes)
             if op.any_step("counts_keys")
-            else SplitKv(op, given.batch, given.kv_length, **sizes)
+            else SplitKv(op, arguments.batch, arguments.kv_length, **sizes)
         )
-        emitter = _Decode(profile, config, given, y, deal.parts)
+        emitter = _Decode(profile, config, arguments, y, deal.parts)
         loop = T.serial if _is_small(op) else T.parallel
         with loop(deal.tasks) as task:
             deal.each_part(task, emitter.attend)
@@ -134,10 +134,12 @@ class _Decode:
     pool and shared by all threads.
     """
 
-    def __init__(self, profile: CpuProfile, config: Config, given: AttentionArguments, y: Expr, parts: Expr) -> None:
-        op = given.op
+    def __init__(
+        self, profile: CpuProfile, config: Config, arguments: AttentionArguments, y: Expr, parts: Expr
+    ) -> None:
+        op = arguments.op
         self.op, self.config = op, config
-        self.given, self.inputs, self.y, self.fades = given, given.inputs, y, op.any_step("fades")
+        self.given, self.inputs, self.y, self.fades = arguments, arguments.inputs, y, op.any_step("fades")
         self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = rows_of_key_head(op)
@@ -241,10 +243,10 @@ class _Decode:
             with T.If(reach > largest[0]), T.Then():
                 T.buffer_store(largest, reach, zero)
                 T.buffer_store(best, first + s, zero)
-        chosen = materialize(best[0])
+        reference = materialize(best[0])
         top, from_key = (
-            materialize(zero_if_unseen(maximum(chosen), 1), "float32"),
-            materialize(origin(chosen), "float32"),
+            materialize(zero_if_unseen(maximum(reference), 1), "float32"),
+            materialize(origin(reference), "float32"),
         )
         return lambda part: maximum(part) - top + slope * (origin(part) - from_key)
 

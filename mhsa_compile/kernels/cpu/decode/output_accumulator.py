@@ -81,8 +81,8 @@ class ValueSums:
         def rows_of(base: Expr, group: Sequence[vectors.Chunk]) -> None:
             with T.serial(T.int64(self.rows // size)) as index:
                 self._accumulate_tile(begin, count, (materialize(index * size), base), size, group, sums)
-            if left := self.rows % size:
-                self._accumulate_tile(begin, count, (T.int64(self.rows - left), base), left, group, sums)
+            if rest := self.rows % size:
+                self._accumulate_tile(begin, count, (T.int64(self.rows - rest), base), rest, group, sums)
 
         if whole:
             with T.serial(T.int64(whole)) as index:

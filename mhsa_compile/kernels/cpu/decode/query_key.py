@@ -69,8 +69,8 @@ class ScoreLayout:
         # Rotations by half the vector, a quarter, ...: in the end all lanes of a row agree.
         step = self.lanes // 2
         while step >= self.padded_rows:
-            turned = T.Shuffle([vector], [T.int32((lane + step) % self.lanes) for lane in range(self.lanes)])
-            vector = let(combine(vector, turned))  # type: ignore[operator]
+            rotation = T.Shuffle([vector], [T.int32((lane + step) % self.lanes) for lane in range(self.lanes)])
+            vector = let(combine(vector, rotation))  # type: ignore[operator]
             step //= 2
         return vector
 

@@ -36,13 +36,13 @@ class SplitKv:
         assert isinstance(op.q_length, int)
         self.kv_length, self.span = kv_length, span_of(op, op.q_length, kv_length)
         self.heads = materialize(batch * op.num_kv_heads)
-        wanted = T.int64(cores)
+        shares = T.int64(cores)
         # Divisors ascend, so the largest one that divides the heads has the last word.
         for divisor in (d for d in range(2, cores + 1) if cores % d == 0):
-            wanted = T.Select(T.truncmod(self.heads, T.int64(divisor)) == 0, T.int64(cores // divisor), wanted)
+            shares = T.Select(T.truncmod(self.heads, T.int64(divisor)) == 0, T.int64(cores // divisor), shares)
         keys = materialize(T.max(T.int64(0), self.span.stop - self.span.start))
         most = T.max(T.int64(1), T.truncdiv(keys, T.int64(least_keys)))
-        self.count = materialize(T.min(materialize(wanted), most))
+        self.count = materialize(T.min(materialize(shares), most))
         # Whole groups, so that all parts but the last may take the path without masks.
         self.size = materialize(ceil_div(ceil_div(keys, self.count), group) * group)
         self.tasks = self.heads * self.count
@@ -82,8 +82,8 @@ class SplitKvByLength:
     share of the pieces, whatever heads they belong to, so the time follows the keys that there are. A share may begin
     and end within a head."""
 
-    def __init__(self, given: AttentionArguments, *, least_keys: int, group: int, cores: int) -> None:
-        self.given, self.op, self.batch = given, given.op, given.batch
+    def __init__(self, arguments: AttentionArguments, *, least_keys: int, group: int, cores: int) -> None:
+        self.given, self.op, self.batch = arguments, arguments.op, arguments.batch
         self.piece = T.int64(-(-least_keys // group) * group)
         # All pieces are counted first: a share is a part of that number.
         total = T.alloc_buffer((1,), "int64")

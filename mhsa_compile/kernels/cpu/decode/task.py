@@ -40,7 +40,7 @@ class DecodeTask:
 
     def __init__(
         self,
-        given: AttentionArguments,
+        arguments: AttentionArguments,
         config: Config,
         lanes: int,
         registers: int,
@@ -48,7 +48,7 @@ class DecodeTask:
         span: Span,
         heads: Heads,
     ) -> None:
-        op = given.op
+        op = arguments.op
         assert isinstance(op.q_length, int)
         self.op, self.config, self.lanes, self.registers = op, config, lanes, registers
         self.kv_length, self.span, self.heads = kv_length, span, heads
@@ -57,7 +57,7 @@ class DecodeTask:
         self.layout = layout = ScoreLayout(self.rows, lanes, registers)
         # Whole groups, so that only the last block of a part can need clamps.
         self.keys = -(-config["keys"] // layout.group) * layout.group
-        self.parts = row_parts(given, heads.entry, heads.first_head, layout, kv_length)
+        self.parts = row_parts(arguments, heads.entry, heads.first_head, layout, kv_length)
 
         self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
         self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the probs
@@ -97,8 +97,8 @@ class DecodeTask:
             else:
                 whole = T.And(begin >= low, begin + count <= high)
                 # Without masks no row is clamped either: a last group that is not whole would read too far.
-                grouped = T.truncmod(count, T.int64(self.layout.group)) == 0
-                with T.If(T.And(whole, grouped)):
+                is_grouped = T.truncmod(count, T.int64(self.layout.group)) == 0
+                with T.If(T.And(whole, is_grouped)):
                     with T.Then():
                         self._visit(begin, count, masked=False)
                     with T.Else():
@@ -187,14 +187,14 @@ class DecodeTask:
 
     def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""
-        lanes, hidden = self.lanes, constant(-math.inf, self.lanes)
+        lanes, minus_infinity = self.lanes, constant(-math.inf, self.lanes)
         for part in self.parts:
             score = part.hide(score, begin, key, vector)
         keys = splat(T.cast(begin + key, "int32"), lanes) + self.layout.key_of_lane()
         if self.bounds is None:
-            return T.Select(keys < splat(T.cast(self.span.stop, "int32"), lanes), score, hidden)
+            return T.Select(keys < splat(T.cast(self.span.stop, "int32"), lanes), score, minus_infinity)
         low, high = (load(buffer, [T.int64(vector * lanes)], lanes) for buffer in self.bounds)
-        return T.Select(T.And(keys >= low, keys < high), score, hidden)
+        return T.Select(T.And(keys >= low, keys < high), score, minus_infinity)
 
     def _weigh(self, begin: Expr, count: Expr, masked: bool) -> None:
         """scores become p = 2^(s - m); row_max, row_sum and rescale = 2^(old m - m) follow the new maximum."""
@@ -204,13 +204,13 @@ class DecodeTask:
             old = let(load(self.row_max, at, lanes))
             in_lanes = load(self.rescale, at, lanes)
             top = layout.over_keys(in_lanes, T.max)
-            lost = None if self.fading is None else self.fading.move(old, in_lanes, top, vector)
-            largest = let(T.max(old, top) if lost is None else T.Select(top > old, top - lost, old))
+            loss = None if self.fading is None else self.fading.move(old, in_lanes, top, vector)
+            largest = let(T.max(old, top) if loss is None else T.Select(top > old, top - loss, old))
             store(self.row_max, at, largest, lanes)
             if masked:
                 # Without masks every row has seen a key.
                 largest = let(zero_if_unseen(largest, lanes))
-            factor = let(vector_math.exp2(old - largest if lost is None else old - largest - lost, lanes))
+            factor = let(vector_math.exp2(old - largest if loss is None else old - largest - loss, lanes))
             # In the place of the block's maxima, which are of no more use.
             store(self.rescale, at, factor, lanes)
             store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
@@ -229,8 +229,8 @@ class DecodeTask:
         key = index * layout.keys_per_vector
         place = [layout.place(key, vector)]
         score = let(load(self.scores, place, lanes))
-        biased = score if self.fading is None else self.fading.biased(score, begin + key, vector)
-        prob = vector_math.exp2(biased - largest, lanes)
+        logit = score if self.fading is None else self.fading.biased(score, begin + key, vector)
+        prob = vector_math.exp2(logit - largest, lanes)
         if masked:
             # By the score: a prob of 0 may also be one that underflowed, whose NaN counts.
             prob = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), prob)

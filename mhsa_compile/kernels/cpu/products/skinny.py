@@ -260,10 +260,10 @@ class _Tile:
 
             tile = next(turn) if size == lanes else rest
             if len(lines) < count:  # the fewer operands wait in registers
-                kept = [let(wide(r)) for r in range(len(lines))]
+                factors = [let(wide(r)) for r in range(len(lines))]
                 for c in range(count):
                     other = let(skinny(c))
-                    for r, value in enumerate(kept):
+                    for r, value in enumerate(factors):
                         tile.set(r, c, tile.get(r, c) + value * other)
             else:
                 tile.outer_product(wide, skinny, lambda total, one, other: total + one * other)

@@ -94,21 +94,21 @@ class _Layer:
     def of_arguments(op: RecurrenceOp, lanes: int) -> _Layer:
         dim, both, units, gates = SizeVars(), T.int64(len(op.backwards)), T.int64(op.units), op.gates
         steps, batch = dim(op.steps), dim(op.batch)
-        kept = [both, batch, units]
+        state_shape = [both, batch, units]
         shapes = {
             "x": [steps, batch, T.int64(len(op.backwards) * gates * op.units)],
             "weights": [both, T.int64(op.units * gates * op.units)],
             "biases": [both, T.int64(gates * op.units)],
-            "state": kept,
+            "state": state_shape,
         }
-        shapes |= {"memory": kept} if op.cell == "LSTM" else {}
+        shapes |= {"memory": state_shape} if op.cell == "LSTM" else {}
         shapes |= {"peepholes": [both, T.int64(3 * op.units)]} if op.peepholes else {}
         shapes |= {"hidden": [both, units]} if op.linear_before_reset else {}
         inputs = {name: argument(name, shape, "float32") for name, shape in shapes.items()}
         if op.lengths:
             inputs["lengths"] = argument("lengths", [batch], "int32")
-        written = {"y": [steps, both, batch, units], "last_state": kept}
-        written |= {"last_memory": kept} if op.cell == "LSTM" else {}
+        written = {"y": [steps, both, batch, units], "last_state": state_shape}
+        written |= {"last_memory": state_shape} if op.cell == "LSTM" else {}
         outputs = {name: argument(name, shape, "float32") for name, shape in written.items()}
         return _Layer(op, lanes, steps, batch, inputs, outputs)
 
@@ -202,10 +202,10 @@ class _Block:
         backwards = self.op.backwards
         if not any(backwards):
             return step
-        turned = length - 1 - step
+        backward_step = length - 1 - step
         if self.op.lengths:
-            turned = T.Select(step < length, turned, step)
-        return turned if all(backwards) else T.Select(self.d == 1, turned, step)
+            backward_step = T.Select(step < length, backward_step, step)
+        return backward_step if all(backwards) else T.Select(self.d == 1, backward_step, step)
 
     def _where_taken(self, cell: Callable[[_Cell], None]) -> Callable[[_Cell], None]:
         """The new states of rows that have such a step."""
@@ -228,14 +228,14 @@ class _Block:
 
     def _begin(self, r: Expr, u: Expr, n: int) -> None:
         """The states of before the first step; of rows without steps 0, as ONNX Runtime's end."""
-        for kept, name in ((self.state, "state"), (self.memory, "memory")):
-            if kept is None:
+        for buffer, name in ((self.state, "state"), (self.memory, "memory")):
+            if buffer is None:
                 continue
             value = load(self.layer.inputs[name], [self.d, self.first + r, u], n)
             if self.op.lengths:
                 has_steps = splat(self.layer.inputs["lengths"][self.first + r] > 0, n)
                 value = T.Select(has_steps, value, constant(0.0, n))
-            store(kept, [r, u], value, n)
+            store(buffer, [r, u], value, n)
 
     def _end(self, r: Expr, u: Expr, n: int) -> None:
         store(self.layer.outputs["last_state"], [self.d, self.first + r, u], load(self.state, [r, u], n), n)
@@ -291,11 +291,13 @@ class _Block:
     def _lstm(self, cell: _Cell) -> None:
         f, g, h = self.functions
         memory = materialize(cell.load(self.memory), "float32", cell.n)
-        taken = self._function(f, cell.sum(0) + cell.peeped(0, memory), cell.n)
-        kept = constant(1.0, cell.n) - taken
+        input_gate = self._function(f, cell.sum(0) + cell.peeped(0, memory), cell.n)
+        forget_gate = constant(1.0, cell.n) - input_gate
         if not self.op.input_forget:
-            kept = self._function(f, cell.sum(FORGET) + cell.peeped(2, memory), cell.n)
-        memory = materialize(kept * memory + taken * self._function(g, cell.sum(CELL), cell.n), "float32", cell.n)
+            forget_gate = self._function(f, cell.sum(FORGET) + cell.peeped(2, memory), cell.n)
+        memory = materialize(
+            forget_gate * memory + input_gate * self._function(g, cell.sum(CELL), cell.n), "float32", cell.n
+        )
         output = self._function(f, cell.sum(OUTPUT) + cell.peeped(1, memory), cell.n)
         cell.store(self.memory, memory)
         cell.take(output * activated(h, memory, cell.n))  # the memory is no gate: other runtimes do not clip it

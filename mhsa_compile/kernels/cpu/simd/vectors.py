@@ -255,9 +255,9 @@ def sums(values: Sequence[Expr], lanes: int) -> list[Expr]:
     count = 1 << (len(values) - 1).bit_length()
     vectors_, part_lanes = [*values, *[values[-1]] * (count - len(values))], lanes  # lanes of one value in a vector
     while part_lanes > 1:
-        half, held = part_lanes // 2, len(vectors_) == 1
-        pairs = [(vectors_[0],)] if held else list(zip(vectors_[::2], vectors_[1::2], strict=True))
-        width = len(pairs[0]) * (lanes if not held else count * part_lanes)
+        half, is_single = part_lanes // 2, len(vectors_) == 1
+        pairs = [(vectors_[0],)] if is_single else list(zip(vectors_[::2], vectors_[1::2], strict=True))
+        width = len(pairs[0]) * (lanes if not is_single else count * part_lanes)
         low = [T.int32(i) for i in range(width) if i % part_lanes < half]
         high = [T.int32(i) for i in range(width) if i % part_lanes >= half]
         vectors_ = [let(T.Shuffle(list(pair), low) + T.Shuffle(list(pair), high)) for pair in pairs]
@@ -301,5 +301,5 @@ def part(vector: Expr, first: int, size: int, lanes: int) -> Expr:
     """Lanes first .. first + size of a vector."""
     if size == lanes:
         return vector
-    picked = [T.int32(first + i) for i in range(size)]
-    return T.Shuffle([vector], picked)
+    lanes_of_part = [T.int32(first + i) for i in range(size)]
+    return T.Shuffle([vector], lanes_of_part)

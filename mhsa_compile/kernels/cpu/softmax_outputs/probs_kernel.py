@@ -19,7 +19,7 @@ from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.common.static_mask import constant_arguments
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, plan_arguments, planned_apart, tile_and_runs
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, plan_arguments, split_pairs, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
@@ -55,24 +55,24 @@ class CpuAttentionProbsKernel:
     def emit(self, op: AttentionProbsOp, profile: CpuProfile, config: Config) -> Emitted:
         heads = np.array(range(op.attention.num_heads) if op.heads is None else op.heads, np.int32)
         if op.rows is None:
-            attention, planned = planned_apart(op.attention, profile, config)
-            arrays = (*(planned.arrays if planned else ()), heads)
-            return Emitted(_weights(replace(op, attention=attention), profile, config, planned), constants=arrays)
+            attention, sparsity = split_pairs(op.attention, profile, config)
+            arrays = (*(sparsity.arrays if sparsity else ()), heads)
+            return Emitted(_weights(replace(op, attention=attention), profile, config, sparsity), constants=arrays)
         of_rows = [step.of_rows(op.rows) for step in op.attention.scores]
         constants = [array for _, array in of_rows if array is not None]
         run = _chosen_weights(op, of_rows, profile, config)
         return Emitted(run, constants=(heads, np.array(op.rows, np.int32), *constants))
 
 
-def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
+def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, sparsity: CpuBlockSparsity | None) -> Expr:
     """The PrimFunc for all rows of the chosen heads."""
 
     def body() -> None:
         attention = op.attention
         call = call_arguments(attention, profile, config)
-        views = None if planned is None else plan_arguments(planned)
+        views = None if sparsity is None else plan_arguments(sparsity)
         count = attention.num_heads if op.heads is None else len(op.heads)
-        heads, chosen = T.int64(count), argument("heads", [T.int64(count)], "int32")
+        heads, numbers = T.int64(count), argument("heads", [T.int64(count)], "int32")
         y = argument("weights", [call.batch, heads, call.q_length, call.kv_length], attention.dtype)
         queries = config["queries"]
         tiles = materialize(ceil_div(call.q_length, queries))
@@ -80,7 +80,7 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned:
         with call.unit.imported(), T.parallel(total) as index:
             head_index = materialize(T.truncdiv(index, tiles))
             b, place = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
-            h = materialize(T.cast(chosen[place], "int64"))
+            h = materialize(T.cast(numbers[place], "int64"))
             tile, runs = tile_and_runs(attention, materialize(T.truncmod(index, tiles)), tiles, h, views)
             first_query = materialize(tile * queries)
             products, visibility = call.task(b, h, first_query)

@@ -118,11 +118,11 @@ class TileRowStats:
         """Makes a score that is too far above its row's reference the new one, and brings all sums so far to its
         measure."""
         largest = [let(largest_of(scores, c, self.key_tile)) for c in range(len(self.columns))]
-        exceeded = None
+        above = None
         for (first, lanes), top in zip(self.columns, largest, strict=True):
             beyond = top > load(self.limit, [T.int64(first)], lanes)
-            exceeded = beyond if exceeded is None else T.Or(exceeded, beyond)
-        with T.If(any_lane(exceeded, self.columns[0][1])), T.Then():
+            above = beyond if above is None else T.Or(above, beyond)
+        with T.If(any_lane(above, self.columns[0][1])), T.Then():
             for column, top in zip(self.columns, largest, strict=True):
                 self._raise_column(column, top, first_key)
             self.visibility.renew_bias(scores, first_key)
@@ -132,14 +132,14 @@ class TileRowStats:
         nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
         is_first = load(self.limit, at, lanes) == nothing
         old = materialize(T.Select(is_first, nothing, load(self.reference, at, lanes)), "float32", lanes)
-        lost = self.visibility.move(column, top > old, key)
-        if lost is not None and self._lower is not None:
-            self._lower(column, lost)
-        new = materialize(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
+        loss = self.visibility.move(column, top > old, key)
+        if loss is not None and self._lower is not None:
+            self._lower(column, loss)
+        new = materialize(T.Select(top > old, top if loss is None else top - loss, old), "float32", lanes)
         reference = materialize(T.Select(new == nothing, zero, new), "float32", lanes)
         store(self.limit, at, new + constant(RISE, lanes), lanes)
         store(self.reference, at, reference, lanes)
-        fall = old - reference if lost is None else old - reference - lost
+        fall = old - reference if loss is None else old - reference - loss
         factor = materialize(vector_math.exp2(fall, lanes), "float32", lanes)
         shift = materialize(T.Select(old == nothing, zero, fall), "float32", lanes)
         for total, moment in ((self.total, self.moment), (self.block_total, self.block_moment)):
@@ -199,12 +199,12 @@ class Candidates:
             for first, lanes in self.columns:
                 store(self.scores, [i, T.int64(first)], constant(-math.inf, lanes), lanes)
 
-    def lower(self, column: Chunk, lost: Expr) -> None:
+    def lower(self, column: Chunk, loss: Expr) -> None:
         """All scores of some rows are less by what they have lost: in the same order."""
         first, lanes = column
         with T.serial(T.int64(self.k)) as i:
             at = [i, T.int64(first)]
-            store(self.scores, at, load(self.scores, at, lanes) - lost, lanes)
+            store(self.scores, at, load(self.scores, at, lanes) - loss, lanes)
 
     def is_empty(self, i: Expr, row: Expr) -> Expr:
         """Whether a row saw no more than i keys."""
@@ -233,14 +233,14 @@ class Candidates:
         store(self._score, at, score, lanes)
         store(self._key, at, splat(T.cast(key, "int32"), lanes), lanes)
         with T.serial(T.int64(self.k)) as i:
-            for carried, kept in ((self._key, self.keys), (self._score, self.scores)):
-                dtype = str(kept.dtype)
-                there = materialize(load(kept, [i, *at], lanes), dtype, lanes)
-                here = materialize(load(carried, at, lanes), dtype, lanes)
+            for newcomer, entries in ((self._key, self.keys), (self._score, self.scores)):
+                dtype = str(entries.dtype)
+                there = materialize(load(entries, [i, *at], lanes), dtype, lanes)
+                here = materialize(load(newcomer, at, lanes), dtype, lanes)
                 is_larger = score > load(self.scores, [i, *at], lanes)
                 # The scores come last: what is compared with must still be there.
-                store(carried, at, T.Select(is_larger, there, here), lanes)
-                store(kept, [i, *at], T.Select(is_larger, here, there), lanes)
+                store(newcomer, at, T.Select(is_larger, there, here), lanes)
+                store(entries, [i, *at], T.Select(is_larger, here, there), lanes)
 
 
 def largest_of(scores: RegisterTile, c: int, key_tile: int) -> Expr:

@@ -16,7 +16,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, plan_arguments, planned_apart, tile_and_runs
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, plan_arguments, split_pairs, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
@@ -48,16 +48,16 @@ class CpuSoftmaxStatsKernel:
         return default_config(profile)
 
     def emit(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> Emitted:
-        attention, planned = planned_apart(op.attention, profile, config)
-        run = _statistics(replace(op, attention=attention), profile, config, planned)
-        return Emitted(run, constants=planned.arrays if planned else ())
+        attention, sparsity = split_pairs(op.attention, profile, config)
+        run = _statistics(replace(op, attention=attention), profile, config, sparsity)
+        return Emitted(run, constants=sparsity.arrays if sparsity else ())
 
 
-def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
+def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, sparsity: CpuBlockSparsity | None) -> Expr:
     def body() -> None:
         attention = op.attention
         call = call_arguments(attention, profile, config)
-        views = None if planned is None else plan_arguments(planned)
+        views = None if sparsity is None else plan_arguments(sparsity)
         rows = [call.batch, T.int64(attention.num_heads), call.q_length]
         lse = argument("lse", rows, "float32") if op.lse else None
         entropy = argument("entropy", rows, "float32") if op.entropy else None
