@@ -14,10 +14,12 @@ from mhsa_compile.kernels.cpu.simd.vectors import load, store, vector_type
 
 @dataclass(frozen=True)
 class Format:
-    """dtype         of an element in memory
-    multiplied_as what a unit takes that multiplies elements as they are; nothing where they are widened by all
-    is_scaled     whether each row has a step of its own, float32, which is kept beside it
-    rounds_x      whether what weights of it are multiplied by is brought into it as well
+    """What numbers are in memory, and how they get there.
+
+    dtype          of an element
+    multiplied_as  what a unit takes that multiplies elements as they are; nothing where they are widened by all
+    is_scaled      whether each row has a step of its own, float32, which is kept beside it
+    rounds_x       whether what weights of it are multiplied by is brought into it as well
     """
 
     dtype: str

@@ -103,7 +103,9 @@ class Turned:
 
 @dataclass(frozen=True)
 class Unit:
-    """dtype     of the factors
+    """An instruction, or a few, that one step of an inner loop is.
+
+    dtype     of the factors
     sums      "float32", or "int32", which wraps around
     run       words that a vector holds, where a machine multiplies by each of them in place; else one
     feature   what the CPU must have, named as in /proc/cpuinfo
