@@ -21,7 +21,7 @@ def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(KERNELS, "cpu", KERNELS["cpu"])  # a copy of what the blocks change: undone afterwards
     monkeypatch.setattr(mask_patterns, "KINDS", dict(mask_patterns.KINDS))
     code = [block for block in blocks(PAGE) if block.language == "python"]
-    assert len(code) == 4
+    assert len(code) == 5
     run_python(code, {})
 
 

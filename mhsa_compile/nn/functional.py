@@ -61,8 +61,8 @@ def _scores(q: Tensor, k: Tensor, scoring: EagerScoring, scale: float) -> tuple[
     for name, formula in FORMULAS.items():
         if name in scoring.limits:
             scores = formula(torch, scores, scoring.limits[name])
-    if scoring.score_mod is not None:
-        scores = scoring.score_mod(scores)
+    if scoring.score_function is not None:
+        scores = scoring.score_function(scores)
         is_visible = scores != -torch.inf
         visible = is_visible if visible is None else visible & is_visible
     if bias is None:

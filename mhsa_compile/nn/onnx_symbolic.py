@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.onnx.ops import symbolic, symbolic_multi_out
 
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.nn.score_features import FEATURES, FeatureTensors, checked_mask, limits_of
+from mhsa_compile.nn.score_features import FEATURES, FeatureTensors, limits_of
 from mhsa_compile.spec.attention_spec import DOMAIN, AttentionSpec
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.spec.position_encoding import Rope
@@ -43,7 +43,7 @@ def attention_node(
     its softmax.
 
     tensors        what the module holds for the features of scores
-    lengths        the operator's nonpad_kv_seqlen, int64 (B,)
+    lengths        how many of the keys are valid, int64 (B,)
     free_lengths   whether S may differ from L
     """
     attributes: dict[str, Any] = {}
@@ -57,7 +57,8 @@ def attention_node(
     if lengths is None and free_lengths and spec.causal == "bottom_right":
         # The operator's offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
         lengths = _key_lengths(k)
-    places = {"Q": q, "K": k, "V": v, "attn_mask": checked_mask(spec, mask), "nonpad_kv_seqlen": lengths}
+    tensors = {**tensors, "mask": mask, "lengths": lengths}
+    places: dict[str, Tensor | None] = {"Q": q, "K": k, "V": v}
     places |= {feature.role: feature.input(spec, tensors) for feature in FEATURES if feature.role}
     captures = [tensor for feature in FEATURES for tensor in feature.captures(spec, tensors)]
     inputs = [places.get(role) for role in mhsa_operator.INPUTS]

@@ -7,6 +7,7 @@ Notation: B batch, L query length, S key length, H heads.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,6 @@ from mhsa_compile.nn.score_tracing import trace
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.field_notes import formulas_of
 from mhsa_compile.spec.mask_patterns import Pattern
-from mhsa_compile.spec.position_encoding import alibi_slopes
 from mhsa_compile.spec.score_functions import ScoreFunction
 
 FeatureTensors = Mapping[str, Tensor | None]
@@ -35,14 +35,14 @@ class EagerScoring:
     visible    bool, broadcastable to (B, H, L, S): what queries see
     bias       of the queries' dtype, broadcastable to (B, H, L, S); -inf hides
     limits     numbers by the names of the formulas of AttentionSpec that they are of
-    score_mod  what becomes of scores (B, H, L, S) after these; one of -inf hides its key
+    score_function  what becomes of scores (B, H, L, S) after these; one of -inf hides its key
     no_key     (H,): for each head one more score of the softmax, of no value
     """
 
     visible: Tensor | None = None
     bias: Tensor | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
-    score_mod: Callable[[Tensor], Tensor] | None = None
+    score_function: Callable[[Tensor], Tensor] | None = None
     no_key: Tensor | None = None
 
 
@@ -100,7 +100,7 @@ class Feature:
         return {}
 
     def input(self, spec: AttentionSpec, tensors: FeatureTensors) -> Tensor | None:
-        """The node's input of its `role`."""
+        """The node's input of its `role`; `tensors` has the call's "mask" and "lengths", too."""
         return None
 
     def captures(self, spec: AttentionSpec, tensors: FeatureTensors) -> tuple[Tensor, ...]:
@@ -113,11 +113,16 @@ class Feature:
 
 
 class _CallMask(Feature):
+    role = "attn_mask"
+
+    def input(self, spec: AttentionSpec, tensors: FeatureTensors) -> Tensor | None:
+        return checked_mask(spec, tensors["mask"])
+
     def scoring(self, call: EagerCall) -> EagerScoring:
         mask = checked_mask(call.spec, call.mask)
         if mask is not None:
             _check_broadcast(call.spec, mask, call.sizes)
-        return EagerScoring(bias=mask) if call.spec.mask == "additive" else EagerScoring(mask)
+        return EagerScoring(bias=mask) if call.spec.adds_mask else EagerScoring(mask)
 
 
 class _Band(Feature):
@@ -137,6 +142,11 @@ class _Band(Feature):
 
 
 class _Lengths(Feature):
+    role = "nonpad_kv_seqlen"
+
+    def input(self, spec: AttentionSpec, tensors: FeatureTensors) -> Tensor | None:
+        return tensors["lengths"]
+
     def scoring(self, call: EagerCall) -> EagerScoring:
         if call.lengths is None:
             return EagerScoring()
@@ -148,8 +158,13 @@ class _Lengths(Feature):
 
 class _StaticMask(Feature):
     def scoring(self, call: EagerCall) -> EagerScoring:
-        pattern, (L, S) = call.spec.static_mask, call.sizes[2:]
-        return EagerScoring(None if pattern is None else _constant_mask(pattern, L, S).to(call.device))
+        if call.spec.static_mask is None:
+            return EagerScoring()
+        return EagerScoring(_constant_mask(call.spec.static_mask, *call.sizes[2:]).to(call.device))
+
+
+CONSTANT_MASK = "static_mask"
+"""What a file calls the mask that it holds."""
 
 
 class _Function(Feature):
@@ -206,7 +221,7 @@ class _ScoreMod(_Function):
             changed = evaluate(function, tensors, {**places, "score": wide})
             return changed.to(scores.dtype).expand_as(scores)
 
-        return EagerScoring(score_mod=modify)
+        return EagerScoring(score_function=modify)
 
 
 class _Slopes(Feature):
@@ -267,7 +282,7 @@ def scoring_of(call: EagerCall) -> EagerScoring:
         visible=functools.reduce(torch.logical_and, masks) if masks else None,
         bias=functools.reduce(torch.add, biases) if biases else None,
         limits=limits_of(call.spec),
-        score_mod=next((part.score_mod for part in parts if part.score_mod is not None), None),
+        score_function=next((part.score_function for part in parts if part.score_function is not None), None),
         no_key=next((part.no_key for part in parts if part.no_key is not None), None),
     )
 
@@ -294,11 +309,11 @@ def checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
         return None
     if mask is None:
         raise InputError("mask", f'a tensor: the spec has mask="{spec.mask}"', "None")
-    if spec.mask == "additive" and not mask.is_floating_point():
+    if spec.adds_mask and not mask.is_floating_point():
         raise InputError("mask", "floating point: it is additive", str(mask.dtype), 'Or set mask="bool" in the spec.')
-    if spec.mask != "additive" and mask.dtype != torch.bool:
+    if not spec.adds_mask and mask.dtype != torch.bool:
         mask = _truths(mask)
-    if spec.mask != "key_padding":
+    if not spec.masks_keys:
         return mask
     if mask.ndim != 2:
         raise InputError("mask", "shape (B, S): it is key_padding", str(tuple(mask.shape)))
@@ -316,9 +331,23 @@ def _truths(mask: Tensor) -> Tensor:
 
 
 def _check_broadcast(spec: AttentionSpec, mask: Tensor, full: tuple[int, int, int, int]) -> None:
-    exact = spec.mask == "key_padding" and mask.shape != (full[0], 1, 1, full[3])
+    exact = spec.masks_keys and mask.shape != (full[0], 1, 1, full[3])
     pairs = zip(reversed(mask.shape), reversed(full), strict=False)
     if exact or mask.ndim > 4 or any(size not in (1, whole) for size, whole in pairs):
-        expected = f"(B, S) = {(full[0], full[3])}" if spec.mask == "key_padding" else f"broadcastable to {full}"
-        shape = (mask.shape[0], mask.shape[3]) if spec.mask == "key_padding" else tuple(mask.shape)
+        expected = f"(B, S) = {(full[0], full[3])}" if spec.masks_keys else f"broadcastable to {full}"
+        shape = (mask.shape[0], mask.shape[3]) if spec.masks_keys else tuple(mask.shape)
         raise InputError("mask", expected, str(shape))
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """One slope a head (Press et al., 2021, https://arxiv.org/abs/2108.12409, section 3).
+
+    For H a power of two, 2 ** (-8 h / H) for h = 1 .. H. For another H those of the next lower power of two, then every
+    other one of the next higher, as the authors' code has it.
+    """
+    lower = 1 << num_heads.bit_length() - 1
+
+    def geometric(count: int) -> list[float]:
+        return [math.pow(2.0, -8.0 * h / count) for h in range(1, count + 1)]
+
+    return geometric(lower) + geometric(2 * lower)[0::2][: num_heads - lower]

@@ -22,25 +22,25 @@ _ROWS = 512
 
 
 def fixed_mask(
-    mask_mod: ScoreFunction, arrays: Sequence[np.ndarray], *, heads: int, L: int, S: int, offset: int
+    name: str, function: ScoreFunction, arrays: Sequence[np.ndarray], *, heads: int, L: int, S: int, offset: int
 ) -> BoolArray | None:
     """(1 or heads, L, S); query i stands at i + offset, and `arrays` are what the function captures.
 
     None where calls compute it: it asks for the entry of the batch, there are few queries, or it would be too large.
-    Raises SpecError where mask_mod has no value for some pair.
+    Raises SpecError where the function `name` has no value for some pair.
     """
-    heads = heads if mask_mod.depends_on("h") else 1
-    if mask_mod.depends_on("b") or L <= FEW_QUERIES or heads * L * S > MOST_PAIRS:
+    heads = heads if function.depends_on("h") else 1
+    if function.depends_on("b") or L <= FEW_QUERIES or heads * L * S > MOST_PAIRS:
         return None
     tensors = [torch.from_numpy(np.array(array)) for array in arrays]
     mask = np.empty((heads, L, S), np.bool_)
     for first in range(0, L, _ROWS):
         places = torch.arange(first, min(first + _ROWS, L)) + offset
-        mask[:, first : first + _ROWS] = _rows(mask_mod, tensors, heads, places, S).numpy()
+        mask[:, first : first + _ROWS] = _rows(name, function, tensors, heads, places, S).numpy()
     return mask
 
 
-def _rows(mask_mod: ScoreFunction, tensors: Sequence[Tensor], heads: int, places: Tensor, S: int) -> Tensor:
+def _rows(name: str, function: ScoreFunction, tensors: Sequence[Tensor], heads: int, places: Tensor, S: int) -> Tensor:
     leaves = {
         "b": torch.zeros(1, 1, 1, dtype=torch.int64),
         "h": torch.arange(heads).view(-1, 1, 1),
@@ -48,7 +48,7 @@ def _rows(mask_mod: ScoreFunction, tensors: Sequence[Tensor], heads: int, places
         "kv_idx": torch.arange(S),
     }
     try:
-        return evaluate(mask_mod, tensors, leaves)
+        return evaluate(function, tensors, leaves)
     except (IndexError, RuntimeError) as error:  # an index that is outside, a division by 0
         lengths = f"queries up to {int(places.max())} and keys up to {S - 1}"
-        raise SpecError("mask_mod", f"a value for {lengths}", str(error).partition("\n")[0]) from error
+        raise SpecError(name, f"a value for {lengths}", str(error).partition("\n")[0]) from error

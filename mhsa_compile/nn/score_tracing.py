@@ -26,6 +26,7 @@ from mhsa_compile.spec.score_functions import (
     Step,
     TensorKind,
     constant_value,
+    leaves_of,
     wrapped,
 )
 
@@ -46,7 +47,7 @@ def trace(name: str, function: UserFunction, *, keep: bool = False) -> tuple[Sco
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    scores = [torch.zeros(())] if name == "score_mod" else []
+    scores = [torch.zeros(())] if "score" in leaves_of(name) else []
     places = [torch.zeros((), dtype=torch.int64) for _ in PLACES]  # what flex_attention itself hands over
     readings: list[tuple[ScoreFunction, list[Any]]] = []
     for _ in range(2):
@@ -56,7 +57,7 @@ def trace(name: str, function: UserFunction, *, keep: bool = False) -> tuple[Sco
         except Exception as error:  # whatever the function trips over
             first = str(error).strip().partition(" - erroring out")[0].partition("\n")[0]
             raise SpecError(name, ASKED, f"{type(error).__name__}: {first}", WHITELIST) from error
-        reader = GraphReader(name, LEAVES if scores else PLACES)
+        reader = GraphReader(name, leaves_of(name))
         readings.append((reader.read(module, ()), reader.tensors))
     (steps, tensors), (again, _) = readings
     if steps != again:
@@ -67,7 +68,7 @@ def trace(name: str, function: UserFunction, *, keep: bool = False) -> tuple[Sco
 
 def with_named_arguments(name: str, function: UserFunction) -> UserFunction:
     """The function with its arguments and no others, whatever it calls them and whatever more it could take."""
-    if name == "score_mod":
+    if "score" in leaves_of(name):
         return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx, kv_idx)
     return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx)
 

@@ -16,8 +16,8 @@ from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 from mhsa_compile.runtime.call_arguments import Argument
-from mhsa_compile.spec.position_encoding import TABLES
-from mhsa_compile.spec.score_functions import CAPTURED
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.field_notes import tables_of
 
 BIND = "bind_weights"
 """The functions are this, an underscore and a number from 0 on; in artifacts of formats before 6 one has this name, and
@@ -73,7 +73,7 @@ def own_weights(manifest: Manifest, weights: Weights | None) -> Callable[[str], 
 def is_made(name: str) -> bool:
     """Whether a weight is a table that follows from the spec, or what a function of the spec captured: neither is among
     a module's parameters."""
-    return name in TABLES or name.startswith(CAPTURED)
+    return name.startswith(tables_of(AttentionSpec))
 
 
 def weight_arrays(

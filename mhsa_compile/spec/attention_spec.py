@@ -32,7 +32,7 @@ from mhsa_compile.spec.checks import (
     resolve_causal,
 )
 from mhsa_compile.spec.field_notes import Note, fields_with_notes
-from mhsa_compile.spec.mask_patterns import AnyPattern, Pattern, checked_static_mask, parse_pattern
+from mhsa_compile.spec.mask_patterns import AnyPattern, BlockDiagonal, Pattern, checked_static_mask, parse_pattern
 from mhsa_compile.spec.outputs import checked_outputs, split_words
 from mhsa_compile.spec.position_encoding import Rope, checked_rope, parse_rope
 from mhsa_compile.spec.score_functions import ScoreFunction, checked_function
@@ -113,7 +113,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
                             stay between -c and c, too, without a tanh
     rope                    None, or a Rope: queries and keys are turned by their places. True is its defaults
     alibi                   whether slope[h] * (j - p) is added to the scores of query head h, with the slopes of
-                            `position_encoding.alibi_slopes` and p as for `window`
+                            the paper (Press et al., 2021, https://arxiv.org/abs/2108.12409) and p as for `window`
     sinks                   whether each head has one more score, learned, that every query sees, of no value: a
                             parameter `sinks` (H,)
     kv_cache                whether keys and values go into a cache of a fixed capacity, and queries see those of all
@@ -174,9 +174,18 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     # A function as it was given, or a ScoreFunction: what modules make of it.
     mask_mod: Annotated[
-        Any, Note(check=checked_function, row="sees", words=lambda _: "what its mask_mod lets it see")
+        Any,
+        Note(
+            check=checked_function,
+            row="sees",
+            words=lambda _: "what its mask_mod lets it see",
+            tables=("mask_mod_",),
+        ),
     ] = None
-    score_mod: Annotated[Any, Note(check=checked_function, row="scores", words=lambda _: "a score_mod", turn=1)] = None
+    score_mod: Annotated[
+        Any,
+        Note(check=checked_function, row="scores", words=lambda _: "a score_mod", turn=1, tables=("score_mod_",)),
+    ] = None
     mask: Annotated[
         str | None,
         Note(
@@ -222,6 +231,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             parse=parse_rope,
             row="positions",
             words=Rope.in_words,
+            tables=("rope_cos", "rope_sin"),
         ),
     ] = None
     alibi: Annotated[
@@ -232,6 +242,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             check=checked_flag,
             row="positions",
             words=lambda _: "ALiBi, a slope for each head",
+            tables=("alibi_slopes",),
         ),
     ] = False
     sinks: Annotated[
@@ -383,6 +394,35 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The functions of scores that a module has traced, by their fields."""
         values = {name: getattr(self, name) for name in self.__struct_fields__}
         return {name: value for name, value in values.items() if isinstance(value, ScoreFunction)}
+
+    @property
+    def masks_keys(self) -> bool:
+        """Whether the mask of a call is (B, S), a flag for each key."""
+        return self.mask == "key_padding"
+
+    @property
+    def adds_mask(self) -> bool:
+        """Whether the mask of a call is added to the scores."""
+        return self.mask == "additive"
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many keys places leave to the left and to the right of a query; -1 is all."""
+        left, right, _ = self.band or (-1, -1, "")
+        return left, right
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether lengths must be fixed when it is compiled."""
+        return self.static_mask is not None
+
+    def for_any_lengths(self) -> AttentionSpec:
+        """The same, with a constant mask that fits all lengths in place of one that may not."""
+        return msgspec.structs.replace(self, static_mask=BlockDiagonal(block=3)) if self.needs_lengths else self
+
+    def constant_pairs(self, L: int, S: int) -> NDArray[np.bool_] | None:
+        """What is visible whatever the call, (L, S). Raises SpecError for lengths that its mask does not fit."""
+        return None if self.static_mask is None else self.static_mask.array(L, S)
 
     def attention_flops(self, B: int, L: int, S: int) -> int:
         """FLOPs of q k^T and of weights v, 2 per multiply-add; of a causal attention only the visible pairs count."""

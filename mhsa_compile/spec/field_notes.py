@@ -25,6 +25,7 @@ class Note:
     turn        places words in their row behind those of a lower number
     formula     what becomes of scores by themselves, in the order of the fields: the field is an attribute of
                 `mhsa.Attention`, too, a number, absent where it is None
+    tables      how the names of a module's buffers begin that follow from the field: nobody brings them as weights
     parameters  the field that says how many numbers a module holds for this one
     """
 
@@ -37,6 +38,7 @@ class Note:
     words: Callable[[Any], str] = str
     turn: int = 0
     formula: Formula | None = None
+    tables: tuple[str, ...] = ()
     parameters: str = ""
 
 
@@ -58,6 +60,12 @@ def fields_with_notes(spec: type) -> Mapping[str, SpecField]:
     hints = get_type_hints(spec, include_extras=True)
     kinds = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
     return {name: SpecField(kind, note) for name, (kind, note) in kinds.items()}
+
+
+@functools.cache
+def tables_of(spec: type) -> tuple[str, ...]:
+    """How the names of buffers begin that follow from a spec."""
+    return tuple(name for field in fields_with_notes(spec).values() for name in field.note.tables)
 
 
 def formulas_of(spec: type) -> dict[str, Formula]:

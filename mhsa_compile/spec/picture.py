@@ -87,7 +87,7 @@ def _said(spec: AttentionSpec, projections: bool) -> TableRows:
         yield "parameters", f"{shortened(count)}, {size}B of {spec.dtype}{'' if spec.bias else ', without biases'}"
     sizes = 1, _TOKENS, _TOKENS
     flops = [f"{shortened(spec.projection_flops(*sizes))} in projections"] if projections else []
-    if spec.static_mask is None:  # whose lengths may be others
+    if not spec.needs_lengths:  # which may be others
         flops.append(f"{shortened(spec.attention_flops(*sizes))} in attention")
     if flops:
         yield f"FLOPs, {_TOKENS} tokens", ", ".join(flops)
@@ -172,17 +172,17 @@ def _mask(spec: AttentionSpec, x: float, y: float) -> str:
 
 
 def _sketch(spec: AttentionSpec) -> Sequence[Sequence[bool]]:
-    left, right, _ = spec.band or (-1, -1, "")
+    left, right = spec.sides
     visible = [
         [(left < 0 or i - j <= min(left, _FEW)) and (right < 0 or j - i <= min(right, _FEW)) for j in range(_CELLS)]
         for i in range(_CELLS)
     ]
-    if spec.static_mask is None:
-        return visible
     try:
-        constant = spec.static_mask.array(_CELLS, _CELLS)
+        constant = spec.constant_pairs(_CELLS, _CELLS)
     except MhsaError:
-        return visible  # it fits no such lengths; the words below name it
+        constant = None  # it fits no such lengths; the words below name it
+    if constant is None:
+        return visible
     return [[one and bool(constant[i, j]) for j, one in enumerate(row)] for i, row in enumerate(visible)]
 
 

@@ -1,4 +1,4 @@
-"""Where a query and a key stand, as values that a spec can hold: rotary embeddings, and the slopes of ALiBi.
+"""Where a query and a key stand, as values that a spec can hold: rotary embeddings.
 
 Notation: H heads.
 """
@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # what only reads a spec does not load NumPy
 
     Table = NDArray[np.float64]
 
-TABLES = ("rope_cos", "rope_sin", "alibi_slopes")
-"""Tensors of a model that follow from its spec: nobody has to bring them as weights."""
 SCALINGS: dict[str, dict[str, float | bool | None]] = {
     "linear": {},
     "llama3": {"original_max_length": None, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -208,17 +206,3 @@ def _word(text: str) -> str | bool:
 
 def _number(text: str) -> int | float:
     return int(text) if text.isdecimal() else float(text)
-
-
-def alibi_slopes(num_heads: int) -> list[float]:
-    """One slope a head (Press et al., 2021, https://arxiv.org/abs/2108.12409, section 3).
-
-    For H a power of two, 2 ** (-8 h / H) for h = 1 .. H. For another H those of the next lower power of two, then every
-    other one of the next higher, as the authors' code has it.
-    """
-    lower = 1 << num_heads.bit_length() - 1
-
-    def geometric(count: int) -> list[float]:
-        return [math.pow(2.0, -8.0 * h / count) for h in range(1, count + 1)]
-
-    return geometric(lower) + geometric(2 * lower)[0::2][: num_heads - lower]

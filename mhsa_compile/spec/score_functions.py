@@ -21,8 +21,6 @@ Kind = Literal["bool", "int", "float"]
 PLACES = ("b", "h", "q_idx", "kv_idx")
 """What every function is given: batch entry, query head, place of the query, number of the key."""
 LEAVES = ("score", *PLACES)
-CAPTURED = ("score_mod_", "mask_mod_")
-"""How the names of tensors begin that a function of a spec captured: a module's buffers."""
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ARITHMETIC = ("add", "sub", "mul", "div", "floor_div", "mod", "min", "max")
 LOGIC = ("and", "or", "xor", "not")
@@ -152,6 +150,11 @@ def _text(step: Step, args: list[str]) -> str:
     return f"{(step.value or step.kind) if step.op == 'cast' else step.op}({inner})"
 
 
+def leaves_of(name: str) -> tuple[str, ...]:
+    """What the function of this field is of."""
+    return LEAVES if name == "score_mod" else PLACES
+
+
 def checked_function(name: str, value: object) -> object:
     """None, a function, or a ScoreFunction, also from its plain values. Raises SpecError."""
     if value is None or isinstance(value, ScoreFunction) or callable(value):
@@ -159,7 +162,7 @@ def checked_function(name: str, value: object) -> object:
     if isinstance(value, Mapping):
         with reading(SpecError, name, "the steps of a traced function"):
             return msgspec.convert(value, ScoreFunction)
-    arguments = ", ".join(LEAVES if name == "score_mod" else PLACES)
+    arguments = ", ".join(leaves_of(name))
     raise SpecError(name, f"None, or a function of ({arguments})", value_text(value))
 
 

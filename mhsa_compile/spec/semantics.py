@@ -42,3 +42,29 @@ class Semantics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     score_mod: str | None = None
     steps: dict[str, str | float] | msgspec.UnsetType = msgspec.UNSET
     """What else is done to scores, by the names of the steps; absent where nothing is."""
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether a constant mask, which is not here itself, hides some pairs."""
+        return self.static_mask is not None
+
+    @property
+    def hides_later_keys(self) -> bool:
+        return self.band is not None and self.band.right == 0
+
+    @property
+    def from_end(self) -> bool:
+        """Whether places are counted from the last key."""
+        return self.band is not None and self.band.alignment == "bottom_right"
+
+    def visible_pairs(self, L: int, S: int) -> int:
+        """The number of pairs of a query and a key that places leave."""
+        import numpy as np  # what only reads a manifest does not load it
+
+        if self.band is None:
+            return L * S
+        left, right = self.band.left, self.band.right
+        place = np.arange(L) + (S - L if self.from_end else 0)
+        first = np.zeros(L, np.int64) if left is None else np.clip(place - left, 0, S)
+        last = np.full(L, S) if right is None else np.clip(place + right + 1, 0, S)
+        return int(np.maximum(last - first, 0).sum())

@@ -152,8 +152,8 @@ class SelfCheckInputs:
 
     @property
     def why_no_prefixes(self) -> str:
-        bands = [attention.band for attention in self.manifest.semantics]
-        if not bands or any(band is None or band.right != 0 for band in bands):
+        meanings = self.manifest.semantics
+        if not meanings or not all(meaning.hides_later_keys for meaning in meanings):
             return "not causal"
         if self.cached:
             return "" if "L" in self.free else "a length is fixed"
@@ -248,9 +248,9 @@ class SelfCheckInputs:
         from the last one; also where attention is causal, since what comes after is hidden by that alone (places count
         among each other only in our own modules).
         """
-        bands = [attention.band for attention in self.manifest.semantics if attention.band is not None]
-        causal = self.manifest.spec is not None and any(band.right == 0 for band in bands)
-        from_the_end = any(band.alignment == "bottom_right" for band in bands)
+        meanings = self.manifest.semantics
+        causal = self.manifest.spec is not None and any(meaning.hides_later_keys for meaning in meanings)
+        from_the_end = any(meaning.from_end for meaning in meanings)
         apart = any(self.keys not in axes for axes in self.axes.values())  # in self-attention queries go with the keys
         return "before" if (from_the_end if apart else causal) else "after"
 

@@ -17,8 +17,9 @@ from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.frontend.export.module_state import state_of
 from mhsa_compile.nn.functional import to_torch
 from mhsa_compile.nn.modules import MultiHeadAttention, QueryKeyValueAttention, ScaledDotProductAttention, weights
+from mhsa_compile.nn.score_features import alibi_slopes
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.spec.position_encoding import Rope, alibi_slopes
+from mhsa_compile.spec.position_encoding import Rope
 
 CLOSE = {"rtol": 0, "atol": 1e-12}  # everything here runs in float64, where both sides are exact to about 1e-15
 
@@ -459,3 +460,10 @@ def test_tables_slopes_and_sinks_are_of_the_spec_s_dtype(dtype: torch.dtype) -> 
     assert {tensor.dtype for tensor in (*module.parameters(), *module.buffers())} == {dtype}
     assert module(torch.ones(1, 5, 24, dtype=dtype)).dtype == dtype
     assert set(module.state_dict()) == set(weights(module))  # tables follow from the spec: nobody stores them
+
+
+def test_alibi_s_slopes_are_the_paper_s() -> None:
+    assert alibi_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    assert alibi_slopes(1) == [2.0**-8]
+    # 12 heads: those of 8, then every other one of 16.
+    assert alibi_slopes(12) == [*alibi_slopes(8), 2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]

@@ -17,7 +17,7 @@ from mhsa_compile.bench.workloads import WORKLOADS
 from mhsa_compile.errors import InputError, MhsaError, SpecError
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import resolve_causal
-from mhsa_compile.spec.position_encoding import Rope, alibi_slopes, parse_rope
+from mhsa_compile.spec.position_encoding import Rope, parse_rope
 
 SPECS = [*(case.spec for case in PARITY), *(workload.spec for workload in WORKLOADS)]
 LLAMA3 = {"scaling": "llama3", "factor": 8, "original_max_length": 64}
@@ -288,13 +288,6 @@ def test_rope_s_angles() -> None:
             angle = position / 2 * 100.0 ** (-2 * pair / 6)
             assert cos[position, pair] == pytest.approx(math.cos(angle), abs=1e-15)
             assert sin[position, pair] == pytest.approx(math.sin(angle), abs=1e-15)
-
-
-def test_alibi_s_slopes_are_the_paper_s() -> None:
-    assert alibi_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
-    assert alibi_slopes(1) == [2.0**-8]
-    # 12 heads: those of 8, then every other one of 16.
-    assert alibi_slopes(12) == [*alibi_slopes(8), 2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
 
 
 def test_flops_of_a_textbook_block() -> None:

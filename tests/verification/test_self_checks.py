@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -16,7 +15,7 @@ from onnx import TensorProto, helper
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
-from mhsa_compile.spec.semantics import BandMeaning
+from mhsa_compile.spec.semantics import BandMeaning, Semantics
 from mhsa_compile.verification.oracle.evaluate import Reference
 from mhsa_compile.verification.paired_runs import RunPairs, SelfCheck
 from mhsa_compile.verification.self_check_inputs import LENGTHS, PRIMES, SelfCheckInputs
@@ -57,9 +56,11 @@ def subject(module: str = "MultiHeadAttention", dims: tuple[tuple[str, int], ...
     return model, manifest(model, spec, [meaning(band)], {"mask": full})
 
 
-def meaning(band: dict | None) -> object:
-    """The meaning of an attention, as far as these checks ask for it."""
-    return SimpleNamespace(band=None if band is None else BandMeaning(**band))
+def meaning(band: dict | None) -> Semantics:
+    """Where queries see keys; the rest of a meaning, nobody asks for here."""
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "v_head_dim": 1, "scale": 1.0, "dtype": "float32"}
+    words = dict.fromkeys(("op", "operator", "bool_mask", "fully_masked_row", "softmax"), "")
+    return Semantics(**sizes, **words, band=None if band is None else BandMeaning(**band))
 
 
 def manifest(

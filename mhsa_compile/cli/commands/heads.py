@@ -106,7 +106,7 @@ def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, 
     dims.check_symbols(attention.inputs)
     arguments = arrays.complete(arrays_by_name, attention.inputs, dims.stated(), seed)
     outputs = attention.from_host(**arguments)
-    valid = arguments["mask"] if stats.spec.mask == "key_padding" and not stats.spec.is_cross else None
+    valid = arguments["mask"] if stats.spec.masks_keys and not stats.spec.is_cross else None
     stats.add(arguments["x"], outputs, valid)
     names = [str(place) for place in range(arguments["x"].shape[1])]
     maps = [] if stats.spec.is_cross else list(outputs.weights[:_SHOWN_TEXTS])

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.export.module_calls import TensorModule
+from mhsa_compile.nn.score_features import CONSTANT_MASK
 from mhsa_compile.verification import unseen_sizes
 
 Shape = tuple[int | str, ...]
-
-STATIC_MASK = "static_mask"
-"""The initializer that holds a constant mask."""
 
 
 def check_declared(model: onnx.ModelProto, requested: Mapping[str, Shape]) -> None:
@@ -61,7 +59,7 @@ def check_equal_but_for_sizes(model: onnx.ModelProto, other: onnx.ModelProto) ->
 
 
 def _sizeless(model: onnx.ModelProto) -> tuple[list[Any], dict[str, bytes]]:
-    weights = {t.name: t.SerializeToString() for t in model.graph.initializer if t.name != STATIC_MASK}
+    weights = {t.name: t.SerializeToString() for t in model.graph.initializer if t.name != CONSTANT_MASK}
     return list(model.graph.node), weights
 
 

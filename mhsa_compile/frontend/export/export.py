@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
+import numpy as np
 import onnx
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.detach_weights import contents_as_inputs
 from mhsa_compile.frontend.export.check import (
-    STATIC_MASK,
     Shape,
     check_declared,
     check_equal_but_for_sizes,
@@ -44,9 +43,8 @@ from mhsa_compile.frontend.onnx_graph import reads
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.mhsa_operator import attention_function
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, opset
+from mhsa_compile.nn.score_features import CONSTANT_MASK
 from mhsa_compile.spec.attention_spec import DOMAIN, IN_PLACE_KEY, LIMITS_KEY, SPEC_KEY, AttentionSpec
-from mhsa_compile.spec.mask_patterns import BlockDiagonal
-from mhsa_compile.spec.masks import BoolArray
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 
 _LONGEST_CHECK = 512
@@ -150,7 +148,7 @@ def _export_any(wrapper: TensorModule, program: Program) -> onnx.ModelProto:
 def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: dict[str, int | None]) -> onnx.ModelProto:
     signature = with_fixed_dims(own_signature(module), dims)
     check_lengths(module.spec, dims)
-    mask = _static_mask(module, signature)
+    mask = _constant_mask(module, signature)
     model = _run_exporter(module, signature)
     if mask is not None:
         _set_mask(model, mask)
@@ -170,8 +168,7 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
     # The check holds whole score matrices in float64. Long lengths are stood in for by short ones, and a pattern that
     # may not fit those by one that does; the graph is the same.
     short = copy.copy(module)
-    if short.spec.static_mask is not None:
-        short.spec = msgspec.structs.replace(short.spec, static_mask=BlockDiagonal(block=3))
+    short.spec = short.spec.for_any_lengths()
     sizes = {name: size for name, size in dims.items() if not name.startswith("mask_")}
     sizes |= {name: _SHORT[name] for name in long}
     if isinstance(module, MultiHeadAttention) and not module.spec.is_cross:
@@ -184,20 +181,20 @@ def _shapes(signature: ModuleSignature) -> dict[str, Shape]:
     return {name: shape for name, (shape, _) in signature.items()}
 
 
-def _static_mask(
+def _constant_mask(
     module: MultiHeadAttention | ScaledDotProductAttention, signature: ModuleSignature
-) -> BoolArray | None:
+) -> np.ndarray | None:
     """The spec's constant mask, (L, S). Raises InputError unless its lengths are fixed."""
-    pattern, (L, S) = module.spec.static_mask, _lengths(module, signature)
-    if pattern is None:
+    L, S = _lengths(module, signature)
+    if not module.spec.needs_lengths:
         return None
     if isinstance(L, str) or isinstance(S, str):
         symbols = " and ".join(dict.fromkeys(dim for dim in (L, S) if isinstance(dim, str)))
-        expected = "fixed lengths, as the spec's static_mask is laid out at compile time"
+        expected = f"fixed lengths, as the spec's {CONSTANT_MASK} is laid out at compile time"
         raise InputError(
             "dims", expected, f"{symbols} left symbolic", "State them: --length 1024, or dims={'L': 1024}."
         )
-    return pattern.array(L, S)
+    return module.spec.constant_pairs(L, S)
 
 
 def _places(module: MultiHeadAttention | ScaledDotProductAttention, signature: ModuleSignature) -> dict[str, int | str]:
@@ -226,7 +223,7 @@ def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
             if not mhsa_operator.has_definition(node):
                 continue
             standard = next(entry.version for entry in model.opset_import if entry.domain == "")
-            model.functions.append(attention_function(node, standard, bool_mask=spec.mask != "additive"))
+            model.functions.append(attention_function(node, standard, bool_mask=not spec.adds_mask))
     _import_own_operators(model)
 
 
@@ -237,11 +234,11 @@ def _import_own_operators(model: onnx.ModelProto) -> None:
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
 
 
-def _set_mask(model: onnx.ModelProto, mask: BoolArray) -> None:
-    model.graph.initializer.append(onnx.numpy_helper.from_array(mask, STATIC_MASK))
+def _set_mask(model: onnx.ModelProto, mask: np.ndarray) -> None:
+    model.graph.initializer.append(onnx.numpy_helper.from_array(mask, CONSTANT_MASK))
     (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
     attention.input.extend([""] * (4 - len(attention.input)))
-    attention.input[3] = STATIC_MASK
+    attention.input[3] = CONSTANT_MASK
 
 
 def _run_exporter(

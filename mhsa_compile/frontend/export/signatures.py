@@ -46,11 +46,11 @@ def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Mod
     signature: ModuleSignature = {name: (shape, dtype) for name, shape in shapes.items()}
     if spec.kv_cache:
         signature["length"] = (("B",), torch.int64)
-    if spec.mask == "key_padding":
+    if spec.masks_keys:
         signature["mask"] = (("B", source_length), torch.bool)
     elif spec.mask is not None:
         axes = ("mask_B", "mask_H" if spec.num_heads > 1 else 1, "mask_L", "mask_S")
-        signature["mask"] = (axes, torch.bool if spec.mask == "bool" else dtype)
+        signature["mask"] = (axes, dtype if spec.adds_mask else torch.bool)
     return signature
 
 

@@ -17,15 +17,18 @@ from onnx import TensorProto
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.kernels.interface.score_step import NodeScores
+from mhsa_compile.kernels.scores.band import Band
 from mhsa_compile.kernels.scores.order import STEPS
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.spec.checks import DTYPES, LONGEST
+from mhsa_compile.spec.checks import DTYPES
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 
 INPUTS = mhsa_operator.INPUTS
 OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
 """The outputs of an Attention in their order, as INPUTS are its inputs. The last of both are those of our own operator
 of this name; see `operators`."""
+MASK, LENGTHS = "attn_mask", "nonpad_kv_seqlen"
+"""Inputs that are looked through before steps take them."""
 _STANDARD_INPUTS = ("past_key", "past_value")  # from number 4 on
 _STANDARD_OUTPUTS = ("present_key", "present_value", "qk_matmul_output")  # from number 1 on
 _PRECISIONS = {
@@ -90,16 +93,16 @@ def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
     words = {kind.attribute: said[kind.attribute] for kind in STEPS if said.get(kind.attribute)}
     roles = _roles(node, names, words)
     _check_scores(graph, node, said, roles, dtype, axes[0])
-    left, right = _window(said)
+    left, right = Band.sides(said)
     return AttentionNode(
         node=node,
         dtype=dtype,
         q=names["Q"],
         k=names["K"],
         v=names["V"],
-        mask=names["attn_mask"],
+        mask=names[MASK],
         past=past,
-        lengths=names["nonpad_kv_seqlen"],
+        lengths=names[LENGTHS],
         outputs={role: name for role, name in zip(OUTPUTS, node.output, strict=False) if name},
         heads=heads,
         scale=_scale(node, said),
@@ -240,12 +243,6 @@ def _check_shapes(
     for what, one, other in pairs:
         if isinstance(one, int) and isinstance(other, int) and one != other:
             raise refusal(node, f"equal {what}", f"{one} and {other}")
-
-
-def _window(said: dict[str, Any]) -> tuple[int, int]:
-    sizes = (said.get(name, -1) for name in ("left_window_size", "right_window_size"))
-    left, right = (-1 if size >= LONGEST else size for size in sizes)  # no key lies so far away
-    return left, 0 if said.get("is_causal") else right
 
 
 def _scale(node: onnx.NodeProto, said: dict[str, Any]) -> float | None:

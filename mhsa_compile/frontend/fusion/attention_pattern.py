@@ -132,7 +132,7 @@ class AttentionPattern:
             visible = np.pad(visible, [(0, 0), (0, 0), (0, max(0, S - visible.shape[-1]))])
         full = (self.operands[0].heads, L, S)
         if any(size not in (1, whole) for size, whole in zip(visible.shape, full, strict=True)):
-            raise self.asked.refusal(f"an attn_mask that broadcasts to {(1, *full)}", str(mask.shape))
+            raise self.asked.refusal(f"an {attention_node.MASK} that broadcasts to {(1, *full)}", str(mask.shape))
         return np.broadcast_to(visible, (len(visible), L, S))
 
     def _foreseen(self, kind: type[ScoreStep]) -> np.ndarray[Any, Any] | None:
@@ -149,13 +149,12 @@ class AttentionPattern:
 
         function = ScoreFunction.from_json(kind.attribute, str(asked.words[kind.attribute]))
         offset = S - L if self.alignment == "bottom_right" else 0
-        return fixed_mask(function, known, heads=self.operands[0].heads, L=L, S=S, offset=offset)
+        return fixed_mask(kind.attribute, function, known, heads=self.operands[0].heads, L=L, S=S, offset=offset)
 
     def _step_tensors(self) -> dict[str, tuple[str, ...]]:
-        """The tensors of the steps of scores, of which two are looked through; the mask and lengths come first."""
-        return {"attn_mask": (self.mask,), "nonpad_kv_seqlen": (self.lengths,)} | {
-            role: names for role, names in self.roles.items() if role not in ("attn_mask", "nonpad_kv_seqlen")
-        }
+        """The tensors of the steps of scores; those that are looked through come first."""
+        first = {attention_node.MASK: (self.mask,), attention_node.LENGTHS: (self.lengths,)}
+        return first | {role: names for role, names in self.roles.items() if role not in first}
 
     def _is_causal(self) -> bool:
         """Whether the constant mask says no more than is_causal would."""
@@ -170,7 +169,7 @@ class AttentionPattern:
         name = self.asked.mask
         shape = self.graph.shape(name) if name else ()
         if name and (shape is None or not 1 <= len(shape) <= 4):
-            raise self.asked.refusal("attn_mask of known rank 1 to 4", str(shape))
+            raise self.asked.refusal(f"{attention_node.MASK} of known rank 1 to 4", str(shape))
         if shape:
             self._refuse_contradictions(shape)
         whole = shape and (shape[-1] == self.asked.keys is not None or not self._pads_mask)
@@ -191,7 +190,7 @@ class AttentionPattern:
                 continue
             if not (self._pads_mask and axis == 0 and size < whole):
                 wanted = f"({', '.join(str(dim or '?') for dim in full)})"
-                raise self.asked.refusal(f"an attn_mask that broadcasts to {wanted}", str(shape))
+                raise self.asked.refusal(f"an {attention_node.MASK} that broadcasts to {wanted}", str(shape))
 
     def fused_node(self) -> onnx.NodeProto:
         asked, (q, k, v) = self.asked, self.operands

@@ -11,6 +11,7 @@ from typing import Any
 from tvm import relax
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.fusion.attention_node import MASK
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.relax import masks as attention_masks
 from mhsa_compile.frontend.relax.import_context import ImportContext
@@ -31,7 +32,6 @@ from mhsa_compile.kernels.scores.order import STEPS, steps_of
 
 WEIGHTS = 3
 """The qk_matmul_output_mode of what the softmax gives, for which there are kernels."""
-_MASK = "attn_mask"
 _LENGTH_AXIS = {"rows": 1, "heads": 2}
 
 
@@ -62,7 +62,7 @@ class AttentionImport:
         return None if number is None else self.inputs[number]
 
     def _mask_input(self) -> RelaxValue | None:
-        (number,) = self.fused.roles.get(_MASK, (None,))
+        (number,) = self.fused.roles.get(MASK, (None,))
         return self._input(number)
 
     def results(self) -> Any:
@@ -175,9 +175,9 @@ class AttentionImport:
         """The steps of the scores, in their order, each with its inputs."""
         fused, dim = self.fused, self.context.dim
         values = {role: [self.inputs[number] for number in numbers] for role, numbers in fused.roles.items()}
-        window, mask = self._band(full, self._mask(full))
+        window, mask = self._window(full, self._mask(full))
         if mask is not None:
-            values[_MASK] = [mask]
+            values[MASK] = [mask]
         for kind in STEPS:
             if kind.role in values:
                 values[kind.role] = [self._read_as(kind, value) for value in values[kind.role]]
@@ -222,12 +222,12 @@ class AttentionImport:
             mask = attention_masks.padded(self.bb, mask, length)
         return mask if name is not None else attention_masks.checked(self.bb, self.node, mask, full)
 
-    def _band(self, full: list[SizeExpr], mask: RelaxValue | None) -> tuple[WindowSpec | None, RelaxValue | None]:
-        """The window with causality in it, as a band, else in the mask."""
+    def _window(self, full: list[SizeExpr], mask: RelaxValue | None) -> tuple[WindowSpec | None, RelaxValue | None]:
+        """The window with causality in it, by itself, else in the mask."""
         past = self._input(self.fused.past_key)
         sizes = {"past": None if past is None else dims(past)[2], "queries": full[2], "keys": full[3]}
         window = self.fused.left, self.fused.right
-        band = attention_masks.band_of(*window, self.fused.alignment, **sizes)
-        if band != attention_masks.UNKNOWN:
-            return band, mask
+        window_spec = attention_masks.window_of(*window, self.fused.alignment, **sizes)
+        if window_spec != attention_masks.UNKNOWN:
+            return window_spec, mask
         return None, attention_masks.banded(self.bb, mask, *window, **sizes)

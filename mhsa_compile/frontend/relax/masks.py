@@ -12,6 +12,7 @@ from tvm import relax, te, tirx
 from tvm.sym import Analyzer
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.fusion.attention_node import MASK
 from mhsa_compile.kernels.interface.ops import WindowSpec
 
 RelaxValue = Any  # relax.Var
@@ -37,7 +38,7 @@ def difference(one: SizeExpr, other: SizeExpr) -> SizeExpr:
 def four_axes(builder: relax.BlockBuilder, mask: RelaxValue, key_mask: bool, node: str) -> RelaxValue:
     """The mask as a view of four axes, of 1 where it had none. A key mask is (B, S). Raises ModelError."""
     if mask.ty.shape is None:
-        raise ModelError(node, "an attn_mask whose dims can be inferred", "a computed one whose dims cannot")
+        raise ModelError(node, f"an {MASK} whose dims can be inferred", "a computed one whose dims cannot")
     shape = dims(mask)
     if key_mask:
         shape = [shape[0], 1, 1, shape[1]]
@@ -70,13 +71,13 @@ def checked(builder: relax.BlockBuilder, node: str, mask: RelaxValue, full: list
     target = [size if _is_one(size) else whole for size, whole in zip(sizes, full, strict=True)]
     apart = [difference(size, want) for size, want in zip(sizes, target, strict=True)]
     if any(isinstance(by, int) and by for by in apart):
-        raise ModelError(node, f"an attn_mask with axes of 1 or of {_text(full)}", _text(sizes))
+        raise ModelError(node, f"an {MASK} with axes of 1 or of {_text(full)}", _text(sizes))
     if all(isinstance(by, int) for by in apart):
         return mask
     return builder.match_cast(mask, relax.TensorType(target, mask.ty.dtype))
 
 
-def band_of(
+def window_of(
     left: int, right: int, alignment: str, *, past: SizeExpr | None, queries: SizeExpr, keys: SizeExpr
 ) -> WindowSpec | Literal["unknown"] | None:
     """The band of a window (-1: unbounded), causality in it: query i stands at i + P, or as `alignment` says.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from mhsa_compile.kernels.interface.ops import WindowSpec
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.spec.checks import LONGEST
 from mhsa_compile.spec.semantics import BandMeaning
 
 
@@ -29,6 +30,13 @@ class Band(ScoreStep):
                 return f"{name} of -1 or more", str(size)
         causal = node.words.get("is_causal", 0)
         return None if causal in (0, 1) else ("is_causal of 0 or 1", str(causal))
+
+    @classmethod
+    def sides(cls, words: Mapping[str, Any]) -> tuple[int, int]:
+        """How many keys a node leaves to the left and to the right of a query, causality in it; -1 is all."""
+        sizes = (words.get(name, -1) for name in ("left_window_size", "right_window_size"))
+        left, right = (-1 if size >= LONGEST else size for size in sizes)  # no key lies so far away
+        return left, 0 if words.get("is_causal") else right
 
     @classmethod
     def read(cls, node: NodeScores) -> Band | None:

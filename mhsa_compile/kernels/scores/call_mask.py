@@ -254,7 +254,7 @@ class CallMask(ScoreStep):
     def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
         if self.dtype != "bool":
             registers = row_tiles * (keys // 2 + 16)
-            # What elements wait in is more than a softcap takes beside them, so nothing is added for one.
+            # What elements wait in is more than a formula takes beside them, so nothing is added for one.
             shared = max(0, min(40, registers - 24))
-            return {"masks": registers - shared, "softcap": shared}
+            return {"masks": registers - shared, "bent": shared}
         return {"masks": 24 + (8 * row_tiles if stages > 1 else 0)}

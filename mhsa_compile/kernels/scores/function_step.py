@@ -43,7 +43,7 @@ class FunctionStep(ScoreStep):
         if not (word := node.words.get(cls.attribute)):
             return None
         if beside := [what for what in node.beside if what in ("past_key", "qk_matmul_output")]:
-            return "mask_mod and score_mod without a past and without scores as they are", f"both and {beside[0]}"
+            return f"{cls.attribute} without a past and without scores as they are", f"both and {beside[0]}"
         kinds = ScoreFunction.from_json(cls.attribute, word).tensors
         for i, ((dtype, dims), kind) in enumerate(zip(node.inputs.get(cls.role, ()), kinds, strict=False)):
             if dtype != kind.dtype or len(dims or ()) != len(kind.shape):

@@ -45,4 +45,4 @@ class Softcap(Limit):
         return math.tanh(score) * math.constant(self.limit * math.unit)
 
     def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
-        return {"softcap": 40 if self.limit > QUICK else 4}
+        return {"bent": 40 if self.limit > QUICK else 4}

@@ -18,4 +18,4 @@ class SoftClamp(Limit):
         return score / (limit + tirx.abs(score)) * limit  # the product last: before, it could overflow
 
     def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
-        return {"softclamp": 8}  # of a division, as nvcc has it
+        return {"bent": 8}  # of a division, as nvcc has it

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
 from mhsa_compile.spec.semantics import Semantics
 
@@ -88,10 +86,10 @@ def _sum_sizes(shape: tuple[int, ...], other: int, batch: Sequence[int]) -> set[
 def attention_flops(manifest: Manifest, meaning: Semantics, L: int, S: int, keys: Sequence[int]) -> int | None:
     """The FLOPs of an attention with one batch entry for each of `keys`, the numbers of its keys. None for a constant
     mask that no spec states."""
-    if meaning.static_mask is not None:
+    if meaning.needs_lengths:
         stated = manifest.spec
         return None if stated is None else len(keys) * stated.attention_flops(B=1, L=L, S=S)
-    pairs = sum(_visible_pairs(meaning, L, count) for count in keys)
+    pairs = sum(meaning.visible_pairs(L, count) for count in keys)
     return 2 * meaning.num_heads * pairs * (meaning.head_dim + meaning.v_head_dim)
 
 
@@ -124,17 +122,6 @@ def _keys_shape(meaning: Semantics, arrays: Sequence[Any], B: int, L: int) -> tu
     has_bias = meaning.mask is not None and meaning.mask.startswith(meaning.dtype)
     sources = before[: len(before) - has_bias]
     return sources[1] if len(sources) > 1 else sources[0]
-
-
-def _visible_pairs(meaning: Semantics, L: int, S: int) -> int:
-    """The number of pairs of a query and a key that the band leaves."""
-    if meaning.band is None:
-        return L * S
-    left, right = meaning.band.left, meaning.band.right
-    place = np.arange(L) + (S - L if meaning.band.alignment == "bottom_right" else 0)
-    first = np.zeros(L, np.int64) if left is None else np.clip(place - left, 0, S)
-    last = np.full(L, S) if right is None else np.clip(place + right + 1, 0, S)
-    return int(np.maximum(last - first, 0).sum())
 
 
 def array_bytes(array: Any) -> int:

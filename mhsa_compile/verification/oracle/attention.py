@@ -21,7 +21,7 @@ from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.verification.oracle import softmax_outputs
-from mhsa_compile.verification.oracle.scores import FUNCTIONS, Scoring, View, padded, stages
+from mhsa_compile.verification.oracle.scores import FUNCTIONS, Scoring, View, stages
 
 QUERIES = 256
 """How many queries are evaluated together."""
@@ -82,18 +82,12 @@ class _Evaluation:
         if by_rows := q.ndim == 3:
             q = _split_heads(q, attributes["q_num_heads"])
             k, v = (_split_heads(array, attributes["kv_num_heads"]) for array in (k, v))
-        offset: int | np.ndarray = 0
-        if (lengths := by_name.get("nonpad_kv_seqlen")) is not None:
-            offset = lengths.reshape(-1, 1, 1, 1) - q.shape[2]
         if "past_key" in by_name:
-            offset = by_name["past_key"].shape[2]
             k = np.concatenate((by_name["past_key"], k), axis=2)
             v = np.concatenate((by_name["past_value"], v), axis=2)
-        S = k.shape[2]
-        if (mask := by_name.get("attn_mask")) is not None:
-            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-            by_name["attn_mask"] = padded(mask, S) if opset >= 24 else mask
-        view = View(S, offset, by_name, attributes, _tensors_by_function(inputs, attributes))
+        view = View.of(
+            by_name, attributes, _tensors_by_function(inputs, attributes), L=q.shape[2], S=k.shape[2], pads=opset >= 24
+        )
         return cls(q, k, v, by_rows, inputs[PROBE] if len(inputs) > PROBE else None, attributes, view, arithmetic)
 
     def outputs(self, node: onnx.NodeProto) -> tuple[np.ndarray, ...]:

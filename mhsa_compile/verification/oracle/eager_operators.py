@@ -31,14 +31,14 @@ def _look(q: np.ndarray, k: np.ndarray, scoring: Scoring, request: SoftmaxOutput
 
 
 def _eager(scoring: Scoring) -> score_features.EagerScoring:
-    """The scoring in PyTorch. Its score_mod is computed in float32 at least, and rounded to the dtype of the scores."""
+    """The scoring in PyTorch. Its function is computed in float32 at least, and rounded to the dtype of the scores."""
     bias, no_key = (None if array is None else to_torch(array) for array in (scoring.bias, scoring.no_key))
-    score_mod = scoring.score_mod
+    function = scoring.score_function
     return score_features.EagerScoring(
         visible=to_torch(scoring.visible),
         bias=bias,
         limits=scoring.limits,
-        score_mod=None if score_mod is None else lambda scores: to_torch(score_mod(to_numpy(scores))),
+        score_function=None if function is None else lambda scores: to_torch(function(to_numpy(scores))),
         no_key=no_key,
     )
 

@@ -54,7 +54,7 @@ class Scoring:
     bias     what is added to the scores, as `visible` but for its dtype; -inf hides
     limits   numbers by the names of the formulas of AttentionSpec that they are of
     no_key   (H,): for each head one more score, of no value; None is none
-    score_mod   what becomes of scores after the formulas; one of -inf hides its key
+    score_function   what becomes of scores after the formulas; one of -inf hides its key
     """
 
     visible: np.ndarray
@@ -62,7 +62,7 @@ class Scoring:
     scale: float
     limits: Mapping[str, float]
     no_key: np.ndarray | None
-    score_mod: ScoreModOfPairs | None = None
+    score_function: ScoreModOfPairs | None = None
 
     @property
     def seen(self) -> np.ndarray:
@@ -83,8 +83,8 @@ class Scoring:
 
     def of_keys(self, keys: slice) -> Scoring:
         bias = None if self.bias is None else _take(self.bias, 3, keys)
-        score_mod = None if self.score_mod is None else self.score_mod.of_keys(keys)
-        return replace(self, visible=self.visible[..., keys], bias=bias, score_mod=score_mod)
+        function = None if self.score_function is None else self.score_function.of_keys(keys)
+        return replace(self, visible=self.visible[..., keys], bias=bias, score_function=function)
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,28 @@ class View:
     inputs: Mapping[str, np.ndarray]
     attributes: Mapping[str, Any]
     captured: Mapping[str, Sequence[np.ndarray]]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Mapping[str, np.ndarray],
+        attributes: Mapping[str, Any],
+        captured: Mapping[str, Sequence[np.ndarray]],
+        *,
+        L: int,
+        S: int,
+        pads: bool,
+    ) -> View:
+        """`pads` is whether a mask over fewer keys hides the rest, as from opset 24 on."""
+        offset: int | np.ndarray = 0
+        if (lengths := inputs.get("nonpad_kv_seqlen")) is not None:
+            offset = lengths.reshape(-1, 1, 1, 1) - L
+        if (past := inputs.get("past_key")) is not None:
+            offset = past.shape[2]
+        if (mask := inputs.get("attn_mask")) is not None:
+            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+            inputs = {**inputs, "attn_mask": _padded(mask, S) if pads else mask}
+        return cls(S, offset, inputs, attributes, captured)
 
     def scoring(self, rows: slice, B: int, H: int, scale: float) -> Scoring:
         """What becomes of these queries' scores of all S keys."""
@@ -211,8 +233,8 @@ def _score_mod(pairs: Pairs) -> ScoreModOfPairs | None:
     return ScoreModOfPairs(score_mod, view.captured.get("score_mod", ()), pairs.places, broken)
 
 
-def padded(mask: np.ndarray, S: int) -> np.ndarray:
-    """Extends a mask over fewer than S keys to all S: from opset 24 on, it masks the rest."""
+def _padded(mask: np.ndarray, S: int) -> np.ndarray:
+    """Extends a mask over fewer than S keys to all S, and hides the rest."""
     widths = [(0, 0)] * (mask.ndim - 1) + [(0, S - mask.shape[-1])]
     return np.pad(mask, widths, constant_values=False if mask.dtype == np.bool_ else -np.inf)
 
@@ -227,7 +249,7 @@ def stages(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> tuple[np.ndarray, 
         for name, formula in FORMULAS.items():
             if name in scoring.limits:
                 capped = formula(np, capped, q.dtype.type(scoring.limits[name]))
-        modified = capped if scoring.score_mod is None else scoring.score_mod(capped)
+        modified = capped if scoring.score_function is None else scoring.score_function(capped)
         biased = np.where(visible, modified if bias is None else modified + bias, -np.inf)
         if bias is not None:
             biased = np.where(np.isneginf(bias), -np.inf, biased)
@@ -248,7 +270,7 @@ def attend_exactly(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring
     _, _, biased, weights = stages(q, k, scoring)
     v = np.repeat(v, q.shape[1] // v.shape[1], axis=1)
     seen = np.broadcast_to(scoring.seen, weights.shape)
-    if scoring.score_mod is not None:  # whose scores of -inf hide, too
+    if scoring.score_function is not None:  # whose scores of -inf hide, too
         seen = seen & ~np.isneginf(biased)
     broken = ~np.isfinite(v).all(axis=(0, 1, 3))
     y = weights @ np.where(broken[:, np.newaxis], 0, v)

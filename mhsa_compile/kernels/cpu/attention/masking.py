@@ -175,5 +175,5 @@ class TileMask:
 
     def sink(self, column: Chunk) -> Expr | None:
         """The score of no key for a column of queries; None where there is none."""
-        sinks = (part.sink(column) for part in self.parts)
-        return next((sink for sink in sinks if sink is not None), None)
+        extras = (part.sink(column) for part in self.parts)
+        return next((extra for extra in extras if extra is not None), None)
