@@ -133,14 +133,14 @@ def _take(turn: Turn, calls: Sequence[Callable[[], Any]], threads: int) -> Times
         begin = time.perf_counter()
         times = timed_calls(turn.seconds, in_turn(calls), between)
         return Times(times, (len(times) + WARM_UP) / (time.perf_counter() - begin))
-    found: list[list[float]] = []
+    samples: list[list[float]] = []
     barrier = threading.Barrier(turn.callers + 1)
 
     def caller(number: int) -> None:
         call = in_turn(calls[number :: turn.callers])  # its own: some peers keep what a call needs beside its inputs
         call()
         barrier.wait()
-        found.append(timed_calls(turn.seconds, call, between))
+        samples.append(timed_calls(turn.seconds, call, between))
 
     callers = [threading.Thread(target=caller, args=(number,)) for number in range(turn.callers)]
     for thread in callers:
@@ -150,7 +150,7 @@ def _take(turn: Turn, calls: Sequence[Callable[[], Any]], threads: int) -> Times
     for thread in callers:
         thread.join()
     elapsed = time.perf_counter() - begin
-    return Times([seconds for one in found for seconds in one], sum(len(one) + WARM_UP for one in found) / elapsed)
+    return Times([seconds for one in samples for seconds in one], sum(len(one) + WARM_UP for one in samples) / elapsed)
 
 
 def _between(situation: str, threads: int) -> Callable[[], Any]:
@@ -211,7 +211,7 @@ def measure(
         sizes = msgspec.json.encode(workload.dims).decode()
         words = {name: [__file__, "--serve", name, str(f), sizes, str(figures.threads)] for name, f in folders.items()}
         candidates, missing = started(stack, words)
-        figures.missing |= {f"{name}, {workload.name}": said for name, said in missing.items()}
+        figures.missing |= {f"{name}, {workload.name}": reason for name, reason in missing.items()}
         for situation, callers in jobs:
             row = Row(workload.name, situation, callers)
             with _beside(situation):

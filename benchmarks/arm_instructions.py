@@ -81,9 +81,9 @@ class Counter:
     root: Path
     folder: Path
 
-    def count(self, runtime: str, path: Path, inputs: Path, needed: int) -> tuple[int, int]:
+    def count(self, runtime: str, path: Path, inputs: Path, least: int) -> tuple[int, int]:
         """(all, multiplying) instructions of one call, which needs so many multiply-adds."""
-        more = max(2, ENOUGH // needed)
+        more = max(2, ENOUGH // least)
         first, second = (self._process(runtime, path, inputs, calls) for calls in (1, 1 + more))
         return (second[0] - first[0]) // more, (second[1] - first[1]) // more
 
@@ -94,9 +94,9 @@ class Counter:
         environment = arm_machine.environment(self.root, self.cpu) | {"PYTHONHASHSEED": "0"}
         environment["PYTHONPATH"] += f"{os.pathsep}{self.folder / 'peers'}"
         environment["QEMU_LD_PREFIX"] = str(self.folder / "system")
-        done = subprocess.run([self.qemu, *options, *program], env=environment, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{runtime} failed under QEMU: {done.stderr}")
+        process = subprocess.run([self.qemu, *options, *program], env=environment, capture_output=True, text=True)
+        if process.returncode:
+            sys.exit(f"{runtime} failed under QEMU: {process.stderr}")
         _, instructions, multiplying = log.read_text().split()
         return int(instructions), int(multiplying)
 

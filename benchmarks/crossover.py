@@ -84,19 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="of timing for each kernel at each size")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    given = parser.parse_args(arguments)
-    found: dict[int, dict[int, float]] = {}
-    with sessions.local(given.threads) as session:
-        for S in given.keys:
-            for L in given.queries:
-                if (found_ratio := ratio(session, operation(L, S), given.seconds)) is not None:
-                    found.setdefault(S, {})[L] = found_ratio
-                    print(f"S={S:5} L={L}: {NAMES[1]} takes {found_ratio:.2f} times as long as {NAMES[0]}", flush=True)
+    options = parser.parse_args(arguments)
+    ratios: dict[int, dict[int, float]] = {}
+    with sessions.local(options.threads) as session:
+        for S in options.keys:
+            for L in options.queries:
+                if (value := ratio(session, operation(L, S), options.seconds)) is not None:
+                    ratios.setdefault(S, {})[L] = value
+                    print(f"S={S:5} L={L}: {NAMES[1]} takes {value:.2f} times as long as {NAMES[0]}", flush=True)
         title = f"{HEADS} heads of {WIDTH}, {KEY_HEADS} of keys: float32, threads: {session.threads}"
-    if given.json is not None:
-        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
-    if given.picture is not None:
-        picture(found, given.picture, NAMES, title)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(ratios)))
+    if options.picture is not None:
+        picture(ratios, options.picture, NAMES, title)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Worst:
 def main() -> int:
     profile = detect()
     exp2 = compiled_exp2(profile)
-    started, normal, subnormal = time.perf_counter(), Worst(), Worst()
+    begin, normal, subnormal = time.perf_counter(), Worst(), Worst()
     for x in numbers():
         y = exp2(x)
         at_least = x >= -126.0
@@ -63,7 +63,7 @@ def main() -> int:
                 subnormal.see(np.array([np.inf]), rest)
     edges_hold = check_edges(exp2)
     lanes = profile.vector_lanes("float32")
-    seconds, below = time.perf_counter() - started, subnormal.error
+    seconds, below = time.perf_counter() - begin, subnormal.error
     print(f"exp2, {lanes} lanes, every float32 below 127.5 and every NaN, {seconds:.0f} s")
     print(f"  x >= -126   largest error {normal.error:.4f} ulp, at x = {normal.x!r}")
     print(f"  x <  -126   largest absolute error {below:.3e} (2^{np.log2(below):.2f}), at x = {subnormal.x!r}")

@@ -80,7 +80,7 @@ def measured(options: argparse.Namespace) -> Figures:
     each workload."""
     workloads = [workload.at(options.dtype) for workload in choose(options.workload)]
     machine = bench.require_gpu(options.device)
-    asked = bench.Options(
+    request = bench.Options(
         target=options.target or _target(machine),
         device=options.device,
         against=tuple(options.against),
@@ -101,17 +101,17 @@ def measured(options: argparse.Namespace) -> Figures:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_bytes(written(figures))
 
-    if asked.artifacts is not None:
-        compile_all(workloads, asked)
-    in_turn(workloads, asked, note)
+    if request.artifacts is not None:
+        compile_all(workloads, request)
+    in_turn(workloads, request, note)
     return figures
 
 
 def _target(machine: Machine) -> CudaProfile:
-    if (found := profile_of_gpu(machine.capability)) is None:
+    if (profile := profile_of_gpu(machine.capability)) is None:
         capability = f"compute capability {machine.capability[0]}.{machine.capability[1]}"
         raise DeviceError("device", "a GPU that a target is for", f"{machine.name}, of {capability}", "Name --target.")
-    return found
+    return profile
 
 
 def compile_all(workloads: Sequence[Workload], options: bench.Options) -> None:

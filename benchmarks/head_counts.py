@@ -22,11 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=3.0, help="of timing for each candidate")
-    given = parser.parse_args(arguments)
-    specs = [mhsa.AttentionSpec(embed_dim=given.embed_dim, num_heads=heads) for heads in given.heads]
-    shape = (1, given.length, given.embed_dim)
-    every = layer_times(specs, shape, threads=given.threads, seconds=given.seconds)
-    print(f"1 x {given.length}, {given.embed_dim}; times by those of {given.heads[0]} heads")
+    options = parser.parse_args(arguments)
+    specs = [mhsa.AttentionSpec(embed_dim=options.embed_dim, num_heads=heads) for heads in options.heads]
+    shape = (1, options.length, options.embed_dim)
+    every = layer_times(specs, shape, threads=options.threads, seconds=options.seconds)
+    print(f"1 x {options.length}, {options.embed_dim}; times by those of {options.heads[0]} heads")
     for spec, (ms, share) in zip(specs, every, strict=True):
         print(f"  {spec.num_heads} heads of {spec.head_dim}: {ms:.3f} ms, {share:.2f}", flush=True)
 

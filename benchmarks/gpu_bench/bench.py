@@ -77,8 +77,8 @@ def measure(workload: Workload, options: Options) -> GpuResult:
         names = [info.name for info in attention.inputs]
         ours = peers.GpuPeer(OURS, workload.kind, partial(_our_calls, attention, names))
         candidates = [ours, *peers.find(options.against, workload.kind)]
-        prepared = [_attempt(peer, problem, artifact, options.graphs) for peer in candidates]
-        return timed(workload, prepared, artifact.manifest.ops, options)
+        contenders = [_attempt(peer, problem, artifact, options.graphs) for peer in candidates]
+        return timed(workload, contenders, artifact.manifest.ops, options)
 
 
 def compiled(workload: Workload, options: Options) -> Artifact:
@@ -104,7 +104,7 @@ class Prepared:
 
 def timed(
     workload: Workload,
-    prepared: Sequence[Prepared | GpuRow],
+    contenders: Sequence[Prepared | GpuRow],
     ops: Iterable[OpReport],
     options: Options,
     limits: tuple[roofline.Ceiling, roofline.Ceiling] | None = None,
@@ -112,10 +112,10 @@ def timed(
 ) -> GpuResult:
     """Times all candidates in turns, the ceilings among them."""
     matrix, copy = limits or (roofline.matrix(options.device), roofline.copy(options.device))
-    running = [candidate for candidate in prepared if isinstance(candidate, Prepared)]
+    running = [candidate for candidate in contenders if isinstance(candidate, Prepared)]
     turns = [*(candidate.calls for candidate in running), [matrix.call], [copy.call]]
     *times, matrix_times, copy_times = interleave(turns, options.seconds, stopwatch)
-    found = {c.name: Sample(c.name, t, c.error_share) for c, t in zip(running, times, strict=True)}
+    samples = {c.name: Sample(c.name, t, c.error_share) for c, t in zip(running, times, strict=True)}
     rates = [[limit.amount / t for t in times] for limit, times in ((matrix, matrix_times), (copy, copy_times))]
     total = work(workload)
     return GpuResult(
@@ -128,7 +128,7 @@ def timed(
         rounds=len(matrix_times),
         ceilings=Ceilings(median(rates[0]) / 1e12, median(rates[1]) / 1e9, spread(matrix_times)),
         kernels=tuple(described(op) for op in ops),
-        rows=rows([found[c.name] if isinstance(c, Prepared) else c for c in prepared], total, *rates),
+        rows=rows([samples[c.name] if isinstance(c, Prepared) else c for c in contenders], total, *rates),
     )
 
 
@@ -148,8 +148,8 @@ def _attempt(peer: peers.GpuPeer, problem: GpuProblem, artifact: Artifact, graph
         calls = peer.calls(problem)
         share = problem.error_share(artifact, first(calls[0]()))
         if not share <= WRONG:
-            said = f"outputs that are wrong by {share:.0f} times the budget"
-            raise ModelError("candidate", "the same computation", said)
+            message = f"outputs that are wrong by {share:.0f} times the budget"
+            raise ModelError("candidate", "the same computation", message)
         return Prepared(peer.name, captured(calls) if graphs else calls, share)
     except Exception as error:
         torch.cuda.synchronize()  # raises where the GPU itself is lost to this process: then nothing else will run

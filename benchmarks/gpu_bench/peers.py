@@ -52,10 +52,10 @@ def sdpa(problem: GpuProblem, backend: str | None = None) -> Core:
     )
     if backend is None:
         return attend
-    chosen = getattr(SDPBackend, backend)
+    choice = getattr(SDPBackend, backend)
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel([chosen]):
+        with sdpa_kernel([choice]):
             return attend(q, k, v)
 
     return core
@@ -82,9 +82,9 @@ def flex(problem: GpuProblem, compile: Callable[..., Any] = torch.compile) -> Co
     blocks = None
     if (rule := _rule(problem)) is not None:
         blocks = create_block_mask(rule, None, None, L, S, device=problem.device)
-    grouped = spec.num_kv_heads != spec.num_heads
+    is_grouped = spec.num_kv_heads != spec.num_heads
     compiled: Core = compile(
-        partial(flex_attention, block_mask=blocks, scale=spec.scale, enable_gqa=grouped), dynamic=False
+        partial(flex_attention, block_mask=blocks, scale=spec.scale, enable_gqa=is_grouped), dynamic=False
     )
     return compiled
 
@@ -93,9 +93,9 @@ def _rule(problem: GpuProblem) -> Callable[..., Tensor] | None:
     """Which pairs are seen, as FlexAttention asks for it."""
     spec, S = problem.workload.spec, problem.workload.S
     if spec.static_mask is not None:
-        seen = problem.visible
-        assert seen is not None
-        return lambda b, h, i, j: seen[i, j]
+        visible = problem.visible
+        assert visible is not None
+        return lambda b, h, i, j: visible[i, j]
     if spec.band is None:
         return None
     left, right, alignment = spec.band
@@ -116,14 +116,14 @@ def flash_package(module: str, problem: GpuProblem) -> list[Call]:
     words: dict[str, Any] = {"causal": spec.causal is not None, "softmax_scale": spec.scale}
     if spec.window is not None:
         words["window_size"] = spec.window
-    turned = [[inputs[name].transpose(1, 2).contiguous() for name in "qkv"] for inputs in problem.sets]
-    return [partial(_turned_back, function, tensors, words) for tensors in turned]
+    sets = [[inputs[name].transpose(1, 2).contiguous() for name in "qkv"] for inputs in problem.sets]
+    return [partial(_turned_back, function, tensors, words) for tensors in sets]
 
 
 def _turned_back(function: Callable[..., Any], tensors: list[Tensor], words: dict[str, Any]) -> Tensor:
     """A call's output as the other peers return it, (B, H, L, E), a view."""
-    found = function(*tensors, **words)
-    output: Tensor = found[0] if isinstance(found, tuple) else found
+    result = function(*tensors, **words)
+    output: Tensor = result[0] if isinstance(result, tuple) else result
     return output.transpose(1, 2)
 
 
@@ -178,7 +178,7 @@ PEERS: tuple[GpuPeer, ...] = (
 
 def find(names: Iterable[str], of: str) -> tuple[GpuPeer, ...]:
     """The peers of these names, or of "all", that compute such a problem. Raises InputError for an unknown name."""
-    wanted = set(names)
-    if unknown := sorted(wanted - {"all", *(peer.name for peer in PEERS)}):
+    choices = set(names)
+    if unknown := sorted(choices - {"all", *(peer.name for peer in PEERS)}):
         raise InputError("against", f"all, or of {', '.join(peer.name for peer in PEERS)}", repr(unknown[0]))
-    return tuple(peer for peer in PEERS if peer.of == of and {"all", peer.name} & wanted)
+    return tuple(peer for peer in PEERS if peer.of == of and {"all", peer.name} & choices)

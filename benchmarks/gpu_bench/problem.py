@@ -44,11 +44,11 @@ class GpuProblem:
     def visible(self) -> Tensor | None:
         """(L, S) bool, True takes part: a band and a constant mask together; None where all see all."""
         spec, L, S = self.workload.spec, self.workload.L, self.workload.S
-        seen = None if spec.band is None else window(L, S, *spec.band)
+        pairs = None if spec.band is None else window(L, S, *spec.band)
         if spec.static_mask is not None:
             constant = spec.static_mask.array(L, S)
-            seen = constant if seen is None else constant & seen
-        return None if seen is None else torch.from_numpy(seen).to(self.device)
+            pairs = constant if pairs is None else constant & pairs
+        return None if pairs is None else torch.from_numpy(pairs).to(self.device)
 
     def error_share(self, artifact: Artifact, output: Tensor) -> float:
         """The largest error of sampled rows, for the first set, as a share of the budget. Of the batch the first and
@@ -82,5 +82,5 @@ def draw(workload: Workload, weights: dict[str, Tensor], device: str, cache_byte
 
 def first(result: Any) -> Tensor:
     """What a candidate's call returned, without what some return beside it."""
-    found: Tensor = result[0] if isinstance(result, tuple | list) else result
-    return found
+    tensor: Tensor = result[0] if isinstance(result, tuple | list) else result
+    return tensor

@@ -31,32 +31,32 @@ def _group(results: Sequence[GpuResult]) -> list[str]:
     peers = list(dict.fromkeys(row.name for result in results for row in result.rows[1:]))
     cells = [[*_COLUMNS, *peers], *(_cells(result, peers) for result in results)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    aligned = [
+    lines = [
         "  ".join(
             cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in cells
     ]
     ceilings = [result.ceilings for result in results]
-    measured = (
+    title = (
         f"{results[0].group}: a product of matrices {_range(c.matrix_tflops for c in ceilings)} TFLOP/s, "
         f"a copy {_range(c.copy_gbs for c in ceilings)} GB/s"
     )
-    return [measured, *(line.rstrip() for line in aligned), *_mean(results)]
+    return [title, *(line.rstrip() for line in lines), *_mean(results)]
 
 
 def _cells(result: GpuResult, peers: Sequence[str]) -> list[str]:
     ours, rows = result.ours, {row.name: row for row in result.rows}
     best = result.best_peer
-    said = "-" if best is None else f"{_ratio(best)} {best.name}"
+    advantage = "-" if best is None else f"{_ratio(best)} {best.name}"
     name = result.workload + ("" if result.ok else " (WRONG)" if ours.missing is None else "")
     if ours.missing is not None:
-        return [name, "missing", *["-"] * 6, said, *(_ratio(rows.get(peer)) for peer in peers)]
+        return [name, "missing", *["-"] * 6, advantage, *(_ratio(rows.get(peer)) for peer in peers)]
     numbers = [
         f"{ours.median_us:.1f}", f"{ours.tflops:.0f}", f"{ours.of_matrix:.0%}", f"{ours.gbs:.0f}",
         f"{ours.of_copy:.0%}", f"{ours.spread:.1%}", f"{ours.error_share:.2f}",
     ]  # fmt: skip
-    return [name, *numbers, said, *(_ratio(rows.get(peer)) for peer in peers)]
+    return [name, *numbers, advantage, *(_ratio(rows.get(peer)) for peer in peers)]
 
 
 def _ratio(row: GpuRow | None) -> str:
@@ -66,11 +66,11 @@ def _ratio(row: GpuRow | None) -> str:
 
 
 def _mean(results: Iterable[GpuResult]) -> list[str]:
-    found = [result.advantage for result in results if result.ok and result.advantage is not None]
-    if not found:
+    advantages = [result.advantage for result in results if result.ok and result.advantage is not None]
+    if not advantages:
         return []
-    mean = prod(found) ** (1 / len(found))
-    return [f"fastest peer / ours: {min(found):.2f} to {max(found):.2f}, geometric mean {mean:.2f}"]
+    mean = prod(advantages) ** (1 / len(advantages))
+    return [f"fastest peer / ours: {min(advantages):.2f} to {max(advantages):.2f}, geometric mean {mean:.2f}"]
 
 
 def _range(values: Iterable[float]) -> str:

@@ -53,13 +53,13 @@ def interleave(
     watch = stopwatch or Events()
     turns = [_GpuTurns(calls, watch) for calls in candidates]
     samples: list[list[float]] = [[] for _ in candidates]
-    order, spent = list(range(len(candidates))), 0.0
+    order, seconds_so_far = list(range(len(candidates))), 0.0
     for index in order:
         turns[index].learn()
-    while len(samples[0]) < LEAST_ROUNDS or spent < seconds * len(candidates):
+    while len(samples[0]) < LEAST_ROUNDS or seconds_so_far < seconds * len(candidates):
         for index in order:
             samples[index].append(turns[index].take())
-            spent += samples[index][-1] * turns[index].count
+            seconds_so_far += samples[index][-1] * turns[index].count
         order.reverse()
     return samples
 
@@ -76,8 +76,8 @@ class _GpuTurns:
         among kernels."""
         for _ in range(self._sets):
             next(self._calls)()
-        taken = self._watch.seconds(self._next(self._sets)) / self._sets
-        self.count = min(MOST_CALLS, max(1, round(BURST / taken))) if taken > 0 else MOST_CALLS
+        call_seconds = self._watch.seconds(self._next(self._sets)) / self._sets
+        self.count = min(MOST_CALLS, max(1, round(BURST / call_seconds))) if call_seconds > 0 else MOST_CALLS
 
     def take(self) -> float:
         """The seconds a call takes in one burst; a call that does not count opens the turn."""

@@ -100,8 +100,8 @@ GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 
 def choose(words: Iterable[str]) -> tuple[Workload, ...]:
     """The workloads of these names, groups, or "all", in the order of the list. Raises InputError for another word."""
-    wanted, names = set(words), {workload.name for workload in WORKLOADS}
-    if unknown := sorted(wanted - {"all", *GROUPS, *names}):
+    choices, names = set(words), {workload.name for workload in WORKLOADS}
+    if unknown := sorted(choices - {"all", *GROUPS, *names}):
         expected = f"all, a group ({', '.join(GROUPS)}) or one of {', '.join(w.name for w in WORKLOADS)}"
         raise InputError("workload", expected, repr(unknown[0]))
-    return tuple(w for w in WORKLOADS if {"all", w.group, w.name} & wanted)
+    return tuple(w for w in WORKLOADS if {"all", w.group, w.name} & choices)
