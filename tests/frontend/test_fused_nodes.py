@@ -23,7 +23,7 @@ from mhsa_compile.spec.outputs import SoftmaxOutputs
 ROWS, HEADS = HeadLayout(1, "rows", 96, 32), HeadLayout(0, "heads", 0)
 ATTENTION = FusedAttention(
     num_heads=6, num_kv_heads=2, head_dim=16, v_head_dim=5, query=ROWS, key=HEADS, value=HEADS, output_layout="rows",
-    gives=("y", "lse", "weights"), wanted=SoftmaxOutputs(lse=True, weights=True, heads=(0, 3), rows=(-1,)),
+    gives=("y", "lse", "weights"), softmax_outputs=SoftmaxOutputs(lse=True, weights=True, heads=(0, 3), rows=(-1,)),
     left=-1, right=0, alignment="bottom_right", softmax="float32", stage=0, key_mask=False, pads_mask=True,
     words={"softcap": 2.5, "score_mod": "{}"}, roles={"attn_mask": (2,), "score_mod": (4, 3)},
 )  # fmt: skip

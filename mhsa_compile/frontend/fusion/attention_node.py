@@ -44,10 +44,10 @@ Axes = tuple[GraphDim, GraphDim, GraphDim, GraphDim]  # batch, heads, length, he
 class AttentionNode:
     """One Attention node. Names of tensors that are not there are "".
 
-    `outputs` are the names of those of OUTPUTS that the node has; `wanted` is what our own operator's say. `left` and
-    `right` are the window, -1 unbounded, with causality in it. `keys` is the number of keys that attention runs
-    over, those of the past included. `words` are the attributes of the steps of its scores, and `roles` the tensors
-    that these take.
+    `outputs` are the names of those of OUTPUTS that the node has; `softmax_outputs` is what our own operator's say.
+    `left` and `right` are the window, -1 unbounded, with causality in it. `keys` is the number of keys that
+    attention runs over, those of the past included. `words` are the attributes of the steps of its scores, and
+    `roles` the tensors that these take.
     """
 
     node: onnx.NodeProto
@@ -65,7 +65,7 @@ class AttentionNode:
     right: int
     softmax: Literal["float32", "float64"]
     stage: int
-    wanted: SoftmaxOutputs
+    softmax_outputs: SoftmaxOutputs
     query_length: GraphDim
     keys: GraphDim
     words: dict[str, int | float | str]
@@ -82,18 +82,18 @@ def refusal(node: onnx.NodeProto, expected: str, got: str, next_step: str = "") 
 def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
     """Reads and checks one Attention node. Raises ModelError."""
     names = dict(zip(INPUTS, [*node.input[: len(INPUTS)], *[""] * (len(INPUTS) - len(node.input))], strict=True))
-    said = attributes(node)
+    attrs = attributes(node)
     _check_company(node, names)
     dtype = _dtype(graph, node, names)
-    heads = _heads(graph, node, names, said)
+    heads = _heads(graph, node, names, attrs)
     axes = [_axes(graph.shape(names[role]) or (), 0 if heads is None else heads[i > 0]) for i, role in enumerate("QKV")]
     past = tuple(names[role] for role in ("past_key", "past_value") if names[role])
     past_axes = [_axes(_ranked(graph, node, name, (4,)), 0) for name in past]
     _check_shapes(graph, node, names, axes, past_axes)
-    words = {kind.attribute: said[kind.attribute] for kind in STEPS if said.get(kind.attribute)}
+    words = {kind.attribute: attrs[kind.attribute] for kind in STEPS if attrs.get(kind.attribute)}
     roles = _roles(node, names, words)
-    _check_scores(graph, node, said, roles, dtype, axes[0])
-    left, right = Band.sides(said)
+    _check_scores(graph, node, attrs, roles, dtype, axes[0])
+    left, right = Band.sides(attrs)
     return AttentionNode(
         node=node,
         dtype=dtype,
@@ -105,12 +105,12 @@ def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
         lengths=names[LENGTHS],
         outputs={role: name for role, name in zip(OUTPUTS, node.output, strict=False) if name},
         heads=heads,
-        scale=_scale(node, said),
+        scale=_scale(node, attrs),
         left=left,
         right=right,
-        softmax=_choice(node, said, "softmax_precision", _PRECISIONS, TensorProto.FLOAT),
-        stage=_choice(node, said, "qk_matmul_output_mode", {mode: mode for mode in range(4)}, 0),
-        wanted=_wanted(node, said, int(axes[0][1] or 0)),
+        softmax=_choice(node, attrs, "softmax_precision", _PRECISIONS, TensorProto.FLOAT),
+        stage=_choice(node, attrs, "qk_matmul_output_mode", {mode: mode for mode in range(4)}, 0),
+        softmax_outputs=_softmax_outputs(node, attrs, int(axes[0][1] or 0)),
         query_length=axes[0][2],
         keys=_sum(axes[1][2], past_axes[0][2] if past else 0),
         words=words,
@@ -132,30 +132,35 @@ def _roles(node: onnx.NodeProto, names: dict[str, str], words: dict[str, Any]) -
 
 
 def _check_scores(
-    graph: GraphView, node: onnx.NodeProto, said: dict[str, Any], roles: dict[str, tuple[str, ...]], dtype: str, q: Axes
+    graph: GraphView,
+    node: onnx.NodeProto,
+    attrs: dict[str, Any],
+    roles: dict[str, tuple[str, ...]],
+    dtype: str,
+    q: Axes,
 ) -> None:
-    """Asks the steps of scores whether they are said rightly."""
+    """Asks the steps of scores whether they are attrs rightly."""
     beside = [role for role, name in zip(_STANDARD_INPUTS, node.input[4:], strict=False) if name]
     beside += [role for role, name in zip(_STANDARD_OUTPUTS, node.output[1:], strict=False) if name]
     inputs = {role: [(graph.dtype(name), graph.shape(name)) for name in names] for role, names in roles.items()}
-    scores = NodeScores(dtype, q[0], int(q[1] or 0), said, inputs, tuple(beside))
+    scores = NodeScores(dtype, q[0], int(q[1] or 0), attrs, inputs, tuple(beside))
     for kind in STEPS:
         if (mistake := kind.mistake(scores)) is not None:
             raise refusal(node, *mistake)
 
 
-def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> SoftmaxOutputs:
+def _softmax_outputs(node: onnx.NodeProto, attrs: dict[str, Any], heads: int) -> SoftmaxOutputs:
     """What our own operator's outputs say of the softmax's rows."""
-    wanted = mhsa_operator.outputs_of(node)
-    given = set(zip(OUTPUTS, map(bool, node.output), strict=False))
-    if {("top_k_weights", True), ("top_k_keys", True)} & given and not said.get("top_k", 0) > 0:
-        raise refusal(node, "top_k of 1 or more, the number of keys", f"top_k={said.get('top_k', 0)}")
-    if any(not 0 <= head < heads for head in wanted.heads or ()):
-        raise refusal(node, f"weights_heads from 0 to {heads - 1}", str(list(wanted.heads or ())))
-    for name, chosen in (("weights_heads", wanted.heads), ("weights_rows", wanted.rows)):
-        if chosen == ():
+    softmax_outputs = mhsa_operator.outputs_of(node)
+    named = set(zip(OUTPUTS, map(bool, node.output), strict=False))
+    if {("top_k_weights", True), ("top_k_keys", True)} & named and not attrs.get("top_k", 0) > 0:
+        raise refusal(node, "top_k of 1 or more, the number of keys", f"top_k={attrs.get('top_k', 0)}")
+    if any(not 0 <= head < heads for head in softmax_outputs.heads or ()):
+        raise refusal(node, f"weights_heads from 0 to {heads - 1}", str(list(softmax_outputs.heads or ())))
+    for name, places in (("weights_heads", softmax_outputs.heads), ("weights_rows", softmax_outputs.rows)):
+        if places == ():
             raise refusal(node, f"{name} of one number or more", "[]")
-    return wanted
+    return softmax_outputs
 
 
 def _check_company(node: onnx.NodeProto, names: dict[str, str]) -> None:
@@ -174,20 +179,20 @@ def _dtype(graph: GraphView, node: onnx.NodeProto, names: dict[str, str]) -> str
     dtypes = {role: graph.dtype(name) for role, name in present.items()}
     dtype = dtypes["Q"]
     if dtype not in DTYPES or len(set(dtypes.values())) > 1:
-        got = ", ".join(f"{role} of {found or 'unknown dtype'}" for role, found in dtypes.items())
+        got = ", ".join(f"{role} of {kind or 'unknown dtype'}" for role, kind in dtypes.items())
         raise refusal(node, f"{_listed(present)} all of {', or all of '.join(DTYPES)}", got)
     return dtype
 
 
 def _heads(
-    graph: GraphView, node: onnx.NodeProto, names: dict[str, str], said: dict[str, Any]
+    graph: GraphView, node: onnx.NodeProto, names: dict[str, str], attrs: dict[str, Any]
 ) -> tuple[int, int] | None:
     """(query heads, key/value heads) by the attributes, which three axes need; None for four."""
     ranks = {len(_ranked(graph, node, names[role], (3, 4))) for role in "QKV"}
     if len(ranks) > 1:
         got = ", ".join(f"{role} of {len(graph.shape(names[role]) or ())}" for role in "QKV")
         raise refusal(node, "Q, K and V of one rank, 3 or 4", got)
-    stated = (said.get("q_num_heads"), said.get("kv_num_heads"))
+    stated = (attrs.get("q_num_heads"), attrs.get("kv_num_heads"))
     if ranks == {3}:
         q_heads, kv_heads = stated
         if not isinstance(q_heads, int) or not isinstance(kv_heads, int) or min(q_heads, kv_heads) < 1:
@@ -245,15 +250,15 @@ def _check_shapes(
             raise refusal(node, f"equal {what}", f"{one} and {other}")
 
 
-def _scale(node: onnx.NodeProto, said: dict[str, Any]) -> float | None:
-    scale: float | None = said.get("scale")
+def _scale(node: onnx.NodeProto, attrs: dict[str, Any]) -> float | None:
+    scale: float | None = attrs.get("scale")
     if scale is not None and not math.isfinite(scale):
         raise refusal(node, "a scale that is a finite number, or none for 1 / sqrt(head size)", str(scale))
     return scale
 
 
-def _choice(node: onnx.NodeProto, said: dict[str, Any], name: str, choices: dict[int, Any], default: int) -> Any:
-    value = said.get(name, default)
+def _choice(node: onnx.NodeProto, attrs: dict[str, Any], name: str, choices: dict[int, Any], default: int) -> Any:
+    value = attrs.get(name, default)
     if value not in choices:
         raise refusal(node, f"{name} of {', '.join(map(str, choices))}", str(value))
     return choices[value]

@@ -28,16 +28,17 @@ class AttentionPattern:
 
     def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
         self.graph, self.node = graph, node
-        self.asked = asked = attention_node.read(graph, node)
+        self.attention = attention = attention_node.read(graph, node)
         self.absorbed: list[onnx.NodeProto] = []
-        counts = (None, None, None) if asked.heads is None else (asked.heads[0], asked.heads[1], asked.heads[1])
+        query_heads, key_heads = attention.heads or (None, None)
         self.operands = [
-            self._operand(name, heads) for name, heads in zip((asked.q, asked.k, asked.v), counts, strict=True)
+            self._operand(name, heads)
+            for name, heads in ((attention.q, query_heads), (attention.k, key_heads), (attention.v, key_heads))
         ]
         self.lengths, self.alignment = self._find_lengths()
         self.output, self.output_layout = self._find_output()
         self.pairs = self._constant_pairs()
-        self.words, self.roles = dict(asked.words), dict(asked.roles)
+        self.words, self.roles = dict(attention.words), dict(attention.roles)
         for kind in STEPS:
             if kind.foreseeable and (pairs := self._foreseen(kind)) is not None:
                 self.pairs = pairs if self.pairs is None else self.pairs & pairs
@@ -46,7 +47,7 @@ class AttentionPattern:
         self.mask, self.key_mask = ("", False) if self.pairs is not None else self._find_mask()
         if self.pairs is not None and self.pairs.all():
             self.pairs = None  # what hides nothing is no mask: the one row of a causal one that a step needs
-        self.right = asked.right
+        self.right = attention.right
         if self._is_causal():
             self.pairs, self.right = None, 0
 
@@ -77,7 +78,7 @@ class AttentionPattern:
     def _find_output(self) -> tuple[str, Literal["rows", "heads"]]:
         """The value to write: Y itself, or what the Transpose and Reshape that join the heads again make of it."""
         y = self.node.output[0]
-        if self.asked.heads is not None:
+        if self.attention.heads is not None:
             return y, "rows"
         transpose = self.graph.only_consumer(y, "Transpose")
         if transpose is not None and attributes(transpose).get("perm") == [0, 2, 1, 3]:
@@ -92,16 +93,16 @@ class AttentionPattern:
 
     def _find_lengths(self) -> tuple[str, Literal["top_left", "bottom_right"]]:
         """(the tensor of the keys' numbers, how queries and keys are aligned); no tensor where all keys count."""
-        if not (name := self.asked.lengths):
+        if not (name := self.attention.lengths):
             return "", "top_left"
         expand = self.graph.producer(name, "Expand")
         shape = None if expand is None else self.graph.producer(expand.input[0], "Shape")
-        if expand is None or shape is None or self.asked.keys is None:
+        if expand is None or shape is None or self.attention.keys is None:
             return name, "bottom_right"
-        said, measured = attributes(shape), self.graph.shape(shape.input[0]) or ()
-        start, end = said.get("start", 0), said.get("end")
+        attrs, measured = attributes(shape), self.graph.shape(shape.input[0]) or ()
+        start, end = attrs.get("start", 0), attrs.get("end")
         one_axis = isinstance(start, int) and end == start + 1 and start < len(measured)
-        if not one_axis or measured[start] != self.asked.keys:
+        if not one_axis or measured[start] != self.attention.keys:
             return name, "bottom_right"
         readers = self.graph.consumers(name)
         if len(readers) == 1 and readers[0] is self.node and name not in self.graph.outputs:
@@ -115,8 +116,8 @@ class AttentionPattern:
 
         What stands for -inf does so where every query sees a key; in a row of nothing else it is a number.
         """
-        mask = self.graph.constant(self.asked.mask) if self.asked.mask else None
-        L, S = self.asked.query_length, self.asked.keys
+        mask = self.graph.constant(self.attention.mask) if self.attention.mask else None
+        L, S = self.attention.query_length, self.attention.keys
         if mask is None or mask.ndim > 4 or not isinstance(L, int) or not isinstance(S, int):
             return None
         if mask.dtype != np.bool_:
@@ -132,22 +133,22 @@ class AttentionPattern:
             visible = np.pad(visible, [(0, 0), (0, 0), (0, max(0, S - visible.shape[-1]))])
         full = (self.operands[0].heads, L, S)
         if any(size not in (1, whole) for size, whole in zip(visible.shape, full, strict=True)):
-            raise self.asked.refusal(f"an {attention_node.MASK} that broadcasts to {(1, *full)}", str(mask.shape))
+            raise self.attention.refusal(f"an {attention_node.MASK} that broadcasts to {(1, *full)}", str(mask.shape))
         return np.broadcast_to(visible, (len(visible), L, S))
 
     def _foreseen(self, kind: type[ScoreStep]) -> np.ndarray[Any, Any] | None:
         """What a function of places says of every pair, bool (1 or H, L, S), where all that it asks for is known."""
-        asked = self.asked
-        L, S = asked.query_length, asked.keys
-        arrays = [self.graph.constant(name) for name in asked.roles.get(kind.role, ())]
-        of_call = self.lengths or (asked.mask and self.pairs is None)
+        attention = self.attention
+        L, S = attention.query_length, attention.keys
+        arrays = [self.graph.constant(name) for name in attention.roles.get(kind.role, ())]
+        of_call = self.lengths or (attention.mask and self.pairs is None)
         known = [array for array in arrays if array is not None]
         unknown = of_call or len(known) < len(arrays)
-        if kind.attribute not in asked.words or unknown or not isinstance(L, int) or not isinstance(S, int):
+        if kind.attribute not in attention.words or unknown or not isinstance(L, int) or not isinstance(S, int):
             return None
         from mhsa_compile.nn.score_masks import fixed_mask  # PyTorch is needed here only
 
-        function = ScoreFunction.from_json(kind.attribute, str(asked.words[kind.attribute]))
+        function = ScoreFunction.from_json(kind.attribute, str(attention.words[kind.attribute]))
         offset = S - L if self.alignment == "bottom_right" else 0
         return fixed_mask(kind.attribute, function, known, heads=self.operands[0].heads, L=L, S=S, offset=offset)
 
@@ -158,21 +159,21 @@ class AttentionPattern:
 
     def _is_causal(self) -> bool:
         """Whether the constant mask says no more than is_causal would."""
-        asked, mask = self.asked, self.pairs
-        if mask is None or asked.past or asked.lengths or (asked.left, asked.right) != (-1, -1):
+        attention, mask = self.attention, self.pairs
+        if mask is None or attention.past or attention.lengths or (attention.left, attention.right) != (-1, -1):
             return False
         _, L, S = mask.shape
         return bool((mask == causal(L, S, self.alignment)).all())
 
     def _find_mask(self) -> tuple[str, bool]:
         """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""
-        name = self.asked.mask
+        name = self.attention.mask
         shape = self.graph.shape(name) if name else ()
         if name and (shape is None or not 1 <= len(shape) <= 4):
-            raise self.asked.refusal(f"{attention_node.MASK} of known rank 1 to 4", str(shape))
+            raise self.attention.refusal(f"{attention_node.MASK} of known rank 1 to 4", str(shape))
         if shape:
             self._refuse_contradictions(shape)
-        whole = shape and (shape[-1] == self.asked.keys is not None or not self._pads_mask)
+        whole = shape and (shape[-1] == self.attention.keys is not None or not self._pads_mask)
         if whole and shape is not None and len(shape) == 4 and shape[1:3] == (1, 1):
             base = name
             while (unsqueeze := self.graph.producer(base, "Unsqueeze")) is not None:
@@ -183,23 +184,25 @@ class AttentionPattern:
 
     def _refuse_contradictions(self, shape: tuple[GraphDim, ...]) -> None:
         """Refuses a mask with fixed sizes that do not broadcast to (B, H, L, S)."""
-        batch = (self.graph.shape(self.asked.q) or (None,))[0]
-        full = (batch, self.operands[0].heads, self.asked.query_length, self.asked.keys)
+        batch = (self.graph.shape(self.attention.q) or (None,))[0]
+        full = (batch, self.operands[0].heads, self.attention.query_length, self.attention.keys)
         for axis, (size, whole) in enumerate(zip(reversed(shape), reversed(full), strict=False)):
             if not isinstance(size, int) or not isinstance(whole, int) or size in (1, whole):
                 continue
             if not (self._pads_mask and axis == 0 and size < whole):
-                wanted = f"({', '.join(str(dim or '?') for dim in full)})"
-                raise self.asked.refusal(f"an {attention_node.MASK} that broadcasts to {wanted}", str(shape))
+                shape_of_scores = f"({', '.join(str(dim or '?') for dim in full)})"
+                raise self.attention.refusal(
+                    f"an {attention_node.MASK} that broadcasts to {shape_of_scores}", str(shape)
+                )
 
     def fused_node(self) -> onnx.NodeProto:
-        asked, (q, k, v) = self.asked, self.operands
-        past_key, past_value = asked.past or ("", "")
+        attention, (q, k, v) = self.attention, self.operands
+        past_key, past_value = attention.past or ("", "")
         roles = {role: names for role, names in self._step_tensors().items() if any(names)}
         others = (*(name for names in roles.values() for name in names), past_key, past_value)
         names = dict.fromkeys((q.source, k.source, v.source, *filter(None, others)))
         inputs = {name: number for number, name in enumerate(names)}
-        outputs = {**asked.outputs, "y": self.output}
+        outputs = {**attention.outputs, "y": self.output}
         fused = FusedAttention(
             num_heads=q.heads,
             num_kv_heads=v.heads,
@@ -210,19 +213,19 @@ class AttentionPattern:
             value=v.as_input(inputs[v.source]),
             output_layout=self.output_layout,
             gives=tuple(outputs),
-            wanted=asked.wanted,
-            left=asked.left,
+            softmax_outputs=attention.softmax_outputs,
+            left=attention.left,
             right=self.right,
             alignment=self.alignment,
-            softmax=asked.softmax,
-            stage=asked.stage,
+            softmax=attention.softmax,
+            stage=attention.stage,
             key_mask=self.key_mask,
             pads_mask=self._pads_mask,
             words=self.words,
             roles={role: tuple(inputs[name] for name in names) for role, names in roles.items()},
             past_key=inputs.get(past_key),
             past_value=inputs.get(past_value),
-            scale=asked.scale,
+            scale=attention.scale,
             pairs=self.pairs,
         )
         return fused.to_node(self.node, list(inputs), list(outputs.values()))

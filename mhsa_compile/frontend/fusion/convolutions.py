@@ -93,10 +93,10 @@ class _Rewriting:
         self._move(node, y, first)
 
     def _transpose(self, node: onnx.NodeProto) -> None:
-        if (found := self.moved.get(node.input[0])) is not None:
-            source, perm = found
-            asked = attributes(node).get("perm", range(len(perm))[::-1])
-            self._move(node, source, [perm[axis] for axis in asked])
+        if (move := self.moved.get(node.input[0])) is not None:
+            source, perm = move
+            order = attributes(node).get("perm", range(len(perm))[::-1])
+            self._move(node, source, [perm[axis] for axis in order])
 
     def _elementwise(self, node: onnx.NodeProto) -> None:
         """Moves a Transpose past an elementwise node, if all that it reads was transposed alike, or is one number."""
@@ -126,8 +126,8 @@ class _Rewriting:
         keeps = batch in (0, dims[0]) or (batch == -1 and known and pixels == every)
         if not keeps or channels not in (0, dims[1]) or not isinstance(dims[1], int):
             return
-        wanted = self.rewriter.constant([batch, pixels, dims[1]], "int64")
-        self._move(node, self.rewriter.node("Reshape", source, wanted), (0, 2, 1))
+        rows = self.rewriter.constant([batch, pixels, dims[1]], "int64")
+        self._move(node, self.rewriter.node("Reshape", source, rows), (0, 2, 1))
 
 
 def _channels_first(rank: int) -> tuple[int, ...]:
@@ -138,18 +138,18 @@ def _channels_first(rank: int) -> tuple[int, ...]:
 def _patches(graph: GraphView, node: onnx.NodeProto) -> FusedPatches | None:
     """What the rows of a convolution are, as read from rows; None where it stays as it is."""
     x, weight, *bias = node.input
-    dims, said, shape = graph.shape(weight) or (), attributes(node), graph.shape(x) or ()
+    dims, attrs, shape = graph.shape(weight) or (), attributes(node), graph.shape(x) or ()
     constant = weight in graph.initializers and all(name in graph.initializers for name in bias if name)
-    if not constant or len(dims) < 3 or len(shape) != len(dims) or said.get("group", 1) != 1 or 0 in dims:
+    if not constant or len(dims) < 3 or len(shape) != len(dims) or attrs.get("group", 1) != 1 or 0 in dims:
         return None
     if graph.dtype(x) not in DTYPES or graph.dtype(weight) != graph.dtype(x) or dims[:2] == (1, 1):
         return None
-    if said.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+    if attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         return None  # what SAME comes to follows from the sizes here; where it does not, it was stated before
     kernel = tuple(int(size or 0) for size in dims[2:])
     ones, zeros = [1] * len(kernel), [0] * (2 * len(kernel))
-    pads = zeros if said.get("auto_pad") == "VALID" else said.get("pads", zeros)
-    steps = tuple(said.get("strides", ones))
+    pads = zeros if attrs.get("auto_pad") == "VALID" else attrs.get("pads", zeros)
+    steps = tuple(attrs.get("strides", ones))
     outer = [size for size in (graph.shape(node.output[0]) or ())[2:] if isinstance(size, int)]
     overlaps = any(size > step for size, step in zip(kernel, steps, strict=True))
     if min(pads) < 0 or (overlaps and math.prod((*outer, *kernel, int(dims[1] or 0))) > _MOST_PATCHES):
@@ -157,7 +157,7 @@ def _patches(graph: GraphView, node: onnx.NodeProto) -> FusedPatches | None:
     return FusedPatches(
         kernel=kernel,
         strides=steps,
-        dilations=tuple(said.get("dilations", ones)),
+        dilations=tuple(attrs.get("dilations", ones)),
         before=tuple(pads[: len(kernel)]),
         behind=tuple(pads[len(kernel) :]),
         channels_last=True,

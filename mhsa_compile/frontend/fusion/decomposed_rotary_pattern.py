@@ -128,10 +128,10 @@ def _with_rest(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> tuple[s
     shape = graph.shape(x) or (None,)
     if attributes(concat).get("axis") not in (-1, 3) or not isinstance(size := shape[-1], int) or len(shape) != 4:
         return None
-    found = [part(graph, x, size, name) for name in (terms.x, concat.input[1])]
-    if [place and place[:2] for place in found] != [(0, turning), (turning, size)]:
+    places = [part(graph, x, size, name) for name in (terms.x, concat.input[1])]
+    if [place and place[:2] for place in places] != [(0, turning), (turning, size)]:
         return None
-    makers = {id(place[2]): place[2] for place in found if place is not None}
+    makers = {id(place[2]): place[2] for place in places if place is not None}
     return x, concat, [last, *terms.nodes, *makers.values()]
 
 
@@ -190,11 +190,11 @@ def _pairs(graph: GraphView, last: onnx.NodeProto) -> _Terms | None:
 
 
 def _elements(
-    graph: GraphView, x: str, names: tuple[str, str], interleaved: bool, wanted: tuple[int, int]
+    graph: GraphView, x: str, names: tuple[str, str], interleaved: bool, numbers: tuple[int, int]
 ) -> NodeList | None:
-    """The nodes of two values that are the wanted elements of the pairs of x, each node once; None of others."""
-    found = [element(graph, x, name, interleaved) for name in names]
-    if [place and place[0] for place in found] != list(wanted):
+    """The nodes of two values that are these elements of the pairs of x, each node once; None of others."""
+    places = [element(graph, x, name, interleaved) for name in names]
+    if [place and place[0] for place in places] != list(numbers):
         return None
-    makers = [node for place in found if place is not None for node in place[1]]
+    makers = [node for place in places if place is not None for node in place[1]]
     return list({id(node): node for node in reversed(makers)}.values())[::-1]

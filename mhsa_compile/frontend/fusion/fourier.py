@@ -66,9 +66,9 @@ def matrix(length: int, rows: int, columns: int, *, complex_in: bool, complex_ou
 
 
 def _dft(rewriter: Rewriter, node: onnx.NodeProto) -> None:
-    graph, said = rewriter.graph, attributes(node)
+    graph, attrs = rewriter.graph, attributes(node)
     x, length_name, axis_name = [*node.input, "", ""][:3]
-    dims, inverse, onesided = graph.shape(x), bool(said.get("inverse")), bool(said.get("onesided"))
+    dims, inverse, onesided = graph.shape(x), bool(attrs.get("inverse")), bool(attrs.get("onesided"))
     if dims is None or len(dims) < 2 or dims[-1] not in (1, 2):
         raise _unknown(node, "a signal of a known rank, whose last axis is 1 or 2")
     if onesided and (dims[-1] == 2) == (not inverse):
@@ -112,8 +112,8 @@ def _along(
     kind: str | None,
 ) -> str:
     """The transform along one axis, of `length` points or as many as there are."""
-    said, size, complex_in = attributes(node), dims[axis], dims[-1] == 2
-    inverse, onesided = bool(said.get("inverse")), bool(said.get("onesided"))
+    attrs, size, complex_in = attributes(node), dims[axis], dims[-1] == 2
+    inverse, onesided = bool(attrs.get("inverse")), bool(attrs.get("onesided"))
     complex_out = not (inverse and onesided)
     length = length or (size if complex_out else 2 * (size - 1))
     if length < 1:
@@ -132,8 +132,8 @@ def _along(
     else:
         values = matrix(length, rows, columns, complex_in=complex_in, complex_out=complex_out, inverse=inverse)
         y = _product(rewriter, node, y, len(others), values / length if inverse else values, kind)
-        wanted = [0] * len(others) + [columns, 2 if complex_out else 1]
-        y = rewriter.node("Reshape", y, rewriter.constant(wanted, "int64"))
+        shape = [0] * len(others) + [columns, 2 if complex_out else 1]
+        y = rewriter.node("Reshape", y, rewriter.constant(shape, "int64"))
     return _transposed(rewriter, y, [order.index(i) for i in range(len(dims))])
 
 

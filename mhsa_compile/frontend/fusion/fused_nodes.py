@@ -144,7 +144,7 @@ class FusedAttention(FusedNode):
 
     query, key, value   where their heads lie; `buffer` is the number of the node's input
     gives               which of `attention_node.OUTPUTS` each output is
-    wanted              those of the softmax's rows among them
+    softmax_outputs     those of the softmax's rows among them
     left, right         the window, -1 unbounded, with causality in it
     stage               the qk_matmul_output_mode of "scores"
     key_mask            whether the mask is (B, S): one flag a key
@@ -166,7 +166,7 @@ class FusedAttention(FusedNode):
     value: HeadLayout
     output_layout: Literal["rows", "heads"]
     gives: tuple[str, ...]
-    wanted: SoftmaxOutputs
+    softmax_outputs: SoftmaxOutputs
     left: int
     right: int
     alignment: Literal["top_left", "bottom_right"]

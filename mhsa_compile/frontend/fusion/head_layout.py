@@ -70,13 +70,13 @@ def needed_by(
     graph: GraphView, nodes: Sequence[onnx.NodeProto], readers: Sequence[onnx.NodeProto]
 ) -> list[onnx.NodeProto]:
     """The nodes, of `nodes`, each behind all that read it, that nobody needs but `readers`, or what only these need."""
-    going, found = {id(reader) for reader in readers}, []
+    going, unneeded = {id(reader) for reader in readers}, []
     for node in nodes:
         outside = [n for n in node.output if n in graph.outputs or any(id(r) not in going for r in graph.consumers(n))]
         if not outside:
             going.add(id(node))
-            found.append(node)
-    return found
+            unneeded.append(node)
+    return unneeded
 
 
 def keeps_rows(graph: GraphView, reshape: onnx.NodeProto) -> bool:
@@ -84,8 +84,8 @@ def keeps_rows(graph: GraphView, reshape: onnx.NodeProto) -> bool:
 
     One that cuts the rows into windows looks the same but for these two axes.
     """
-    wanted = graph.constant(reshape.input[1])
-    if wanted is not None and list(wanted[:2]) == [0, 0] and not attributes(reshape).get("allowzero"):
+    shape = graph.constant(reshape.input[1])
+    if shape is not None and list(shape[:2]) == [0, 0] and not attributes(reshape).get("allowzero"):
         return True
     before, after = (graph.shape(name) or () for name in (reshape.input[0], reshape.output[0]))
     return None not in before[:2] and before[:2] == after[:2] != ()

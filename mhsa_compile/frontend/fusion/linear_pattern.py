@@ -53,13 +53,13 @@ class Linear:
 
 def find_linears(graph: GraphView) -> dict[str, Linear]:
     """Every projection with a constant weight, by the name of its output."""
-    found = {}
+    linears = {}
     for node in graph.nodes:
         read = _FORMS.get(node.op_type)
         linear = read(graph, node) if read is not None else None
         if linear is not None:
-            found[linear.output] = linear
-    return found
+            linears[linear.output] = linear
+    return linears
 
 
 def _matmul(graph: GraphView, node: onnx.NodeProto) -> Linear | None:

@@ -36,10 +36,10 @@ def joined(graph: GraphView, name: str) -> JoinedHalves | None:
     stack = graph.producer(node.input[0], "Concat") if node.op_type == "Reshape" else None
     if stack is None or len(stack.input) != 2 or attributes(stack).get("axis") not in (-1, 4):
         return None
-    ones = [made for part in stack.input if (made := graph.producer(part, "Unsqueeze")) is not None]
+    ones = [unsqueeze for part in stack.input if (unsqueeze := graph.producer(part, "Unsqueeze")) is not None]
     if len(ones) < 2 or graph.shape(stack.output[0]) != (*shape[:3], shape[3] // 2, 2):
         return None
-    if any(graph.shape(made.output[0]) != (*shape[:3], shape[3] // 2, 1) for made in ones):
+    if any(graph.shape(unsqueeze.output[0]) != (*shape[:3], shape[3] // 2, 1) for unsqueeze in ones):
         return None
     return JoinedHalves(ones[0].input[0], ones[1].input[0], True, [node, stack, *ones])
 
@@ -60,9 +60,9 @@ def element(graph: GraphView, x: str, name: str, interleaved: bool) -> tuple[int
         return None
     if interleaved:
         return _every_other(graph, x, size, name) or _unbound(graph, x, size, name)
-    found = part(graph, x, size, name)
+    half = part(graph, x, size, name)
     halves = {(0, size // 2): 0, (size // 2, size): 1}
-    return None if found is None or found[:2] not in halves else (halves[found[:2]], [found[2]])
+    return None if half is None or half[:2] not in halves else (halves[half[:2]], [half[2]])
 
 
 def part(graph: GraphView, x: str, size: int, name: str, last: int = 3) -> tuple[int, int, onnx.NodeProto] | None:
@@ -93,22 +93,22 @@ def _every_other(graph: GraphView, x: str, size: int, name: str) -> tuple[int, N
 def _unbound(graph: GraphView, x: str, size: int, name: str) -> tuple[int, NodeList] | None:
     """x viewed as (..., R/2, 2), and one element of its last axis."""
     squeeze, shape = graph.producer(name, "Squeeze"), graph.shape(x) or ()
-    taken = None if squeeze is None else graph.producer(squeeze.input[0])
-    view = None if taken is None or not taken.input else graph.producer(taken.input[0], "Reshape")
+    slice_node = None if squeeze is None else graph.producer(squeeze.input[0])
+    view = None if slice_node is None or not slice_node.input else graph.producer(slice_node.input[0], "Reshape")
     if squeeze is None or view is None or view.input[0] != x or None in shape:
         return None
     if graph.shape(view.output[0]) != (*shape[:3], size // 2, 2) or graph.shape(name) != (*shape[:3], size // 2):
         return None
-    found = part(graph, view.output[0], 2, squeeze.input[0], last=4)
-    if found is None or found[1] - found[0] != 1:
+    place = part(graph, view.output[0], 2, squeeze.input[0], last=4)
+    if place is None or place[1] - place[0] != 1:
         return None
-    return found[0], [squeeze, found[2], view]
+    return place[0], [squeeze, place[2], view]
 
 
 def _bounds(graph: GraphView, node: onnx.NodeProto) -> tuple[int, int, int, int]:
     """(begin, end, axis, step) of a Slice along one axis; the step is 0 where they are not constant."""
-    found = [graph.constant(argument) for argument in node.input[1:]]
-    numbers = [int(bound.item()) for bound in found if bound is not None and bound.size == 1]
-    if len(numbers) < len(found) or len(numbers) not in (3, 4):
+    bounds = [graph.constant(argument) for argument in node.input[1:]]
+    numbers = [int(bound.item()) for bound in bounds if bound is not None and bound.size == 1]
+    if len(numbers) < len(bounds) or len(numbers) not in (3, 4):
         return 0, 0, 0, 0
     return numbers[0], numbers[1], numbers[2], (*numbers[3:], 1)[0]

@@ -84,10 +84,10 @@ class RotaryPattern:
         shared = places[0] == 1 != B
         place = (1 if shared else B, L)
         table = (cos[0], half) if self.positions else (*place, half)
-        found = {"position_ids": (places, place), "cos_cache": (cos, table), "sin_cache": (sin, table)}
-        for role, (shape, wanted) in found.items():
-            if contradict(shape, wanted):
-                raise self._refuse(f"{role} of shape {wanted}", shape)
+        shapes = {"position_ids": (places, place), "cos_cache": (cos, table), "sin_cache": (sin, table)}
+        for role, (shape, expected) in shapes.items():
+            if contradict(shape, expected):
+                raise self._refuse(f"{role} of shape {expected}", shape)
         return shared
 
     def _ranked(self, name: str, role: str, ranks: tuple[int, ...]) -> tuple[GraphDim, ...]:

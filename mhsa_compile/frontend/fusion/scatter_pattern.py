@@ -54,8 +54,8 @@ class ScatterPattern:
         axis = stated + rank if stated < 0 else stated
         if not 0 < axis < rank:
             raise self._refuse(f"axis from 1 to {rank - 1}, or from {1 - rank} to -1, as past_cache has {rank}", stated)
-        wanted = (*cache[:axis], update[axis] if len(update) == rank else None, *cache[axis + 1 :])
-        if len(update) != rank or contradict(update, wanted):
+        expected = (*cache[:axis], update[axis] if len(update) == rank else None, *cache[axis + 1 :])
+        if len(update) != rank or contradict(update, expected):
             raise self._refuse(f"an update of the shape of past_cache, {cache}, but for axis {axis}", update)
         most, new = cache[axis], update[axis]
         if isinstance(most, int) and isinstance(new, int) and new > most:
@@ -119,9 +119,9 @@ def in_place(graph: GraphView) -> dict[str, str]:
 
 def declared_in_place(model: onnx.ModelProto) -> dict[str, str]:
     """Input -> output, of the caches that the model says are written in place. Raises ModelError."""
-    said = {entry.key: entry.value for entry in model.metadata_props}.get(IN_PLACE_KEY, "{}")
+    names = {entry.key: entry.value for entry in model.metadata_props}.get(IN_PLACE_KEY, "{}")
     with reading(ModelError, f"metadata {IN_PLACE_KEY!r}", 'a JSON object such as {"past_key": "present_key"}'):
-        return msgspec.json.decode(said, type=dict[str, str])
+        return msgspec.json.decode(names, type=dict[str, str])
 
 
 def _refuse_pair(source: str, result: str, expected: str, got: str) -> ModelError:

@@ -90,7 +90,7 @@ class AttentionImport:
 
     def _inside(self, op: AttentionOp, inputs: list[RelaxValue], full: list[SizeExpr]) -> dict[str, RelaxValue]:
         """What the rows of the softmax are like, as far as it is asked for."""
-        request = self.fused.wanted
+        request = self.fused.softmax_outputs
         rows, best = full[:3], [*full[:3], request.top_k]
         shapes = {"lse": (rows, "float32"), "entropy": (rows, "float32")}
         shapes |= {"top_k_weights": (best, "float32"), "top_k_keys": (best, "int64")}
