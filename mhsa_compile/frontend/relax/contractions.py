@@ -41,8 +41,8 @@ def contraction(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
             stated = sizes.setdefault(letter, size)
             if letter not in rows + columns and not tvm.sym.Analyzer().can_prove_equal(stated, size):
                 return None  # one of them may be 1, and broadcast
-    a = _grouped(bb, inputs[0], left, (batch, rows, inner), sizes)
-    b = _grouped(bb, inputs[1], right, (batch, inner, columns), sizes)
+    a = _as_matrix(bb, inputs[0], left, (batch, rows, inner), sizes)
+    b = _as_matrix(bb, inputs[1], right, (batch, inner, columns), sizes)
     product = bb.emit(relax.op.matmul(a, b))
     order = batch + rows + columns
     if len(rows) != 1 or len(columns) != 1:
@@ -52,7 +52,7 @@ def contraction(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     return bb.normalize(relax.op.permute_dims(product, [order.index(letter) for letter in output]))
 
 
-def _grouped(bb: Any, value: Any, term: str, groups: tuple[str, str, str], sizes: dict[str, Any]) -> Any:
+def _as_matrix(bb: Any, value: Any, term: str, groups: tuple[str, str, str], sizes: dict[str, Any]) -> Any:
     """The operand as (batch, a group as one axis, another as one axis)."""
     batch, *matrix = groups
     order = "".join(groups)

@@ -21,11 +21,11 @@ def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any])
     axis = attributes.get("axis", 0) % data.ty.ndim
     outside = math.nan if str(data.ty.dtype).startswith(("float", "bfloat")) else None
     if isinstance(indices, tvm.ir.GenericConst) and not indices.ty.ndim:
-        return bb.emit_te(_picked, data, int(indices.value.numpy()), axis, outside, primfunc_name_hint="take")
-    return bb.emit_te(_gathered, data, indices, axis, outside, primfunc_name_hint="take")
+        return bb.emit_te(_pick, data, int(indices.value.numpy()), axis, outside, primfunc_name_hint="take")
+    return bb.emit_te(_gather, data, indices, axis, outside, primfunc_name_hint="take")
 
 
-def _gathered(data: Any, indices: Any, axis: int, outside: float | None) -> Any:
+def _gather(data: Any, indices: Any, axis: int, outside: float | None) -> Any:
     """The elements of an axis that an array of indices names."""
     rank = len(indices.shape)
 
@@ -36,7 +36,7 @@ def _gathered(data: Any, indices: Any, axis: int, outside: float | None) -> Any:
     return te.compute((*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :]), element, "take")
 
 
-def _picked(data: Any, index: int, axis: int, outside: float | None) -> Any:
+def _pick(data: Any, index: int, axis: int, outside: float | None) -> Any:
     """The elements of an axis at one place."""
 
     def element(*at: Any) -> Any:

@@ -108,7 +108,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         names = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
-        as_numbers = {name for node in all_nodes(graph) for name in _needed(node)}
+        as_numbers = {name for node in all_nodes(graph) for name in _needs(node)}
         stored = {name for node in all_nodes(graph) for name in _stored_weights(node)}
         for tensor in graph.initializer:
             if tensor.name not in names:
@@ -262,7 +262,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         except ModelError:
             raise
         except Exception as error:  # whatever TVM's converter trips over
-            got = "; ".join(map(_described, inputs)) or "one without inputs"
+            got = "; ".join(map(_description, inputs)) or "one without inputs"
             hint = "Fix free sizes with dims, or write what it does in other operators."
             expected = "inputs and attributes of a form that can be compiled"
             raise ModelError(self._names.checks.node, expected, got, hint) from error
@@ -385,7 +385,7 @@ def _stored_weights(node: onnx.NodeProto) -> list[str]:
     return weights
 
 
-def _needed(node: onnx.NodeProto) -> Iterator[str]:
+def _needs(node: onnx.NodeProto) -> Iterator[str]:
     """The inputs of a node whose values its converter needs."""
     row = STANDARD.get(node.op_type) if node.domain != DOMAIN else None
     yield from (name for place, name in enumerate(node.input) if row is not None and place in row.constants)
@@ -396,16 +396,16 @@ def _name(attrs: dict[str, Any]) -> str:
     return str(attrs["tvm_custom"]["name"])
 
 
-def _described(value: Any) -> str:
+def _description(value: Any) -> str:
     """A node's input in a message: its kind and its dims."""
     if value is None:
         return "none"
     if isinstance(value, SizeValues):
-        return f"sizes [{_listed(value.entries.reshape(-1))}]"
+        return f"sizes [{_dims_text(value.entries.reshape(-1))}]"
     kind = value.ty
     if not isinstance(kind, relax.TensorType):
         return "a list of tensors"
-    sizes = f"({_listed(kind.shape.values)})" if isinstance(kind.shape, relax.ShapeExpr) else "any shape"
+    sizes = f"({_dims_text(kind.shape.values)})" if isinstance(kind.shape, relax.ShapeExpr) else "any shape"
     if isinstance(value, tvm.ir.GenericConst):
         array = value.value.numpy()
         if array.dtype.kind in "iub" and array.size <= _SHOWN:
@@ -414,7 +414,7 @@ def _described(value: Any) -> str:
     return f"{kind.dtype} {sizes}"
 
 
-def _listed(dims: Any) -> str:
+def _dims_text(dims: Any) -> str:
     return ", ".join(str(stated(dim)) for dim in dims)
 
 

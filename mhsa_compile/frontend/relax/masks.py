@@ -53,7 +53,7 @@ def padded(builder: relax.BlockBuilder, mask: RelaxValue, length: SizeExpr) -> R
     """The mask over `length` keys: those that it does not reach are hidden."""
 
     def longer(mask: te.Tensor) -> te.Tensor:
-        fill = _hidden(mask.dtype)
+        fill = _fill(mask.dtype)
         shape = (*mask.shape[:3], length)
         return te.compute(
             shape, lambda b, h, i, j: tirx.if_then_else(j < mask.shape[3], mask[b, h, i, j], fill), "padded"
@@ -121,7 +121,7 @@ def banded(
                 visible = tirx.all(visible, j <= i + past + right)
             if not masks:
                 return visible
-            return tirx.Select(visible, masks[0][masked_element(masks[0], b, h, i, j)], _hidden(masks[0].dtype))
+            return tirx.Select(visible, masks[0][masked_element(masks[0], b, h, i, j)], _fill(masks[0].dtype))
 
         return te.compute((batch, heads, queries, keys), element, "banded")
 
@@ -133,7 +133,7 @@ def masked_element(mask: te.Tensor, *at: Any) -> tuple[Any, ...]:
     return tuple(tirx.min(index, size - 1) for index, size in zip(at, mask.shape, strict=True))
 
 
-def _hidden(dtype: str) -> Any:
+def _fill(dtype: str) -> Any:
     return tirx.const(False, "bool") if dtype == "bool" else tirx.const(-math.inf, dtype)
 
 

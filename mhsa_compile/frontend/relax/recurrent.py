@@ -63,16 +63,16 @@ class _Recurrent:
         self.units = shape[-1]
         if shape != [len(self.backwards), gates * self.units, self.units]:
             expected = f"R of ({len(self.backwards)}, {gates} * hidden_size, hidden_size), as {direction} has it"
-            raise self._refused(expected, f"one of {tuple(shape)}")
+            raise self._refusal(expected, f"one of {tuple(shape)}")
         if attributes.get("hidden_size", self.units) != self.units:
-            raise self._refused(f"hidden_size={self.units}, as R has it", f"hidden_size={attributes['hidden_size']}")
+            raise self._refusal(f"hidden_size={self.units}, as R has it", f"hidden_size={attributes['hidden_size']}")
 
     def results(self) -> Any:
-        x = self._turned(self.x, (1, 0, 2))
+        x = self._transpose(self.x, (1, 0, 2))
         steps, batch, _ = dims(x)
-        arrays = [self._products(x), self._panels(), self._biases(), self._kept(self.state, batch)]
+        arrays = [self._products(x), self._panels(), self._biases(), self._initial_state(self.state, batch)]
         if self.cell == "LSTM":
-            arrays.append(self._kept(self.memory, batch))
+            arrays.append(self._initial_state(self.memory, batch))
         if self.peepholes is not None:
             arrays.append(self.peepholes)
         reset_first = self.cell == "GRU" and bool(self.attributes.get("linear_before_reset", 0))
@@ -98,12 +98,12 @@ class _Recurrent:
         shapes = [[steps, *state_shape], *[state_shape] * (2 if self.cell == "LSTM" else 1)]
         results = self.context.call_for_several(op, arrays, [relax.TensorType(shape, "float32") for shape in shapes])
         y, *last = results
-        return relax.Tuple([self._turned(y, (2, 0, 1, 3)), *(self._turned(value, (1, 0, 2)) for value in last)])
+        return relax.Tuple([self._transpose(y, (2, 0, 1, 3)), *(self._transpose(value, (1, 0, 2)) for value in last)])
 
     def _products(self, x: RelaxValue) -> RelaxValue:
         both, rows, width = self._fixed(self.w, "W")
         if [both, rows] != [len(self.backwards), GATES[self.cell] * self.units]:
-            raise self._refused(
+            raise self._refusal(
                 f"W of ({len(self.backwards)}, {GATES[self.cell] * self.units}, input size)", f"{both, rows, width}"
             )
         weights = self.bb.emit(relax.op.reshape(self.w, [both * rows, width]))
@@ -152,10 +152,10 @@ class _Recurrent:
     def _part(self, first: int, end: int) -> RelaxValue:
         return self.bb.emit(relax.op.strided_slice(self.b, [1], [first], [end]))
 
-    def _kept(self, value: RelaxValue | None, batch: SizeExpr) -> RelaxValue:
+    def _initial_state(self, value: RelaxValue | None, batch: SizeExpr) -> RelaxValue:
         """A state of before the first step: zeros where there is none."""
         shape = [len(self.backwards), batch, self.units]
-        return self._zeros(shape) if value is None else self._agreeing(self._turned(value, (1, 0, 2)), shape)
+        return self._zeros(shape) if value is None else self._agreeing(self._transpose(value, (1, 0, 2)), shape)
 
     def _zeros(self, shape: Sequence[SizeExpr]) -> RelaxValue:
         if all(isinstance(size, int) for size in shape):
@@ -169,7 +169,7 @@ class _Recurrent:
             return value
         return self.bb.match_cast(self.bb.normalize(value), relax.TensorType(list(shape), value.ty.dtype))
 
-    def _turned(self, value: RelaxValue, order: Sequence[int]) -> RelaxValue:
+    def _transpose(self, value: RelaxValue, order: Sequence[int]) -> RelaxValue:
         return self.bb.emit(relax.op.permute_dims(value, list(order))) if self.batch_first else value
 
     def _activations(self) -> tuple[tuple[Activation, ...], ...]:
@@ -179,16 +179,16 @@ class _Recurrent:
         known = {name.lower(): name for name in _FUNCTIONS}
         if len(names) != each * directions or any(name.lower() not in known for name in names):
             expected = f"{each * directions} activations among {', '.join(_FUNCTIONS)}"
-            raise self._refused(expected, ", ".join(names))
+            raise self._refusal(expected, ", ".join(names))
         stated = [list(self.attributes.get(f"activation_{word}", ())) for word in ("alpha", "beta")]
         functions = []
         for name in (known[name.lower()] for name in names):
             values = [stated[i].pop(0) if stated[i] else value for i, value in enumerate(_FUNCTIONS[name])]
             if any(value is None for value in values):
-                raise self._refused(f"activation_alpha and activation_beta for {name}", "fewer")
+                raise self._refusal(f"activation_alpha and activation_beta for {name}", "fewer")
             functions.append(Activation(name, *(float(value) for value in values if value is not None)))
         if any(stated):
-            raise self._refused("an alpha and a beta for each activation that has one", "more of them")
+            raise self._refusal("an alpha and a beta for each activation that has one", "more of them")
         return tuple(tuple(functions[i * each : (i + 1) * each]) for i in range(directions))
 
     def _lengths_name(self) -> str:
@@ -200,10 +200,10 @@ class _Recurrent:
         """The dims of a weight."""
         shape = dims(value)
         if not all(isinstance(size, int) or hasattr(size, "value") for size in shape):
-            raise self._refused(f"{name} of fixed sizes", f"one of ({', '.join(map(str, shape))})")
+            raise self._refusal(f"{name} of fixed sizes", f"one of ({', '.join(map(str, shape))})")
         return [int(size) for size in shape]
 
-    def _refused(self, expected: str, got: str) -> ModelError:
+    def _refusal(self, expected: str, got: str) -> ModelError:
         return ModelError(self.title, expected, got, "Write it in operators that are understood.")
 
 

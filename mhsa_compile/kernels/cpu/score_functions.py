@@ -118,7 +118,7 @@ class TaskFunction:
             expr = T.Select(expr, splat(T.int32(1), lanes), splat(T.int32(0), lanes))
         store(buffer, [T.int64(0), T.int64(slot)], expr, lanes)
 
-    def _waited(self, slot: int, lanes: int) -> tuple[dict[int, Value], list[Value]]:
+    def _values_of_slot(self, slot: int, lanes: int) -> tuple[dict[int, Value], list[Value]]:
         values, at = dict(self._numbers), [T.int64(0), T.int64(slot)]
         self.emission.emit(self.constants, {}, values, [])
         for n, (buffer, dtype) in self._kept.items():
@@ -131,7 +131,7 @@ class TaskFunction:
 
     def bias(self, slot: int, lanes: int, key: Value) -> Expr:
         """HIDDEN, SEEN or BROKEN of the lanes from `slot` on: what a function of bools says of `key`."""
-        values, flags = self._waited(slot, lanes)
+        values, flags = self._values_of_slot(slot, lanes)
         self.emission.emit(self.late, {"kv_idx": key}, values, flags)
         result = values[len(self.function.steps) - 1]
         visible = result.expr if result.lanes == lanes else splat(result.expr, lanes)
@@ -140,7 +140,7 @@ class TaskFunction:
 
     def score(self, slot: int, lanes: int, key: Value, score: Expr) -> Expr:
         """What a function makes of the scores of some lanes and `key`, in units of log2 before and after."""
-        values, flags = self._waited(slot, lanes)
+        values, flags = self._values_of_slot(slot, lanes)
         score = materialize(score, "float32", lanes)
         natural = Value(score * constant(math.log(2), lanes), "float32", lanes)
         self.emission.emit(self.late, {"kv_idx": key, "score": natural}, values, flags)

@@ -66,20 +66,20 @@ def _rank(value: Expr, dtype: str) -> Expr:
     if dtype not in _RANKS:
         return value
     kind = _RANKS[dtype]
-    rank = _turned(tirx.reinterpret(kind, value), kind)
+    rank = _ranks(tirx.reinterpret(kind, value), kind)
     return tirx.Select(is_nan(value, dtype), tirx.max_value(kind), rank)
 
 
 def _of_rank(rank: Expr, dtype: str) -> Expr:
     kind = _RANKS[dtype]
     lowest = tirx.const(-_INFINITY[kind] - 1, kind)  # that of -inf: of nothing, TVM's least is below it
-    return tirx.reinterpret(dtype, _turned(tirx.max(rank, lowest), kind))
+    return tirx.reinterpret(dtype, _ranks(tirx.max(rank, lowest), kind))
 
 
 _INFINITY = {"int32": 0x7F800000, "int64": 0x7FF0000000000000}
 
 
-def _turned(bits: Expr, kind: str) -> Expr:
+def _ranks(bits: Expr, kind: str) -> Expr:
     """The bits behind the sign reversed where that is set: ranks of bits, and bits of ranks."""
     last = int(kind.removeprefix("int")) - 1
     return bits ^ ((bits >> tirx.const(last, kind)) & tirx.max_value(kind))

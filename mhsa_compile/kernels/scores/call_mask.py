@@ -53,7 +53,7 @@ class _CallMaskPlain(PlainPart):
         return PlainMath().element(mask, self._at(pair)) != PlainMath().constant(-math.inf)
 
 
-def _added(score: Expr, bias: Expr, lanes: int) -> Expr:
+def _with_bias(score: Expr, bias: Expr, lanes: int) -> Expr:
     """A score with its bias. Not the sum alone: NaN - infinity would be NaN, where the score is hidden."""
     minus_infinity = constant(-math.inf, lanes)
     return T.Select(bias == minus_infinity, minus_infinity, score + bias)
@@ -95,7 +95,7 @@ class CallMaskTile(TilePart):
             bias = let(load(self._bias, [row, T.int64(first)], lanes))
         else:
             bias = splat(let(self._element(T.int64(0), key)), lanes)
-        return _added(score, bias, lanes)
+        return _with_bias(score, bias, lanes)
 
     def sees(self, lane: Expr, row: Expr, key: Expr) -> Expr:
         query = T.min(self.mask.first_query + lane, self.mask.q_length - 1)
@@ -131,7 +131,7 @@ class _CallMaskRows(RowPart):
 
     def hide(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         lanes = self.task.layout.lanes
-        return _added(score, let(load(self._bias, [self.task.layout.place(key, vector)], lanes)), lanes)
+        return _with_bias(score, let(load(self._bias, [self.task.layout.place(key, vector)], lanes)), lanes)
 
 
 class _CallMaskThread(ThreadPart):

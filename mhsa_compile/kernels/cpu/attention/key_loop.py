@@ -142,8 +142,8 @@ class KeyLoop:
             self.visitor.begin_block()
         if not self.visibility.blind:
             if self.visibility.leftmost is not None:
-                self._hidden(T.int64(0), lead, first_key, self.query_columns)
-            self._seen(lead, whole, first_key)
+                self._cut_groups(T.int64(0), lead, first_key, self.query_columns)
+            self._whole_groups(lead, whole, first_key)
         self._trailing(whole, groups, first_key)
         hides = T.Or(lead > 0, whole < groups) if self.visibility.hides else None
         hides = T.bool(True) if self.visibility.score_hides else hides
@@ -195,25 +195,25 @@ class KeyLoop:
 
     def _visit_whole(self, run: _Run, groups: Expr | None) -> None:
         """Visits a run that every row sees. `groups` are its groups, where the visitor has begun."""
-        groups = self._begun(run) if groups is None else groups
-        self._seen(T.int64(0), groups, run.first_key)
+        groups = self._begin(run) if groups is None else groups
+        self._whole_groups(T.int64(0), groups, run.first_key)
         hides = T.bool(True) if self.visibility.score_hides else None
         self.visitor.end_block(VisitedBlock(run.first_key, run.count, groups, hides))
 
     def _visit_partial(self, runs: Runs, run: _Run, groups: Expr | None) -> None:
         """Visits a run with a bit for each pair."""
         self.visibility.bits = Bits(runs.bits, run.row, self.lanes)
-        groups = self._begun(run) if groups is None else groups
-        self._hidden(T.int64(0), groups, run.first_key, self.query_columns)
+        groups = self._begin(run) if groups is None else groups
+        self._cut_groups(T.int64(0), groups, run.first_key, self.query_columns)
         self.visitor.end_block(VisitedBlock(run.first_key, run.count, groups, T.bool(True)))
 
-    def _begun(self, run: _Run) -> Expr:
+    def _begin(self, run: _Run) -> Expr:
         self.visitor.begin_block()
         return self._groups(run.count)
 
     # Groups first .. end of a block.
 
-    def _seen(self, first: Expr, end: Expr, first_key: Expr) -> None:
+    def _whole_groups(self, first: Expr, end: Expr, first_key: Expr) -> None:
         """Visits groups of which every row sees all."""
         with T.serial(first, end) as group:
             base = materialize(group * self.key_tile)
@@ -224,17 +224,17 @@ class KeyLoop:
         """Visits groups of which some is hidden. Towards the right edge fewer and fewer columns of queries see
         anything."""
         if self.visibility.rightmost is None or not self.route.drops_columns:
-            return self._hidden(first, end, first_key, self.query_columns)
+            return self._cut_groups(first, end, first_key, self.query_columns)
         for c in range(len(self.query_columns)):
             stop = end
             if c + 1 < len(self.query_columns):
                 # From this key on, the column sees nothing: its last lane sees up to rightmost + its number.
                 beyond = self.visibility.rightmost + self.query_columns[c + 1][0] - first_key
                 stop = materialize(T.max(first, T.min(end, ceil_div(beyond, self.key_tile))))
-            self._hidden(first, stop, first_key, self.query_columns[c:])
+            self._cut_groups(first, stop, first_key, self.query_columns[c:])
             first = stop
 
-    def _hidden(self, first: Expr, end: Expr, first_key: Expr, columns: list[Chunk]) -> None:
+    def _cut_groups(self, first: Expr, end: Expr, first_key: Expr, columns: list[Chunk]) -> None:
         """Visits groups of which some is hidden, for these columns of queries."""
         with T.serial(first, end) as group:
             base = materialize(group * self.key_tile)

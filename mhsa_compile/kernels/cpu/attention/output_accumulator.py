@@ -83,7 +83,7 @@ class Accumulator:
         # A prob of 0 leaves out what is finite: the care is for NaN and infinity alone.
         with T.If(T.And(hides, self._holds_non_finite_values(first_key, count))):
             with T.Then():
-                self._add_selected(first_key, count)
+                self._add_visible(first_key, count)
             with T.Else():
                 self.add(first_key, count)
 
@@ -124,7 +124,7 @@ class Accumulator:
             )  # not x != x, which TVM takes to be false
         return non_finite
 
-    def _add_selected(self, first_key: Expr, count: Expr) -> None:
+    def _add_visible(self, first_key: Expr, count: Expr) -> None:
         """Adds P V as `add` does, but leaves a hidden key out, not multiplied by zero: rare, so plain rather than
         fast."""
         with T.serial(T.int64(self.queries)) as i:

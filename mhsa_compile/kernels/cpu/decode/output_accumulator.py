@@ -127,7 +127,7 @@ class ValueSums:
         self._accumulate(begin, count, sums)
         with T.If(self._holds_non_finite_sums(sums)):
             with T.Then():
-                self._accumulate_selected(begin, count)
+                self._accumulate_visible(begin, count)
             with T.Else(), T.serial(T.int64(self.rows)) as row:
                 self.each_vector(lambda at, n: self._add(row, at, n, load(sums, [row, at], n)))
 
@@ -147,7 +147,7 @@ class ValueSums:
             whole = whole + total[T.int64(lane)]
         return T.isnan(whole)  # not whole != whole, which the simplifier takes to be false
 
-    def _accumulate_selected(self, begin: Expr, count: Expr) -> None:
+    def _accumulate_visible(self, begin: Expr, count: Expr) -> None:
         """Adds p V, but leaves a masked key out, not multiplied by zero: rare, so plain rather than fast."""
         value = self.value
 

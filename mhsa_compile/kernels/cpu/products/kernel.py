@@ -106,7 +106,7 @@ def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> 
             op = replace(
                 op, batch=(), left=ProductOperand(op.left.dims[-2:], (), 0, 1), right=replace(op.right, batch=())
             )
-        a = a if op.dtype == unit.dtype else _widened(a, dims)
+        a = a if op.dtype == unit.dtype else _in_float32(a, dims)
         # 2. The tasks.
         M, K, N = materialize(size), materialize(dim(op.inner)), materialize(width)
         batch = [materialize(extent) for extent in outer]
@@ -125,7 +125,7 @@ def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> 
     return builder.get()
 
 
-def _widened(a: Expr, dims: list[Expr]) -> Expr:
+def _in_float32(a: Expr, dims: list[Expr]) -> Expr:
     """A as float32, laid out as it is stored."""
     size = prod(dims[1:], start=dims[0])
     wide = T.alloc_buffer((size,), "float32")

@@ -76,7 +76,7 @@ class _Shape:
 
 def _shape(op: ProductOp, profile: CpuProfile) -> _Shape | None:
     """The product with a skinny factor; None where it has none, or where panels take fewer multiply-adds or lines."""
-    op, lanes = _flattened(op), profile.vector_lanes("float32")
+    op, lanes = _flat(op), profile.vector_lanes("float32")
     for is_left, count in ((False, op.columns), (True, op.rows)):
         if not isinstance(count, int) or count < 1:
             continue
@@ -88,7 +88,7 @@ def _shape(op: ProductOp, profile: CpuProfile) -> _Shape | None:
     return None
 
 
-def _flattened(op: ProductOp) -> ProductOp:
+def _flat(op: ProductOp) -> ProductOp:
     """Where all entries of the batch share B, their rows of A and Y as those of one, if their number is known."""
     outer = [d for d in (*op.batch, op.rows) if isinstance(d, int)]
     if not op.is_flat or len(outer) <= len(op.batch):

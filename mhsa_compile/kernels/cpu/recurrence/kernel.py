@@ -190,10 +190,10 @@ class _Block:
                 store(self.places, [r], self._place(step, length), 1)
             if self.two_passes:
                 self._each_panel((0, RESET), self.state, self._gru_gates)
-                self._each_panel((HIDDEN,), self.reset, self._where_taken(self._gru_states))
+                self._each_panel((HIDDEN,), self.reset, self._within_lengths(self._gru_states))
             else:
                 cell = {"LSTM": self._lstm, "GRU": self._gru_at_once, "RNN": self._rnn}[op.cell]
-                self._each_panel(tuple(range(op.gates)), self.state, self._where_taken(cell))
+                self._each_panel(tuple(range(op.gates)), self.state, self._within_lengths(cell))
             self._each(lambda r, u, n: store(self.state, [r, u], load(self.next, [r, u], n), n))
         self._each(self._end)
 
@@ -207,7 +207,7 @@ class _Block:
             backward_step = T.Select(step < length, backward_step, step)
         return backward_step if all(backwards) else T.Select(self.d == 1, backward_step, step)
 
-    def _where_taken(self, cell: Callable[[_Cell], None]) -> Callable[[_Cell], None]:
+    def _within_lengths(self, cell: Callable[[_Cell], None]) -> Callable[[_Cell], None]:
         """The new states of rows that have such a step."""
         if not self.op.lengths:
             return cell
@@ -291,14 +291,14 @@ class _Block:
     def _lstm(self, cell: _Cell) -> None:
         f, g, h = self.functions
         memory = materialize(cell.load(self.memory), "float32", cell.n)
-        input_gate = self._function(f, cell.sum(0) + cell.peeped(0, memory), cell.n)
+        input_gate = self._function(f, cell.sum(0) + cell.peephole(0, memory), cell.n)
         forget_gate = constant(1.0, cell.n) - input_gate
         if not self.op.input_forget:
-            forget_gate = self._function(f, cell.sum(FORGET) + cell.peeped(2, memory), cell.n)
+            forget_gate = self._function(f, cell.sum(FORGET) + cell.peephole(2, memory), cell.n)
         memory = materialize(
             forget_gate * memory + input_gate * self._function(g, cell.sum(CELL), cell.n), "float32", cell.n
         )
-        output = self._function(f, cell.sum(OUTPUT) + cell.peeped(1, memory), cell.n)
+        output = self._function(f, cell.sum(OUTPUT) + cell.peephole(1, memory), cell.n)
         cell.store(self.memory, memory)
         cell.take(output * activated(h, memory, cell.n))  # the memory is no gate: other runtimes do not clip it
 
@@ -311,7 +311,7 @@ class _Block:
         update, reset = (self._function(f, cell.sum(gate), cell.n) for gate in (0, RESET))
         within = cell.products[HIDDEN] + load(self.layer.inputs["hidden"], [self.d, cell.unit], cell.n)
         candidate = self._function(g, cell.outside(HIDDEN) + reset * within, cell.n)
-        cell.take(self._updated(cell, update, candidate))
+        cell.take(self._update(cell, update, candidate))
 
     def _gru_gates(self, cell: _Cell) -> None:
         """A GRU's gates; what the reset leaves of the state is what the other product is of."""
@@ -321,9 +321,9 @@ class _Block:
 
     def _gru_states(self, cell: _Cell) -> None:
         candidate = self._function(self.functions[1], cell.sum(HIDDEN), cell.n)
-        cell.take(self._updated(cell, cell.load(self.update), candidate))
+        cell.take(self._update(cell, cell.load(self.update), candidate))
 
-    def _updated(self, cell: _Cell, update: Expr, candidate: Expr) -> Expr:
+    def _update(self, cell: _Cell, update: Expr, candidate: Expr) -> Expr:
         return (constant(1.0, cell.n) - update) * candidate + update * cell.load(self.state)
 
     def _function(self, activation: Activation, x: Expr, n: int) -> Expr:
@@ -359,7 +359,7 @@ class _Cell:
         """All that a gate gets, but by peepholes."""
         return self.products[gate] + self.outside(gate)
 
-    def peeped(self, place: int, memory: Expr) -> Expr:
+    def peephole(self, place: int, memory: Expr) -> Expr:
         """What a gate gets of the memory."""
         block = self.block
         if not block.op.peepholes:

@@ -60,7 +60,7 @@ class CpuAttentionProbsKernel:
             return Emitted(_weights(replace(op, attention=attention), profile, config, sparsity), constants=arrays)
         of_rows = [step.of_rows(op.rows) for step in op.attention.scores]
         constants = [array for _, array in of_rows if array is not None]
-        run = _chosen_weights(op, of_rows, profile, config)
+        run = _weights_of_rows(op, of_rows, profile, config)
         return Emitted(run, constants=(heads, np.array(op.rows, np.int32), *constants))
 
 
@@ -91,7 +91,7 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, sparsity
     return function("weights", body)
 
 
-def _chosen_weights(
+def _weights_of_rows(
     op: AttentionProbsOp,
     of_rows: Sequence[tuple[ScoreStep, np.ndarray[Any, Any] | None]],
     profile: CpuProfile,

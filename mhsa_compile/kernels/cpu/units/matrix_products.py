@@ -77,8 +77,8 @@ class MatrixProducts(DotProducts):
                     zeros = splat(T.uint16(0), lanes)
                     halves.append(half if is_there is None else T.Select(splat(is_there, lanes), half, zeros))
                 # In two rounds: pairs of rows first, then pairs of pairs.
-                low, high = (_interleaved(halves[i], halves[i + 1], "int32", lanes) for i in (0, 2))
-                store(packed, [step, T.int64(column)], _interleaved(low, high, "int64", lanes), lanes)
+                low, high = (_interleave(halves[i], halves[i + 1], "int32", lanes) for i in (0, 2))
+                store(packed, [step, T.int64(column)], _interleave(low, high, "int64", lanes), lanes)
 
         whole = materialize(T.truncdiv(count, T.int64(group)))
         with T.serial(whole) as step:
@@ -109,7 +109,7 @@ def _element(words: Expr, place: Expr, lanes: int) -> Expr:
     return T.reinterpret(vector_type("float32", lanes), low << splat(T.int32(16), lanes))
 
 
-def _interleaved(low: Expr, high: Expr, dtype: str, lanes: int) -> Expr:
+def _interleave(low: Expr, high: Expr, dtype: str, lanes: int) -> Expr:
     """Elements of both in turn, as `lanes` of twice their width."""
     turns = [T.int32(i // 2 + lanes * (i % 2)) for i in range(2 * lanes)]
     return T.reinterpret(f"{dtype}x{lanes}", T.Shuffle([low, high], turns))
