@@ -19,7 +19,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind same-code fleet pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -147,6 +147,9 @@ races: $(STAMP)  ## What threads could do to each other: every rule, kernel and 
 
 helgrind: $(STAMP)  ## The same cases under valgrind, which sees every access of every thread, and races that are planted; a quarter of an hour
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.helgrind --json build/helgrind.json
+
+feature-files: $(STAMP)  ## How many files name each feature of attention scores
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.feature_files --files
 
 same-code: $(STAMP)  ## Whether code is compiled as a commit did, AGAINST=COMMIT: every kernel's functions; three quarters of an hour
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.same_code $(AGAINST) --json build/same-code.json

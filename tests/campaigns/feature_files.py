@@ -1,6 +1,6 @@
 """How far a feature of attention scores is spread: in how many files outside of tests each is named.
 
-    python -m campaigns.feature_files            a table, of the working tree
+    python -m campaigns.feature_files            a table, of the working tree; `make feature-files`
     python -m campaigns.feature_files --files    and which files they are
 
 A file names a feature where one of its words is an identifier, or a string: not in a sentence, to people or to readers.
