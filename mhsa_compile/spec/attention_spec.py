@@ -9,7 +9,6 @@ import difflib
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -23,8 +22,6 @@ from mhsa_compile.spec.checks import (
     check_choice,
     check_dtype,
     check_positive_int,
-    checked_flag,
-    checked_positive_float,
     checked_window,
     parse_causal,
     parse_window,
@@ -132,6 +129,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     mhsa_compile.errors.SpecError: head_dim: expected an explicit value, as num_heads does not divide embed_dim
     """
 
+    # fmt: off
     embed_dim: Annotated[int, Note("D, the width of the activations.")]
     num_heads: Annotated[int, Note("H, query heads.")]
     # None is resolved in __post_init__, for this one and the next two.
@@ -142,126 +140,64 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     v_embed_dim: Annotated[
         int | None, Note("The width of a third input, of values; the second is then of keys alone.")
     ] = None
-    bias: Annotated[bool, Note("Biases of the four projections.", check=checked_flag)] = True
+    bias: Annotated[bool, Note("Biases of the four projections.")] = True
     dtype: Annotated[str, Note("Of activations and weights.", choices=DTYPES)] = "float32"
     causal: Annotated[
         str | None,
-        Note(
-            "Which keys a query sees.",
-            choices=("true", *ALIGNMENTS),
-            parse=parse_causal,
-            row="sees",
-            words="itself and what is before it (causal, {})".format,
-        ),
+        Note("Which keys a query sees.", ("true", *ALIGNMENTS), parse_causal,
+             row="sees", words="itself and what is before it (causal, {})"),
     ] = None
     window: Annotated[
         tuple[int, int] | None,
-        Note(
-            "LEFT,RIGHT: the keys a query sees on each side of itself; -1 is unbounded.",
-            parse=parse_window,
-            row="sees",
-            words=_window_words,
-        ),
+        Note("LEFT,RIGHT: the keys a query sees on each side of itself; -1 is unbounded.", parse=parse_window,
+             row="sees", words=_window_words),
     ] = None
     static_mask: Annotated[
         AnyPattern | None,
-        Note(
-            "A constant mask, such as longformer:window=256,global_tokens=1.",
-            parse=parse_pattern,
-            row="sees",
-            words=lambda pattern: f"a constant mask, {type(pattern).__name__}",
-        ),
+        Note("A constant mask, such as longformer:window=256,global_tokens=1.", parse=parse_pattern,
+             row="sees", words="a constant mask, {0.__class__.__name__}"),
     ] = None
     # A function as it was given, or a ScoreFunction: what modules make of it.
     mask_mod: Annotated[
-        Any,
-        Note(
-            check=checked_function,
-            row="sees",
-            words=lambda _: "what its mask_mod lets it see",
-            tables=("mask_mod_",),
-        ),
+        Any, Note(check=checked_function, row="sees", words="what its mask_mod lets it see", tables=("mask_mod_",))
     ] = None
     score_mod: Annotated[
-        Any,
-        Note(check=checked_function, row="scores", words=lambda _: "a score_mod", turn=1, tables=("score_mod_",)),
+        Any, Note(check=checked_function, row="scores", words="a score_mod", turn=1, tables=("score_mod_",))
     ] = None
-    mask: Annotated[
-        str | None,
-        Note(
-            "The mask a call takes.",
-            choices=tuple(MASKS),
-            row="sees",
-            words=_mask_words,
-        ),
-    ] = None
+    mask: Annotated[str | None, Note("The mask a call takes.", tuple(MASKS), row="sees", words=_mask_words)] = None
     scale: Annotated[
         float | None,
-        Note(
-            "Factor of the scores; 1 / sqrt(E) if not given.",
-            check=partial(checked_positive_float, otherwise="1 / sqrt(head_dim)"),
-            row="scores",
-            words="times {:g}".format,
-        ),
+        Note("Factor of the scores; 1 / sqrt(E) if not given.", otherwise="1 / sqrt(head_dim)",
+             row="scores", words="times {:g}"),
     ] = None
     softcap: Annotated[
         float | None,
-        Note(
-            "c: scores become c * tanh(score / c).",
-            check=partial(checked_positive_float, otherwise="no cap"),
-            row="scores",
-            words="capped at {:g}".format,
-            formula=_soft_cap,
-        ),
+        Note("c: scores become c * tanh(score / c).", otherwise="no cap",
+             row="scores", words="capped at {:g}", formula=_soft_cap),
     ] = None
     softclamp: Annotated[
         float | None,
-        Note(
-            "c: scores become c * score / (c + |score|).",
-            check=partial(checked_positive_float, otherwise="no clamp"),
-            row="scores",
-            words="softly clamped at {:g}".format,
-            formula=_soft_clamp,
-        ),
+        Note("c: scores become c * score / (c + |score|).", otherwise="no clamp",
+             row="scores", words="softly clamped at {:g}", formula=_soft_clamp),
     ] = None
     rope: Annotated[
         Rope | None,
-        Note(
-            "Rotary positions: default, or such as theta=500000,scaling=llama3,factor=8,original_max_length=8192.",
-            parse=parse_rope,
-            row="positions",
-            words=Rope.in_words,
-            tables=("rope_cos", "rope_sin"),
-        ),
+        Note("Rotary positions: default, or such as theta=500000,scaling=llama3,factor=8,original_max_length=8192.",
+             parse=parse_rope, row="positions", words=Rope.in_words, tables=("rope_cos", "rope_sin")),
     ] = None
     alibi: Annotated[
         bool,
-        Note(
-            "A bias that falls with the distance, a slope for each head.",
-            names=("--alibi",),
-            check=checked_flag,
-            row="positions",
-            words=lambda _: "ALiBi, a slope for each head",
-            tables=("alibi_slopes",),
-        ),
+        Note("A bias that falls with the distance, a slope for each head.",
+             row="positions", words="ALiBi, a slope for each head", tables=("alibi_slopes",)),
     ] = False
     sinks: Annotated[
         bool,
-        Note(
-            "One more learned score for each head, of no value.",
-            names=("--sinks",),
-            check=checked_flag,
-            row="scores",
-            words=lambda _: "a sink for each head",
-            turn=1,
-            parameters="num_heads",
-        ),
+        Note("One more learned score for each head, of no value.",
+             row="scores", words="a sink for each head", turn=1, parameters="num_heads"),
     ] = False
-    kv_cache: Annotated[
-        bool,
-        Note("Keys and values go into a cache; needs --causal true.", names=("--kv-cache",), check=checked_flag),
-    ] = False
+    kv_cache: Annotated[bool, Note("Keys and values go into a cache; needs --causal true.")] = False
     outputs: Annotated[tuple[str, ...], Note(_OUTPUTS, parse=split_words)] = ("y",)
+    # fmt: on
 
     if TYPE_CHECKING:  # the fields are typed as resolved; this is what the constructor takes
 
@@ -304,8 +240,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise SpecError("v_embed_dim", "None without kv_embed_dim", str(self.v_embed_dim), hint)
         for name, field in fields_with_notes(type(self)).items():
             value = getattr(self, name)
-            if field.note.check is not None and not (value is None and field.may_be_none):
-                self._set(name, field.note.check(name, value))
+            if field.check is not None and not (value is None and field.may_be_none):
+                self._set(name, field.check(name, value))
         check_dtype(self.dtype)
         check_choice("mask", self.mask, tuple(MASKS))
         self._resolve_heads()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from mhsa_compile.spec.checks import checked_flag, checked_positive_float
+
 Formula = Callable[[Any, Any, Any], Any]
 """(np or torch, scores, the field's value) -> what becomes of scores by themselves."""
 
@@ -16,12 +18,13 @@ Formula = Callable[[Any, Any, Any], Any]
 class Note:
     """
     help        of the flag; "" is no flag
-    names       of the flag, where they are not the field's
     choices     the texts that the flag takes
     parse       how the flag's text becomes the field's value, where that is not the text
-    check       (field, value) -> the value as the spec keeps it; not asked of None. Raises SpecError
+    check       (field, value) -> the value as the spec keeps it; not asked of None. Raises SpecError. A bool and a
+                positive number have theirs
+    otherwise   what None means where a number may be, in words
     row         of the picture: "sees", "positions" or "scores"; "" where the field has no words of its own there
-    words       the value in words
+    words       the value in words: a format of it, or a function
     turn        places words in their row behind those of a lower number
     formula     what becomes of scores by themselves, in the order of the fields: the field is an attribute of
                 `mhsa.Attention`, too, a number, absent where it is None
@@ -30,16 +33,19 @@ class Note:
     """
 
     help: str = ""
-    names: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     parse: Callable[[str], Any] | None = None
     check: Callable[[str, Any], Any] | None = None
+    otherwise: str = ""
     row: str = ""
-    words: Callable[[Any], str] = str
+    words: str | Callable[[Any], str] = ""
     turn: int = 0
     formula: Formula | None = None
     tables: tuple[str, ...] = ()
     parameters: str = ""
+
+    def in_words(self, value: Any) -> str:
+        return self.words.format(value) if isinstance(self.words, str) else self.words(value)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,14 @@ class SpecField:
     @property
     def may_be_none(self) -> bool:
         return type(None) in get_args(self.type)
+
+    @property
+    def check(self) -> Callable[[str, Any], Any] | None:
+        if self.type is bool:
+            return checked_flag
+        if float in get_args(self.type):
+            return functools.partial(checked_positive_float, otherwise=self.note.otherwise)
+        return self.note.check
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def _words(spec: AttentionSpec, row: str) -> list[str]:
     """What the fields that are set say in a row."""
     values = [(getattr(spec, name), field.note) for name, field in fields_with_notes(type(spec)).items()]
     phrases = [
-        (note.turn, note.words(value)) for value, note in values if note.row == row and value not in (None, False)
+        (note.turn, note.in_words(value)) for value, note in values if note.row == row and value not in (None, False)
     ]
     return [words for _, words in sorted(phrases, key=lambda one: one[0])]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, get_args
 
+import msgspec
 import typer
 
 from mhsa_compile.cli.common.option_groups import OPTION
@@ -12,13 +13,15 @@ from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.field_notes import SpecField, fields_with_notes
 
 _PARSE = "parse"
+_OFF = {one.name for one in msgspec.structs.fields(AttentionSpec) if one.default is False}
 
 
 def _flag(name: str, spec_field: SpecField) -> tuple[str, Any, Any]:
-    """A flag named after its field, a bool with its --no- form, unless it has names of its own."""
+    """A flag named after its field; a bool has its --no- form where it is true if nothing is stated."""
     note = spec_field.note
+    names = [f"--{name.replace('_', '-')}"] if name in _OFF else []
     option = typer.Option(
-        None, *note.names, help=note.help, rich_help_panel="The spec, instead of SOURCE", show_default=False
+        None, *names, help=note.help, rich_help_panel="The spec, instead of SOURCE", show_default=False
     )
     kind = (get_args(spec_field.type) or (spec_field.type,))[0]
     if note.choices:

@@ -140,8 +140,7 @@ class _CallMaskThread(ThreadPart):
 
     def __init__(self, step: CallMask, task: ThreadTask) -> None:
         super().__init__(step, task)
-        heads = task.heads
-        self._readers = tuple(self._reader(head) for head in heads) if isinstance(heads, tuple) else self._reader(heads)
+        self._readers = self.of_heads(self._reader)
 
     def _reader(self, head: Expr) -> MaskReader:
         return MaskReader(self.task.own[0], self.task.b, head)

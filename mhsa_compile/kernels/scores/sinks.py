@@ -16,7 +16,7 @@ from mhsa_compile.kernels.cpu.score_parts import CpuMath, RowPart, TilePart, Til
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, splat
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
 from mhsa_compile.kernels.cuda.attention.thread_parts import CudaMath, ThreadPart
-from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
+from mhsa_compile.kernels.cuda.primitives.fragments import of_row
 from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
@@ -52,8 +52,7 @@ class _SinksRows(RowPart):
 
 class _SinksThread(ThreadPart):
     def read(self) -> None:
-        heads = self.task.heads
-        self._sinks: OfRows[Expr] = tuple(map(self._of, heads)) if isinstance(heads, tuple) else self._of(heads)
+        self._sinks = self.of_heads(self._of)
 
     def _of(self, head: Expr) -> Expr:
         return materialize(_finite(CudaMath().element(self.task.own[0], [head])), "float32")

@@ -37,7 +37,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, CudaMath, ThreadPart
-from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
+from mhsa_compile.kernels.cuda.primitives.fragments import of_row
 from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreMath, ScoreStep, SomeRows
@@ -175,8 +175,7 @@ class _SlopesRows(FadingPart):
 
 class _SlopesThread(ThreadPart):
     def read(self) -> None:
-        heads = self.task.heads
-        self._slopes: OfRows[Expr] = tuple(map(self._of, heads)) if isinstance(heads, tuple) else self._of(heads)
+        self._slopes = self.of_heads(self._of)
 
     def _of(self, head: Expr) -> Expr:
         return self.step.tilt(CudaMath(), self.task.own, head)

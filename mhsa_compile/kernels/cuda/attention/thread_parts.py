@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -58,6 +58,11 @@ class ThreadPart:
 
     def __init__(self, step: ScoreStep, task: ThreadTask) -> None:
         self.step, self.task = step, task
+
+    def of_heads(self, read: Callable[[Expr], Any]) -> OfRows[Any]:
+        """What is read of the thread's head, or of that of each of its rows."""
+        heads = self.task.heads
+        return tuple(map(read, heads)) if isinstance(heads, tuple) else read(heads)
 
     def read(self) -> None:
         """Reads what the step needs of its heads."""
