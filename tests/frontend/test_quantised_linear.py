@@ -13,8 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fuse import fuse
 from mhsa_compile.frontend.fusion.fused_nodes import FusedQuantisedLinear
+from mhsa_compile.frontend.relax.importer import import_onnx
 
 RNG = np.random.default_rng(0)
 Array = np.ndarray[Any, Any]
@@ -139,6 +141,11 @@ def test_other_weights_are_bound(artifact: mhsa.Artifact) -> None:
     for name, y in zip(LINEARS, mhsa.load(artifact, weights=others)(x=x), strict=True):
         value, allowed = right(LINEARS[name], x, {**CONSTANTS, **others})
         assert (np.abs(y - value) <= allowed).all(), name
+
+
+def test_weights_of_the_file_are_not_rounded_again() -> None:
+    with pytest.raises(ModelError, match="a model with a linear"):
+        import_onnx(every_form(), int8_weights=True)
 
 
 def test_a_machine_without_such_products() -> None:

@@ -81,7 +81,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
     result.rows = json.loads(stated.get(ROWS_KEY, "{}"))
     result.outputs = _output_dims(module["main"])
-    if int8_weights and not any(isinstance(op, LinearOp) for op in result.ops.values()):
+    if int8_weights and not any(type(op) is LinearOp for op in result.ops.values()):
         raise ModelError("weights", 'a model with a linear for "int8"', "one without")
     return result
 
