@@ -38,6 +38,7 @@ CONSTANTS = {
     "scale": np.array(0.02, np.float32),
     "one_scale": np.array([0.03], np.float32),
     "scales": RNG.uniform(0.01, 0.05, WIDTH).astype(np.float32),
+    "deep_scales": RNG.uniform(0.01, 0.05, K).astype(np.float32),
     "bias": RNG.standard_normal(WIDTH).astype(np.float32),
 }
 
@@ -143,6 +144,62 @@ def test_other_weights_are_bound(artifact: mhsa.Artifact) -> None:
         assert (np.abs(y - value) <= allowed).all(), name
 
 
+STATIC = {  # name -> (nodes, weight, zero, scale, bias)
+    "one scale": (
+        [
+            N("DequantizeLinear", ["w_int8", "one_scale"], ["w1"]),
+            N("MatMul", ["x_floats", "w1"], ["p1"]),
+            N("Add", ["bias", "p1"], ["one scale"]),
+        ],
+        "w_int8", 0, "one_scale", True,
+    ),
+    "each": (
+        [
+            N("DequantizeLinear", ["w_uint8", "scales", "zeros_uint8"], ["w2"], axis=-1),
+            N("MatMul", ["x_floats", "w2"], ["each"]),
+        ],
+        "w_uint8", "zeros_uint8", "scales", False,
+    ),
+    "turned": (
+        [
+            N("DequantizeLinear", ["turned", "scales", "zeros_int8"], ["w3"], axis=0),
+            N("Transpose", ["w3"], ["w4"], perm=[1, 0]),
+            N("MatMul", ["x_floats", "w4"], ["turned_y"]),
+        ],
+        "turned", "zeros_int8", "scales", False,
+    ),
+}  # fmt: skip
+STATIC_NODES = [
+    N("QuantizeLinear", ["x", "step", "x_origin"], ["x_bytes"]),
+    N("DequantizeLinear", ["x_bytes", "step", "x_origin"], ["x_floats"]),
+]
+STATIC_NUMBERS = {"step": np.array([0.03], np.float32), "x_origin": np.array(-7, np.int8)}
+"""Of one number each, but not of one shape: so ONNX Runtime's quantiser writes them beside biases."""
+
+
+def static() -> onnx.ModelProto:
+    file = model(
+        [*STATIC_NODES, *(node for form in STATIC.values() for node in form[0])], ["one scale", "each", "turned_y"]
+    )
+    file.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in STATIC_NUMBERS.items())
+    return file
+
+
+def test_products_between_pairs_of_a_static_quantiser() -> None:
+    artifact = mhsa.compile(static(), without_attention="accept")
+    fused = [node.op_type for node in fuse(static()).graph.node]
+    assert fused.count(FusedQuantisedLinear.op_type) == 3 and "MatMul" not in fused and "DequantizeLinear" not in fused
+    for x in INPUTS:
+        rows = np.clip(np.rint(x.astype(np.float32) / np.float32(0.03)) - 7, -128, 127).astype(np.int64)
+        results = mhsa.load(artifact)(x=x.astype(np.float32))
+        for (name, (_, weight, zero, scale, biased)), y in zip(STATIC.items(), results, strict=True):
+            w = CONSTANTS[weight].astype(np.int64).T if weight == "turned" else CONSTANTS[weight].astype(np.int64)
+            origin = CONSTANTS[zero].astype(np.int64) if isinstance(zero, str) else zero
+            scaled = ((rows + 7) @ (w - origin)) * (np.float64(np.float32(0.03)) * CONSTANTS[scale])
+            value = scaled + (CONSTANTS["bias"] if biased else 0)
+            assert (np.abs(y - value) <= 2.0**-24 * (3 * np.abs(scaled) + np.abs(value))).all(), name
+
+
 def test_weights_of_the_file_are_not_rounded_again() -> None:
     with pytest.raises(ModelError, match="a model with a linear"):
         import_onnx(every_form(), int8_weights=True)
@@ -160,6 +217,11 @@ def test_a_machine_without_such_products() -> None:
 
 UNFIT = {
     "read by others": [*linear("y", "w_int8", "", "scale"), N("Cast", ["y_sums"], ["z"], to=TensorProto.FLOAT)],
+    "scales along the sum": [
+        N("DequantizeLinear", ["x_bytes", "x_scale", "x_zero"], ["x_floats"]),
+        N("DequantizeLinear", ["w_int8", "deep_scales"], ["w_floats"], axis=0),
+        N("MatMul", ["x_floats", "w_floats"], ["y"]),
+    ],
     "floats of 64 bits": [
         N("MatMulInteger", ["x_bytes", "w_int8", "x_zero"], ["sums"]),
         N("Cast", ["sums"], ["floats"], to=TensorProto.DOUBLE),
@@ -172,7 +234,7 @@ UNFIT = {
 def test_what_does_not_fit_stays(name: str) -> None:
     fused = fuse(model([BYTES, *UNFIT[name]], ["y", "z"] if name == "read by others" else ["y"]))
     operators = [node.op_type for node in fused.graph.node]
-    assert "MatMulInteger" in operators and FusedQuantisedLinear.op_type not in operators
+    assert {"MatMul", "MatMulInteger"} & {*operators} and FusedQuantisedLinear.op_type not in operators
 
 
 WIDE, HEADS, HIDDEN = 24, 3, 40

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
 
@@ -361,3 +361,24 @@ def test_a_dilated_convolution_reads_its_taps_alone(attributes: dict[str, object
             taps = own[:, place * step : place * step + 5 : 2]
             np.testing.assert_allclose(y[0, m, place], (taps * w[m]).sum(), rtol=1e-12)
     assert np.isnan(y).any() and np.isfinite(y).any()
+
+
+@pytest.mark.parametrize("opset", [13, 18, 21])
+def test_bytes_in_every_opset(opset: int) -> None:
+    """By one scale and by those of an axis, in float64: halves go to the even number, what does not fit is cut."""
+    x = np.array([[-1.0, 0.25, 0.75, 500.0], [0.5, 1.5, 2.5, -7.0]], np.float32)
+    scales, zeros = np.array([0.5, 2.0], np.float32), np.array([3, -4], np.int8)
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale"], ["bytes"]),
+        helper.make_node("DequantizeLinear", ["bytes", "scale"], ["y"]),
+        helper.make_node("QuantizeLinear", ["x", "scales", "zeros"], ["rows"], axis=0),
+        helper.make_node("DequantizeLinear", ["rows", "scales", "zeros"], ["z"], axis=0),
+    ]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 4]) for name in "xyz"]
+    constants = {"scale": np.array(0.5, np.float32), "scales": scales, "zeros": zeros}
+    tensors = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    y, z = oracle(model, {"x": x})
+    np.testing.assert_array_equal(y, [[0, 0, 1.0, 127.5], [0.5, 1.5, 2.5, 0]])
+    np.testing.assert_array_equal(z, [[-1, 0, 1.0, 62.0], [0, 2, 2, -8]])

@@ -3,7 +3,11 @@
     MatMulInteger(x, W, x_zero, zero) -> Cast -> Mul(x_scale * scale) -> Add(bias)
 
 So quantize_dynamic of ONNX Runtime writes a MatMul, with a DynamicQuantizeLinear for x, which others may read, too. The
-scales may be multiplied in any order; each may be missing. What does not fit stays a product of whole numbers.
+scales may be multiplied in any order; each may be missing. In files of quantize_static it is
+
+    MatMul(DequantizeLinear(x, x_scale, x_zero), DequantizeLinear(W, scale, zero)) -> Add(bias)
+
+What does not fit stays a product of whole numbers, or of floats.
 """
 
 from __future__ import annotations
@@ -50,19 +54,71 @@ class QuantisedLinear(Linear):
 
 
 def find_quantised_linears(graph: GraphView) -> dict[str, Linear]:
-    """Every product of bytes with a constant weight whose result is scaled, by the name of its output."""
-    nodes = [node for node in graph.nodes if is_standard(node, "MatMulInteger")]
-    linears = (_linear(graph, node) for node in nodes)
+    """Every product of bytes with a constant weight that becomes floats, by the name of its output."""
+    forms = {"MatMulInteger": _of_whole_numbers, "MatMul": _of_floats}
+    nodes = [node for node in graph.nodes if is_standard(node, *forms)]
+    linears = (forms[node.op_type](graph, node) for node in nodes)
     return {linear.output: linear for linear in linears if linear is not None}
 
 
-def _linear(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None:
+def _of_whole_numbers(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None:
+    """MatMulInteger, with the floats that its sums become and nobody else reads."""
     x, weight, x_zero, zero = (*(name or None for name in node.input), None, None)[:4]
-    assert x is not None and weight is not None
-    transpose = graph.producer(weight, "Transpose")
-    turned = transpose is not None and attributes(transpose).get("perm", [1, 0]) == [1, 0]
-    if transpose is not None and turned:
-        weight = transpose.input[0]
+    weight, turned = _upright(graph, str(weight))
+    linear = _product(graph, node, (str(x), x_zero), (weight, zero), turned=turned)
+    cast = graph.only_consumer(node.output[0], "Cast")
+    if linear is None or cast is None or attributes(cast)["to"] != onnx.TensorProto.FLOAT:
+        return None
+    _add_node(linear, cast)
+    scales = _Scales(graph, linear.width)
+    while (scaled := graph.only_consumer(linear.output, "Mul")) is not None:
+        (factor,) = [name for name in scaled.input if name != linear.output] or [""]
+        if not scales.take(factor):
+            break
+        _add_node(linear, scaled)
+    linear.x_scale, linear.scale = scales.of_x, scales.of_weight
+    return _biased(graph, linear)
+
+
+def _of_floats(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None:
+    """MatMul of DequantizeLinears, by one number for x, by one or one for each feature for the weight."""
+    floats, (other, turned) = graph.producer(node.input[0], "DequantizeLinear"), _upright(graph, node.input[1])
+    weights = graph.producer(other, "DequantizeLinear")
+    if floats is None or weights is None:
+        return None
+    (x, x_scale, x_zero), (weight, scale, zero) = (
+        (*(name or None for name in one.input), None)[:3] for one in (floats, weights)
+    )
+    stated = attributes(weights)
+    axis, by_features = stated.get("axis", 1) % 2, graph.shape(str(scale)) not in ((), (1,))
+    linear = _product(graph, node, (str(x), x_zero), (str(weight), zero), turned=turned)
+    if linear is None or stated.get("block_size", 0) or (by_features and axis != (0 if turned else 1)):
+        return None
+    scales = _Scales(graph, linear.width)
+    if not _is_number(graph, str(x_scale)) or graph.dtype(str(x_scale)) != "float32" or not scales.take(str(scale)):
+        return None
+    linear.x_scale, linear.scale = x_scale, scales.of_weight
+    return _biased(graph, linear) if linear.scale is not None else None
+
+
+def _upright(graph: GraphView, name: str) -> tuple[str, bool]:
+    """(a matrix, whether it is stored as its transpose)."""
+    transpose = graph.producer(name, "Transpose")
+    if transpose is None or attributes(transpose).get("perm", [1, 0]) != [1, 0]:
+        return name, False
+    return transpose.input[0], True
+
+
+def _product(
+    graph: GraphView,
+    node: onnx.NodeProto,
+    left: tuple[str, str | None],
+    right: tuple[str, str | None],
+    *,
+    turned: bool,
+) -> QuantisedLinear | None:
+    """The linear of bytes and their zeros, of x and of a weight, without scales; None where that is none of ours."""
+    (x, x_zero), (weight, zero) = left, right
     shape = graph.shape(weight) if _is_stored(graph, weight) else None
     if shape is None or len(shape) != 2 or not all(isinstance(size, int) and size for size in shape):
         return None
@@ -73,28 +129,26 @@ def _linear(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None:
         return None
     if zero is not None and ((array := graph.constant(zero)) is None or not _of_features(array.shape, width)):
         return None
-    cast = graph.only_consumer(node.output[0], "Cast")
-    if cast is None or attributes(cast)["to"] != onnx.TensorProto.FLOAT:
-        return None
-    linear = QuantisedLinear(
-        x=x, weight=weight, bias=None, transposed=not turned, width=width, output=cast.output[0], nodes=[node, cast],
+    return QuantisedLinear(
+        x=x, weight=weight, bias=None, transposed=not turned, width=width, output=node.output[0], nodes=[node],
         x_zero=x_zero, zero=zero,
     )  # fmt: skip
-    scales = _Scales(graph, width)
-    while (scaled := graph.only_consumer(linear.output, "Mul")) is not None:
-        (factor,) = [name for name in scaled.input if name != linear.output] or [""]
-        if not scales.take(factor):
-            break
-        linear.nodes.append(scaled)
-        linear.output = scaled.output[0]
-    linear.x_scale, linear.scale = scales.of_x, scales.of_weight
+
+
+def _biased(graph: GraphView, linear: QuantisedLinear) -> QuantisedLinear:
+    """The linear with the bias that is added to it, if one is."""
     add = graph.only_consumer(linear.output, "Add")
     if add is not None:
-        bias = next((i for i in add.input if graph.is_weight(i) and graph.shape(i) == (width,)), None)
+        bias = next((i for i in add.input if graph.is_weight(i) and graph.shape(i) == (linear.width,)), None)
         if bias is not None and graph.dtype(bias) == "float32":
-            linear.bias, linear.output = bias, add.output[0]
-            linear.nodes.append(add)
+            linear.bias = bias
+            _add_node(linear, add)
     return linear
+
+
+def _add_node(linear: QuantisedLinear, node: onnx.NodeProto) -> None:
+    linear.nodes.append(node)
+    linear.output = node.output[0]
 
 
 @dataclass

@@ -140,6 +140,8 @@ def _scales(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     if len(scale) > 1:
         return f"{name!r} of one axis at most", _with_dims(name, scale)
     for point, other in shapes[1:]:
+        if {scale, other} <= {(), (1,)}:  # ONNX Runtime's quantiser writes both for one number, side by side
+            continue
         if len(other) != len(scale) or any(map(_differ, scale, other)):
             return f"{point!r} of the shape of {_with_dims(name, scale)}", _with_dims(point, other)
     return None

@@ -21,6 +21,7 @@ from mhsa_compile.verification.error_budget import in_float64
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
 from mhsa_compile.verification.oracle.convolution import Conv
 from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_weights
+from mhsa_compile.verification.oracle.quantised import quantised_operators
 from mhsa_compile.verification.oracle.recurrent import RECURRENT
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
 from mhsa_compile.verification.random_inputs import Arrays
@@ -108,7 +109,7 @@ class Reference:
             self._filled |= scoring.filled is not None
             return attend_exactly(q, k, v, scoring)
 
-        operators = [*_EXACT, *attention_operators(Arithmetic(attend, look_exactly))]
+        operators = [*_EXACT, *quantised_operators(self.model), *attention_operators(Arithmetic(attend, look_exactly))]
         return ReferenceEvaluator(self._wide_graph[0], new_ops=operators)
 
     @cached_property
@@ -119,14 +120,15 @@ class Reference:
             y, rows = attend_exactly(q, k, v, scoring), scoring.filled
             return y if rows is None else np.where(rows, np.nan, y)
 
-        operators = [*_EXACT, *attention_operators(Arithmetic(attend, look_exactly))]
+        operators = [*_EXACT, *quantised_operators(self.model), *attention_operators(Arithmetic(attend, look_exactly))]
         return ReferenceEvaluator(self._wide_graph[0], new_ops=operators)
 
     @cached_property
     def _rounded(self) -> ReferenceEvaluator:
         from mhsa_compile.verification.oracle.eager_operators import eager_operators  # PyTorch takes a second to load
 
-        operators = [Conv, _GatherElements, _GlobalMaxPool, _Erf, *RECURRENT, *eager_operators(self._int8_weights)]
+        own = (Conv, _GatherElements, _GlobalMaxPool, _Erf, *RECURRENT, *quantised_operators(self.model))
+        operators = [*own, *eager_operators(self._int8_weights)]
         return ReferenceEvaluator(self.model, new_ops=operators)
 
 
