@@ -92,10 +92,6 @@ class ScoreFunction(msgspec.Struct, frozen=True):
         return self.steps[-1].kind
 
     @property
-    def takes_score(self) -> bool:
-        return any(step.op == "score" for step in self.steps)
-
-    @property
     def may_be_infinite(self) -> bool:
         """Whether it has a way to make -infinity of finite scores that are not enormous."""
         grows = ("log", "div", "exp", "exp2")
