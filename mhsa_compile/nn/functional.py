@@ -12,12 +12,9 @@ from torch import Tensor
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.nn import softmax_outputs
-from mhsa_compile.nn.score_features import EagerCall, EagerScoring, FeatureTensors, scoring_of
+from mhsa_compile.nn.score_features import FORMULAS, EagerCall, EagerScoring, FeatureTensors, scoring_of
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.spec.field_notes import formulas_of
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
-
-FORMULAS = formulas_of(AttentionSpec)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scoring: EagerScoring, scale: float, dropout: float = 0.0) -> Tensor:

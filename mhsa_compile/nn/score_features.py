@@ -24,6 +24,7 @@ from mhsa_compile.spec.field_notes import formulas_of
 from mhsa_compile.spec.mask_patterns import Pattern
 from mhsa_compile.spec.score_functions import ScoreFunction
 
+FORMULAS = formulas_of(AttentionSpec)
 FeatureTensors = Mapping[str, Tensor | None]
 """What a module holds for its features, by the names under which it does."""
 
@@ -59,7 +60,7 @@ class EagerCall:
     mask: Tensor | None
     lengths: Tensor | None
 
-    @functools.cached_property
+    @property  # not a cached one, which Dynamo does not trace
     def distance(self) -> Tensor:
         """(1 or B, 1, L, S): how far each key stands behind each query's place; see AttentionSpec."""
         _, _, L, S = self.sizes
@@ -72,11 +73,11 @@ class EagerCall:
     def places(self) -> dict[str, Tensor]:
         """What functions are told of a pair, each broadcastable to (B, H, L, S)."""
         B, H, _, S = self.sizes
-        keys = torch.arange(S, device=self.device)
+        keys, distance = torch.arange(S, device=self.device), self.distance
         return {
             "b": torch.arange(B, device=self.device).view(-1, 1, 1, 1),
             "h": torch.arange(H, device=self.device).view(-1, 1, 1),
-            "q_idx": (keys - self.distance)[..., :1] if S else self.distance,
+            "q_idx": (keys - distance)[..., :1] if S else distance,
             "kv_idx": keys,
         }
 
@@ -130,8 +131,9 @@ class _Band(Feature):
         if call.spec.band is None:
             return EagerScoring()
         left, right, _ = call.spec.band
-        visible = torch.ones_like(call.distance, dtype=torch.bool) if right < 0 else call.distance <= right
-        return EagerScoring(visible & (-call.distance <= left) if left >= 0 else visible)
+        distance = call.distance
+        visible = torch.ones_like(distance, dtype=torch.bool) if right < 0 else distance <= right
+        return EagerScoring(visible & (-distance <= left) if left >= 0 else visible)
 
     def words(self, spec: AttentionSpec) -> dict[str, Any]:
         sizes = zip(("left_window_size", "right_window_size"), spec.window or (), strict=False)
@@ -289,7 +291,7 @@ def scoring_of(call: EagerCall) -> EagerScoring:
 
 def limits_of(spec: AttentionSpec) -> dict[str, float]:
     """The numbers of the formulas that a spec asks for."""
-    values = {name: getattr(spec, name) for name in formulas_of(AttentionSpec)}
+    values = {name: getattr(spec, name) for name in FORMULAS}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -467,3 +467,10 @@ def test_alibi_s_slopes_are_the_paper_s() -> None:
     assert alibi_slopes(1) == [2.0**-8]
     # 12 heads: those of 8, then every other one of 16.
     assert alibi_slopes(12) == [*alibi_slopes(8), 2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
+
+
+@pytest.mark.parametrize("fields", [{}, {"softcap": 5.0, "sinks": True}], ids=["plain", "changed"])
+def test_dynamo_follows_it_whole(fields: dict[str, object]) -> None:
+    layer = MultiHeadAttention(AttentionSpec(embed_dim=16, num_heads=2, **fields)).eval()
+    x = torch.randn(2, 9, 16, dtype=torch.float32)
+    torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
