@@ -24,6 +24,8 @@ INSTRUCTIONS = {  # by the feature, as assembly
     ("avx512_bf16", 1): r"vdpbf16ps\s+.*%zmm",
     ("avx512_vnni", 1): r"vpdpbusd\s+.*%zmm",
     ("avx_vnni", 1): r"vpdpbusd\s+.*%ymm",
+    ("avx512bw", 1): r"vpmaddwd\s+.*%zmm",
+    ("avx2", 1): r"vpmaddwd\s+.*%ymm",
     ("bf16", 1): r"bfdot\s+v\d+\.4s, v\d+\.8h, v\d+\.",
     ("bf16", 2): r"bfmmla\s+v\d+\.4s, v\d+\.8h, v\d+\.8h",
     ("asimdfhm", 1): r"fmlal\s+v\d+\.4s, v\d+\.4h, v\d+\.4?h",
@@ -35,6 +37,8 @@ MACHINES = {  # by the feature: LLVM's triple, and a CPU without it
     "avx512_bf16": (X86, "x86-64-v4"),
     "avx512_vnni": (X86, "x86-64-v4"),
     "avx_vnni": (X86, "x86-64-v3"),
+    "avx512bw": (X86, "x86-64-v3"),
+    "avx2": (X86, "x86-64-v2"),
     "bf16": (ARM, "generic"),
     "asimdfhm": (ARM, "generic"),
     "asimddp": (ARM, "generic"),
@@ -119,6 +123,8 @@ def test_the_choice_asks_for_features_and_width():
 
     assert first("znver4", "bfloat16") == ("avx512_bf16", 1, 16)
     assert first("sapphirerapids", "int8") == ("avx512_vnni", 1, 16)
+    assert first("x86-64-v4", "int16") == ("avx512bw", 1, 16)
+    assert first("x86-64-v3", "int16") == ("avx2", 1, 8)
     assert first("neoverse-n1", "int8") == ("asimddp", 1, 4)
     assert first("neoverse-v1", "int8") == ("i8mm", 2, 4)
     assert first("neoverse-v2", "bfloat16") == ("bf16", 2, 4)
@@ -130,7 +136,7 @@ def test_the_choice_asks_for_features_and_width():
     assert [unit.dtype for unit in units(narrow, "bfloat16")] == ["float32"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "int16"])
 @pytest.mark.parametrize("target", profile_names())
 def test_the_last_unit_is_one_that_every_machine_has(target, dtype):
     """And the widest comes before a narrower of its kind."""

@@ -1,10 +1,13 @@
-"""Linears of x and weights in eight bits, as a file stores them: sums in the unit of int8, exact, then its scales.
+"""Linears of x and weights in eight bits, as a file stores them: exact sums of int32, then its scales.
 
     sum (x - x_zero) (w - zero)  =  sum x w  -  zero sum x  -  x_zero sum (w - zero)
 
 The unit sums x w. The last sum is of weights alone, one number a feature, and packed beside them; the one of x is a
 number a row, and is needed only where a zero of the weights is not 0. The unit's bytes of w are signed: those that are
 stored unsigned lose 128, and so do their zeros, which changes nothing; x is brought to what the unit takes likewise.
+
+A CPU of x86-64 without VNNI gets both factors in 16 bits. Its instruction for unsigned bytes with signed ones,
+vpmaddubsw, adds two products in 16 bits, where they do not fit: 2 * 255 * 127 is cut to 32767.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, SizeVars, argument, ceil_div
 from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_arguments
 from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows, allocated, whole
@@ -33,7 +36,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
     vector_type,
 )
-from mhsa_compile.kernels.cpu.units.choice import units
+from mhsa_compile.kernels.cpu.units.choice import NARROW, units
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp, QuantisedLinearOp
 
@@ -50,12 +53,13 @@ class CpuQuantisedLinearKernel(CpuLinearKernel):
     def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
         if op.in_features > MOST_TERMS:
             return f"sums of products of bytes up to {MOST_TERMS} terms, not {op.in_features}"
-        if self.layout(op, profile, 1).unit.dtype != "int8":
-            return "a CPU with an instruction for products of bytes (avx512_vnni, avx_vnni, asimddp or i8mm)"
+        if self.layout(op, profile, 1).unit.dtype == "float32":
+            return f"a CPU with an instruction for products of bytes ({', '.join(_FEATURES)})"
         return None
 
     def layout(self, op: LinearOp, profile: CpuProfile, columns: int) -> PackedLayout:
-        return _LayoutOfBytes(op, FORMATS["int8"], units(profile, "int8")[0], columns)
+        unit = next((u for u in NARROW if u.dtype in _KINDS and u.is_on(profile)), units(profile, "int8")[-1])
+        return _LayoutOfBytes(op, FORMATS["int8"], unit, columns)
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op, profile, config["columns"])
@@ -63,8 +67,14 @@ class CpuQuantisedLinearKernel(CpuLinearKernel):
         return Emitted(_linear(layout, profile.hardware.cores, config), _pack(layout), layout.packed)
 
 
+_KINDS = ("int8", "int16")
+_FEATURES = tuple(dict.fromkeys(unit.feature for unit in NARROW if unit.dtype in _KINDS))
+
+
 @dataclass(frozen=True)
 class _LayoutOfBytes(PackedLayout):
+    """The unit multiplies bytes, or what they are in 16 bits."""
+
     @property
     def stored(self) -> QuantisedLinearOp:
         assert isinstance(self.op, QuantisedLinearOp)
@@ -73,7 +83,16 @@ class _LayoutOfBytes(PackedLayout):
     @property
     def flips(self) -> bool:
         """Whether the unit takes x as bytes of the other sign: with 128 more, or less, which is their highest bit."""
-        return self.unit.unsigned != (self.stored.x_dtype == "uint8")
+        return self.unit.dtype == "int8" and self.unit.unsigned != (self.stored.x_dtype == "uint8")
+
+    @property
+    def widens(self) -> bool:
+        return False
+
+    @property
+    def factor(self) -> str:
+        """dtype of x as it is multiplied."""
+        return "uint8" if self.unit.unsigned else self.unit.dtype
 
     @property
     def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -146,9 +165,9 @@ def _prepared(
     zero = materialize(_byte(zero_and_step[0][()], layout.flips, op.x_dtype, 1), "int32")
     step = materialize(zero_and_step[1][()], "float32")
     sums = None if op.centred else T.alloc_buffer((size,), "int32")
-    in_place = not layout.flips and op.in_features % unit.group == 0 and unit.rows == 1
+    in_place = layout.factor == op.x_dtype and op.in_features % unit.group == 0 and unit.rows == 1
     width = layout.steps * unit.group
-    data = x if in_place else allocated(layout, size, "uint8" if unit.unsigned else "int8")
+    data = x if in_place else allocated(layout, size, layout.factor)
     rows = _RowsOfBytes(layout, data, None, zero, step, sums)
     if in_place and sums is None:
         return rows
@@ -251,6 +270,7 @@ def _pack(layout: _LayoutOfBytes) -> Expr:
 
 def _write(layout: _LayoutOfBytes, packed: list[Expr], at: list[Expr], feature: _FeatureOfBytes) -> None:
     op, unit = layout.stored, layout.unit
+    size = 8 * DTYPE_BYTES[unit.dtype]
     zero = materialize(feature.zero, "int32")
     total = T.alloc_buffer((1,), "int32")
     store(total, [T.int64(0)], T.int32(0), 1)
@@ -262,7 +282,8 @@ def _write(layout: _LayoutOfBytes, packed: list[Expr], at: list[Expr], feature: 
             byte = materialize(T.if_then_else(k < op.in_features, feature.byte(k), T.int32(0)), "int32")
             centred = T.if_then_else(k < op.in_features, byte - zero, T.int32(0))
             store(total, [T.int64(0)], total[0] + centred, 1)
-            word = word | (T.cast(byte & T.int32(255), layout.weight) << T.cast(T.int32(8 * j), layout.weight))
+            bits = byte & T.int32((1 << size) - 1)
+            word = word | (T.cast(bits, layout.weight) << T.cast(T.int32(size * j), layout.weight))
         store(packed[0], [at[0], step, at[1]], word, 1)
     store(packed[1], at, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1), 1)
     store(packed[2], at, feature.scales[feature.index], 1)
