@@ -33,8 +33,8 @@ _ALIKE = (8, 4, 16, 1, 64, 224)
 _MOST_ELEMENTS = 1 << 22
 """Of inputs, beyond which an evaluation in Python takes too long."""
 _NUDGES, _MOST_NUDGES = 3, 24
-"""How often inputs are nudged; further times as long as a place that differs has not jumped: of a tie between values,
-rounding decides each time anew."""
+"""How often inputs are nudged; further times as long as a place of whole numbers differs that has not jumped: of a tie
+between values, rounding decides each time anew which is the least."""
 _STEPS = 4
 """Inputs are nudged by so many of their rounding steps to see what jumps."""
 
@@ -226,7 +226,7 @@ class _FileCheck:
         budgets = [budget(truth, yardstick, str(yardstick.dtype)) for truth, yardstick, _ in draws]
         with np.errstate(invalid="ignore"):
             differ = [
-                np.abs(_wide(actual) - _wide(truth)) > limit
+                (actual.dtype.kind in "iub") & (np.abs(_wide(actual) - _wide(truth)) > limit)
                 for (truth, _, actual), limit in zip(draws, budgets, strict=True)
             ]
         for seed in range(_MOST_NUDGES):

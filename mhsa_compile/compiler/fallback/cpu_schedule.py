@@ -327,14 +327,8 @@ def _by_rows(schedule: s_tir.Schedule, lanes: int) -> bool:
     """
     blocks = [schedule.get(block) for block in _blocks(schedule)]
     kinds = [_kinds(block) for block in blocks]
-    outer = min(len(kinds[-1]) - 1, *(len(kind) - len(kind.lstrip("S")) for kind in kinds))
+    outer = _row_axes(blocks, kinds)
     if outer < 1 or "R" in kinds[-1].rstrip("R") or (len(blocks) == 1 and not _is_along_memory(blocks[0])):
-        return False
-    if not all(
-        equal(one, other)
-        for block in blocks
-        for one, other in zip(_rows(block, outer), _rows(blocks[-1], outer), strict=True)
-    ):
         return False
     for block in _blocks(schedule):
         if _is_sum_of_a_row(schedule.get(block), outer):
@@ -343,7 +337,7 @@ def _by_rows(schedule: s_tir.Schedule, lanes: int) -> bool:
     loops = schedule.get_loops(last)
     row = schedule.fuse(*loops[:outer])
     schedule.parallel(row)
-    if "R" not in kinds[-1]:
+    if "R" not in kinds[-1] and outer < len(kinds[-1]):
         _vectorize(schedule, schedule.get_loops(last)[-1], lanes)
     for block in reversed(before):
         if _has_names(schedule.get(block).body) and _kinds(schedule.get(block)) == kinds[-1]:
@@ -360,6 +354,22 @@ def _by_rows(schedule: s_tir.Schedule, lanes: int) -> bool:
             if len(loops) == len(schedule.get(block).iter_vars):
                 schedule.decompose_reduction(block, _columns_innermost(schedule, block, loops, lanes)[1][0])
     return True
+
+
+def _row_axes(blocks: list[Any], kinds: list[str]) -> int:
+    """How many axes, from the first on, number the rows that all blocks have; 0 where they have none alike. All of the
+    last block's, where it makes one number of each row's sums, such as their mean."""
+    sums = [block for block, kind in zip(blocks, kinds, strict=True) if "R" in kind]
+    is_number = "R" not in kinds[-1] and bool(sums) and all(map(_is_along_memory, sums))
+    own = min(len(kind) - len(kind.lstrip("S")) for kind in kinds)
+    for count in range(min(own, len(kinds[-1]) - (not is_number)), min(own, len(kinds[-1]) - 1) - 1, -1):
+        if all(
+            equal(one, other)
+            for block in blocks
+            for one, other in zip(_rows(block, count), _rows(blocks[-1], count), strict=True)
+        ):
+            return count
+    return 0
 
 
 def _is_along_memory(block: Any) -> bool:
@@ -441,11 +451,15 @@ def _rows(block: Any, outer: int) -> list[Expr]:
 
 
 def _in_lanes(schedule: s_tir.Schedule, block: Any, lanes: int) -> None:
-    """A sum over the last axis as sums over every so many elements, and their sum."""
-    loops = schedule.get_loops(block)
-    if width := _divisor(schedule.get(loops[-1]).extent, lanes):
-        _, lane = schedule.split(loops[-1], [None, width])
-        schedule.rfactor(lane, _kinds(schedule.get(block)).count("S"))
+    """A sum over the last axis as sums over every so many elements, of these a few sums, and theirs: a chain of all of
+    them would round as often as they are many. Maxima do not round."""
+    body = schedule.get(block).body
+    adds = isinstance(body, tirx.BufferStore) and isinstance(body.value, tirx.Add)
+    for width in (lanes, _LEAST_LANES) if adds else (lanes,):
+        loop = schedule.get_loops(block)[-1]
+        if (count := _divisor(schedule.get(loop).extent, width)) and not equal(schedule.get(loop).extent, count):
+            _, lane = schedule.split(loop, [None, count])
+            schedule.rfactor(lane, _kinds(schedule.get(block)).count("S"))
 
 
 def _vectorize(schedule: s_tir.Schedule, loop: Any, lanes: int) -> None:
