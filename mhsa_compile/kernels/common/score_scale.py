@@ -14,8 +14,9 @@ LARGEST = LARGEST_FLOAT
 def why_not_scores(op: AttentionOp, *, functions: bool = False) -> str | None:
     """Why scores cannot be computed in float32, or None if they can. `functions`: whether the kernel computes functions
     of scores."""
-    if not functions and op.any_step("function"):
-        return "no functions of scores"
+    function = next((step.attribute for step in op.scores if step.function), "")
+    if function and not functions:
+        return f"no functions of scores, as its {function} is"
     if op.softmax != "float32":
         return f"its softmax is float32, not {op.softmax}"
     if reason := next(filter(None, (step.why_not() for step in op.scores)), None):
