@@ -106,9 +106,8 @@ def test_every_dtype_crosses(session: Session) -> None:
     linear = replace(measured.OP, dtype="bfloat16")
     placed = [HeadLayout(i, "heads", 2) for i in range(3)]
     mask = CallMask("bool", (2, 1, 3, 5))
-    attention = attention_of(
-        *(2, 3, 5, 3, 1, 2, 2, 0.7), WindowSpec(None, 0), mask, *placed, HeadLayout(0, "rows", 6), lengths=True
-    )
+    features = {"band": WindowSpec(None, 0), "mask": mask, "lengths": True}
+    attention = attention_of(*(2, 3, 5, 3, 1, 2, 2, 0.7), *placed, HeadLayout(0, "rows", 6), **features)
     for op, kernel in ((linear, CpuLinearKernel()), (attention, CpuAttentionKernel())):
         profile = detect()
         candidate = candidate_of(op, kernel, kernel.default_config(op, profile), profile)
