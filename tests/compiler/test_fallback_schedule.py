@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 import torch
 import tvm
@@ -195,11 +197,12 @@ GRAPHS = {
     "softmax": (lambda x: relax.op.nn.softmax(x, axis=-1), lambda x: x.softmax(-1)),
     "layer_norm": (layer_norm, lambda x: functional.layer_norm(x, x.shape[-1:])),
     "rms_norm": (rms_norm, lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
+    "means of rows": (lambda x: relax.op.mean(x, axis=[-1]), lambda x: x.mean(-1)),
     "not along rows": (lambda x: relax.op.nn.softmax(x, axis=1), lambda x: x.softmax(1)),
 }
 
 
-@pytest.mark.thorough_but("silu")
+@pytest.mark.thorough_but("silu", "means of rows")
 @pytest.mark.parametrize("name", GRAPHS)
 def test_schedules_change_no_result(name: str) -> None:
     """Widths of whole vectors, of shorter ones and prime; few rows, by one thread, and many."""
@@ -213,6 +216,31 @@ def test_schedules_change_no_result(name: str) -> None:
             expected, yardstick = function(x.double()).numpy(), function(x).numpy()
             y = run(tvm.runtime.tensor(x.numpy())).numpy()
             assert max_error(expected, y) <= budget(expected, yardstick, "float32")
+
+
+@pytest.mark.parametrize("axes", [[1], [1, 2], [0, 1, 2]], ids=str)
+def test_numbers_of_sums_over_other_axes_than_a_row(axes: list[int]) -> None:
+    """What follows the sums has fewer axes than they, or none; a chain of n additions is off by n roundings at most."""
+    graph = lowered(lambda x: relax.op.sqrt(relax.op.sum(relax.op.abs(x), axis=axes)), 13)
+    with pass_context():
+        run = relax.VirtualMachine(relax.build(graph, tvm.target.Target(PROFILE.tvm_config())), tvm.cpu())["main"]
+    for shape in ((1, 1), (7, 19)):
+        x = np.random.default_rng(0).standard_normal((*shape, 13)).astype(np.float32)
+        sums = np.abs(x).sum(tuple(axes), dtype=np.float64)
+        y = run(tvm.runtime.tensor(x)).numpy()
+        assert y.shape == sums.shape
+        np.testing.assert_allclose(y, np.sqrt(sums), rtol=(x.size / sums.size + 2) * 2.0**-24)
+
+
+def test_plain_code_behind_loops_has_no_rows() -> None:
+    """TVM's ScatterND is one block without axes, behind that of its indices, turned."""
+    text = """<ir_version: 10, opset_import: ["" : 20]>
+    g (float[5, 7] x, int64[B, 2] at, float[B] rows) => (float[5, 7] y) { y = ScatterND (x, at, rows) }"""
+    model = onnx.parser.parse_model(text)
+    call = mhsa.load(mhsa.compile(model, without_attention="accept", check=False))
+    x, rows = np.zeros((5, 7), np.float32), np.array([2.0, 3.0], np.float32)
+    y = call(x, np.array([[1, 2], [4, 6]]), rows)
+    assert y[1, 2] == 2 and y[4, 6] == 3 and np.count_nonzero(y) == 2
 
 
 @pytest.mark.parametrize("name", ["gelu", "layer_norm"])

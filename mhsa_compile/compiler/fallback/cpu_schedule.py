@@ -362,7 +362,8 @@ def _row_axes(blocks: list[Any], kinds: list[str]) -> int:
     sums = [block for block, kind in zip(blocks, kinds, strict=True) if "R" in kind]
     is_number = "R" not in kinds[-1] and bool(sums) and all(map(_is_along_memory, sums))
     own = min(len(kind) - len(kind.lstrip("S")) for kind in kinds)
-    for count in range(min(own, len(kinds[-1]) - (not is_number)), min(own, len(kinds[-1]) - 1) - 1, -1):
+    most, least = (min(own, len(kinds[-1]) - left) for left in (not is_number, True))
+    for count in range(most, max(least, 1) - 1, -1):
         if all(
             equal(one, other)
             for block in blocks
