@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,11 @@ def title(node: onnx.NodeProto) -> str:
     """A node as errors name it."""
     operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
     return f"{operator} node {node.name or ', '.join(node.output)!r}"
+
+
+def dims_text(dims: Sequence[GraphDim]) -> str:
+    """A shape as errors have it."""
+    return f"({', '.join('?' if dim is None else str(dim) for dim in dims)})"
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from mhsa_compile.compiler.fallback.function_nodes import rewritten
 from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_operands
 from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
 from mhsa_compile.compiler.fallback.own_functions import with_own_functions
+from mhsa_compile.compiler.fallback.plain_function import product
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
 from mhsa_compile.frontend.relax.sizes.broadcasting import equal
 from mhsa_compile.hardware.profile import CpuProfile, TargetProfile
@@ -179,7 +180,7 @@ def _reshape(builder: Any, call: Any) -> Any:
     is_computed = isinstance(value, relax.Var) and builder.lookup_binding(value) is not None
     of_an_input = not is_computed  # or of a constant: no output may lie in their memory
     sizes, target = value.ty.shape.values, shape.values
-    is_plain = all(map(_is_plain, (*sizes, *target))) and equal(_product(sizes), _product(target))
+    is_plain = all(map(_is_plain, (*sizes, *target))) and equal(product(sizes), product(target))
     return call.op.get_attr("FLegalize")(builder, call) if of_an_input or is_plain else call
 
 
@@ -297,11 +298,7 @@ def _kinds(block: Any) -> str:
 
 
 def _size(block: Any) -> Expr:
-    return _product(axis.dom.extent for axis in block.iter_vars)
-
-
-def _product(sizes: Iterable[Expr]) -> Expr:
-    return functools.reduce(operator.mul, sizes, tirx.const(1, "int64"))
+    return product(axis.dom.extent for axis in block.iter_vars)
 
 
 def _by_elements(schedule: s_tir.Schedule, lanes: int, is_arithmetic: bool) -> bool:
@@ -362,9 +359,9 @@ def _row_axes(blocks: list[Any], kinds: list[str]) -> int:
     sums = [block for block, kind in zip(blocks, kinds, strict=True) if "R" in kind]
     is_number = "R" not in kinds[-1] and bool(sums) and all(map(_is_along_memory, sums))
     own = min(len(kind) - len(kind.lstrip("S")) for kind in kinds)
-    most, least = (min(own, len(kinds[-1]) - left) for left in (not is_number, True))
-    for count in range(most, max(least, 1) - 1, -1):
-        if all(
+    inside = min(own, len(kinds[-1]) - 1)
+    for count in (own, inside) if is_number else (inside,):
+        if count > 0 and all(
             equal(one, other)
             for block in blocks
             for one, other in zip(_rows(block, count), _rows(blocks[-1], count), strict=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import tvm
@@ -27,7 +26,7 @@ class FunctionSizes:
 
 
 def product(sizes: Iterable[Expr]) -> Expr:
-    return functools.reduce(operator.mul, sizes, T.int64(1))
+    return prod(sizes, start=T.int64(1))
 
 
 def flat(buffer: Expr) -> Expr:

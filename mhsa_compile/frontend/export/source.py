@@ -46,20 +46,24 @@ def read_source(
     if isinstance(source, str | Path | onnx.ModelProto) and dynamic_shapes is not None:
         hint = "The symbols of an ONNX model are free as they are; dims fixes them."
         raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
-    if isinstance(source, str | Path):
-        original = _load(Path(source))
-        model = with_symbols(fix_dims(with_named_dims(_checked_model(_checked_file(Path(source), original))), dims))
-        check_operands(model)
-    elif isinstance(source, onnx.ModelProto):
-        original = source
-        source = in_one_dialect(source)
-        _check("model", source)
-        model = with_symbols(fix_dims(with_named_dims(_checked_model(source)), dims))
+    if isinstance(source, str | Path | onnx.ModelProto):
+        original, model = _read(source)
+        model = with_symbols(fix_dims(with_named_dims(_checked_model(model)), dims))
         check_operands(model)
     else:
         original = model = _export(source, dims, example_inputs, dynamic_shapes)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     return Source(model, AttentionSpec.from_json(metadata[SPEC_KEY]) if SPEC_KEY in metadata else None, original)
+
+
+def _read(source: str | Path | onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """(a model as its author wrote it, the same in one dialect and checked). Raises ModelError."""
+    if isinstance(source, onnx.ModelProto):
+        model = in_one_dialect(source)
+        _check("model", model)
+        return source, model
+    original = _load(Path(source))
+    return original, _checked_file(Path(source), original)
 
 
 def _checked_model(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -13,7 +13,7 @@ from onnx import shape_inference
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import without_contents
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes, title
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, dims_text, title
 
 InferenceError = shape_inference.InferenceError
 
@@ -98,7 +98,7 @@ def _kind(view: GraphView, name: str) -> str:
     if value is not None and value.size <= _SHOWN and value.dtype.kind in "iub":
         return str(np.asarray(value).tolist())
     dims = view.shape(name)
-    shape = "any shape" if dims is None else f"({', '.join('?' if dim is None else str(dim) for dim in dims)})"
+    shape = "any shape" if dims is None else dims_text(dims)
     return f"{view.dtype(name) or 'any dtype'} {shape}"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, title
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, dims_text, title
 from mhsa_compile.frontend.reading.conditions import Mismatch
 
 _CORRECT = "Correct the file: no call can have other sizes there."
@@ -226,7 +226,7 @@ def _differ(size: GraphDim, other: GraphDim) -> bool:
 
 
 def _with_dims(name: str, dims: tuple[GraphDim, ...]) -> str:
-    return f"{name!r} of ({', '.join('?' if dim is None else str(dim) for dim in dims)})"
+    return f"{name!r} of {dims_text(dims)}"
 
 
 _RULES: dict[str, Callable[[GraphView, onnx.NodeProto], Mismatch]] = {

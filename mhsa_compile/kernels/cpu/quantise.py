@@ -61,8 +61,8 @@ def _quantise(op: QuantiseOp, lanes: int, cores: int) -> Expr:
         size = prod(dims, start=T.int64(1))
         x, y = (T.decl_buffer((size,), tensor.dtype, data=tensor.data) for tensor in (x, y))
         count = materialize(size)
-        wanted = materialize(ceil_div(count, SHARE))
-        shares = materialize(T.max(T.int64(1), T.min(wanted, T.int64(cores))))
+        most = materialize(ceil_div(count, SHARE))
+        shares = materialize(T.max(T.int64(1), T.min(most, T.int64(cores))))
         share = materialize(ceil_div(ceil_div(count, shares), CACHE_LINE) * CACHE_LINE)
         ranges = T.alloc_buffer((2, cores * _LINE), "float32")
         with T.parallel(shares) as part:

@@ -17,7 +17,7 @@ bits does."""
 
 
 class _SoftcapThread(ThreadPart):
-    """Of 16 bits tanh(x) = 1 - 2 / (1 + e^(2 x)): off by 2^-21, whatever x, which the softcap makes a part of a score.
+    """In 16 bits tanh(x) = 1 - 2 / (1 + e^(2 x)): off by 2^-21, whatever x, which the softcap makes a part of a score.
     Where that would be too much, it is the function of CUDA's library, with its branches."""
 
     step: Softcap

@@ -29,7 +29,7 @@ class Format:
 
     @property
     def bytes(self) -> int:
-        """Of an element."""
+        """Bytes that an element takes."""
         return DTYPE_BYTES[self.dtype]
 
     def widened(self, elements: Expr, lanes: int) -> Expr:

@@ -37,7 +37,7 @@ EXP2_FOR_BFLOAT16 = (0.9999280571937561, 0.6932609677314758, 0.2426111251115799,
 
 
 def exp2_coefficients(dtype: str) -> Sequence[float]:
-    """Of a polynomial as exact as powers are that are kept in this dtype."""
+    """Coefficients of a polynomial for powers of two, as exact as this dtype keeps them."""
     return EXP2_FOR_BFLOAT16 if dtype == "bfloat16" else EXP2_COEFFICIENTS
 
 

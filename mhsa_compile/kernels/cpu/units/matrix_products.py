@@ -68,7 +68,7 @@ class MatrixProducts(DotProducts):
         group = self.group
 
         def pack(step: Expr, rows: Sequence[tuple[Expr, Expr | None]]) -> None:
-            """Of rows, each given as (its number, whether it is there; None where it must be)."""
+            """Writes a step of rows, each as (its number, whether it is there; None where it must be)."""
             for column, lanes in columns:
                 halves = []
                 for row, is_there in rows:
