@@ -15,7 +15,7 @@ KERNEL, PROFILE = HOPPER.kernel, load_profile(HOPPER.target)
 
 def test_a_causal_attention_of_ragged_length_over_few_heads():
     op = operation(widths=(64, 72), band=WindowSpec(None, 0, "bottom_right"))
-    HOPPER.check(op, (1, 67, 83), (2, 32, 2), seed=1, poisoned=True)
+    HOPPER.check(op, (1, 67, 83), (2, 32, 2, 2), seed=1, poisoned=True)
 
 
 def test_what_it_does_not_take_is_named():
@@ -33,7 +33,8 @@ def test_defaults_fit_and_larger_tiles_are_refused(widths):
     op = operation(widths=widths)
     default = KERNEL.default_config(op, PROFILE)
     assert KERNEL.why_not_config(op, PROFILE, default) is None and default["keys"] >= 64
-    refused = [((2, 128, 9), "shared memory"), ((4, 64, 2), "consumers"), ((2, 64, 1), "two tiles")]
-    refused += [((3, 176, 2), "registers")] if widths == (64, 64) else []
+    refused = [((2, 128, 9, 1), "shared memory"), ((4, 64, 2, 1), "consumers"), ((2, 64, 1, 1), "two tiles")]
+    refused += [((2, 64, 2, 3), "of two")]
+    refused += [((3, 176, 2, 1), "registers")] if widths == (64, 64) else []
     for config, words in refused:
         assert words in str(KERNEL.why_not_config(op, PROFILE, HOPPER.config(*config)))

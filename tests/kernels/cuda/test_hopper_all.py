@@ -37,8 +37,8 @@ def test_no_keys():
     HOPPER.check(operation(), (1, 7, 0), HOPPER.small)
 
 
-@pytest.mark.thorough_but("None-(2, 48, 3)")
-@pytest.mark.parametrize("config", [(2, 16, 2), (2, 48, 3), (3, 32, 2), (2, 96, 4)], ids=str)
+@pytest.mark.thorough_but("None-(2, 48, 3, 2)")
+@pytest.mark.parametrize("config", [(2, 16, 2, 2), (2, 48, 3, 2), (3, 32, 2, 1), (2, 96, 4, 1)], ids=str)
 @pytest.mark.parametrize("seed", [None, 2, 3])
 def test_configs_in_any_order(config, seed):
     op = operation(widths=(72, 48), band=WindowSpec(None, 3, "bottom_right"))

@@ -19,6 +19,7 @@ from mhsa_compile.kernels.cuda.attention.kernel import MmaAttentionKernel
 from mhsa_compile.kernels.cuda.attention.kernel_fp32 import Fp32AttentionKernel
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.kernel import HopperAttentionKernel
+from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -63,9 +64,10 @@ class TileKernel:
 
         def run(op: AttentionOp, operands: Operands, of_call: Sizes) -> np.ndarray:
             config = self.config(*sizes) if sizes else self.kernel.default_config(op, self.profile)
-            machine, constants = _translated(self, op, tuple(config.items()), seed)
+            machine, emitted = _translated(self, op, tuple(config.items()), seed)
             y = np.full(output_shape(op, of_call), np.nan, NUMPY[op.dtype])
-            machine(*placed(op, operands), *constants, y)
+            workspace = [np.full(emitted.workspace, np.nan, np.float32)] if emitted.workspace else []
+            machine(*placed(op, operands), *emitted.constants, y, *workspace)
             return output_rows(y, op.output)
 
         return run
@@ -85,17 +87,17 @@ class TileKernel:
 @lru_cache(maxsize=4)
 def _translated(
     subject: TileKernel, op: AttentionOp, config: tuple[tuple[str, int], ...], seed: int | None
-) -> tuple[interpreter.Machine, tuple[np.ndarray, ...]]:
+) -> tuple[interpreter.Machine, Emitted]:
     kernel, profile = subject.kernel, subject.profile
     assert kernel.why_not(op, profile) is None and kernel.why_not_config(op, profile, dict(config)) is None
     emitted = kernel.emit(op, profile, dict(config))
     is_of_roles = isinstance(kernel, HopperAttentionKernel)
     machine = HopperMachine(emitted.run, seed=seed) if is_of_roles else interpreter.Machine(emitted.run)
-    return machine, emitted.constants
+    return machine, emitted
 
 
 MMA = TileKernel(MmaAttentionKernel(), "cuda-sm80", ("bfloat16", "float16"), (24, 40), (64, 32, 2))
 FLOAT32 = TileKernel(Fp32AttentionKernel(), "cuda-sm80", ("float32",), (20, 68), (32, 32, 2))
-HOPPER = TileKernel(HopperAttentionKernel(), "cuda-sm90a", ("bfloat16", "float16"), (24, 40), (2, 32, 2), 3)
+HOPPER = TileKernel(HopperAttentionKernel(), "cuda-sm90a", ("bfloat16", "float16"), (24, 40), (2, 32, 2, 2), 3)
 """The kernel for Hopper on a GPU of few multiprocessors, so that a block has several items, of several heads."""
 TILE_KERNELS = {"mma": MMA, "float32": FLOAT32, "hopper": HOPPER}

@@ -85,7 +85,7 @@ class HopperMachine(interpreter.Machine):
     def _launch(self, extents: dict[str, tuple[int, Thunk]], body: Thunk) -> None:
         (grid_key, grid), (thread_key, thread) = extents["blockIdx.x"], extents["threadIdx.x"]
         blocks, threads = int(grid()), int(thread())
-        if threads % WARPGROUP or blocks < 1:
+        if threads % WARPGROUP or blocks < 0:
             raise SimtError(f"a launch of {blocks} blocks of {threads} threads")
         outside = self.values, self.views, self.lanes
         self._begin_launch()

@@ -52,7 +52,7 @@ class HopperShared(Memory):
         shape = (blocks, size // CHUNK, warps + 1)
         self.read_at, self.written_at = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self.unfenced = np.zeros(shape[:2], np.int8)  # 1 + the warp whose plain stores the engines may not see yet
-        self.alone = np.zeros((blocks, warps), np.bool_)  # warps whose lanes may not know of each other's accesses
+        self.accesses = np.zeros((blocks, warps), np.uint32)  # a bit for each lane of whose the others may not know
 
     def row(self, lanes: Lanes) -> Array | int:
         return lanes.block
@@ -69,7 +69,8 @@ class HopperShared(Memory):
         self.check(block, warp, chunk, is_write=is_write)
         stamp = self.clocks.known[block, warp, warp]
         (self.written_at if is_write else self.read_at)[block, chunk, warp] = stamp
-        self.alone[block, warp] = True
+        (lane,) = lanes.chosen(lanes.thread % WARP)
+        np.bitwise_or.at(self.accesses, (block, warp), np.uint32(1) << lane.astype(np.uint32))
         if is_write:
             self.unfenced[block, chunk] = 1 + warp
 

@@ -110,9 +110,9 @@ def _arrive(machine: HopperMachine, node: Any) -> Thunk:
 
     def execute() -> None:
         memory = shared_of(machine)
-        numbers = active_lanes(machine, operands[0](), operands[1]() if expects else 0)
-        for block, warp, at, count in numbers:
-            if memory.alone[block, warp]:
+        numbers = active_lanes(machine, machine.lanes.thread % WARP, operands[0](), operands[1]() if expects else 0)
+        for block, warp, lane, at, count in numbers:
+            if int(memory.accesses[block, warp]) & ~(1 << lane):
                 raise SimtError("mbarrier: a lane arrives for its warp, and the others may not be done")
             barrier = barrier_at(machine, at)
             barrier.check(block, memory.clocks.known[block, warp])
@@ -149,7 +149,7 @@ def _named(machine: HopperMachine, number: Any, threads: Any, flags: Any, waits:
             raise SimtError(f"named barrier {key[1]} of {MOST_BARRIERS}")
         barrier = machine.named.setdefault(key, NamedBarrier())
         for warp in sorted({w for b, w in active_lanes(machine) if b == block}):
-            memory.alone[block, warp] = False
+            memory.accesses[block, warp] = 0
             clock = memory.clocks.release(block, warp)
             turn = barrier.arrive(WARP, int(threads), clock, bool(flag[block].any()))
             come.append((block, warp, barrier, turn))
@@ -190,7 +190,7 @@ def _block_barrier(machine: HopperMachine, node: Any) -> Thunk:
 def _warp_barrier(machine: HopperMachine, node: Any) -> Thunk:
     def execute() -> None:
         for block, warp in whole_warps(machine, "a barrier of the warp"):
-            shared_of(machine).alone[block, warp] = False
+            shared_of(machine).accesses[block, warp] = 0
 
     return execute
 

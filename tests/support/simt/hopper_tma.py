@@ -69,10 +69,11 @@ def store_box(machine: HopperMachine, node: Any) -> Thunk:
 
     def execute() -> None:
         memory, tensor_map = shared_of(machine), tensor()
-        for block, warp, at, *where in active_lanes(machine, address(), *(c() for c in corner)):
+        lanes = machine.lanes.thread % WARP
+        for block, warp, lane, at, *where in active_lanes(machine, lanes, address(), *(c() for c in corner)):
             if at % (8 * tensor_map.span):
                 raise SimtError(f"a box swizzled by {tensor_map.span} bytes at address {at}")
-            if memory.alone[block, warp]:
+            if int(memory.accesses[block, warp]) & ~(1 << lane):
                 raise SimtError("a lane stores what others wrote, and no barrier of the warp in between")
             chunks = np.unique(swizzled(at + np.arange(tensor_map.bytes), tensor_map.span) - memory.base) // CHUNK
             memory.check(np.full(chunks.size, block), np.full(chunks.size, warp), chunks, is_write=False)

@@ -59,17 +59,29 @@ def _shuffle(source: Callable[[Array, int], Array]) -> Callable[[Machine, Any], 
         mask, value, operand, width = (machine.expression(argument) for argument in node.args)
 
         def execute() -> Array:
-            assert int(mask()) == 0xFFFFFFFF and int(width()) == WARP
-            machine.lanes.whole(WARP, "a shuffle")
+            assert int(width()) == WARP
             number = np.arange(machine.lanes.count)
             lane = number % WARP
             lanes = source(lane, operand())
             lanes = np.where((lanes < 0) | (lanes >= WARP), lane, lanes)
+            _take_part(machine, int(mask()), lanes)
             return np.asarray(machine.spread(value())[number - lane + lanes])
 
         return execute
 
     return translate
+
+
+def _take_part(machine: Machine, mask: int, sources: Array) -> None:
+    """Refuses a shuffle of other lanes than those that go on, or from another lane."""
+    named = np.array([mask >> lane & 1 for lane in range(WARP)], np.bool_)
+    active = np.ones(machine.lanes.count, np.bool_) if machine.lanes.active is None else machine.lanes.active
+    warps = active.reshape(-1, WARP)
+    some = warps.any(axis=1)
+    if (warps[some] != named).any():
+        raise SimtError("a shuffle: other lanes take part than its mask says")
+    if not named[sources[active]].all():
+        raise SimtError("a shuffle from a lane that does not take part")
 
 
 # Votes.
@@ -237,6 +249,24 @@ def _cvt_pair(machine: Machine, node: Any) -> Thunk:
     return execute
 
 
+def _fetch_add(machine: Machine, node: Any) -> Thunk:
+    """A word of global memory, to which one lane adds after the other."""
+    register, address, term = (a for a in node.args if type(a).__name__ != "StringImm")
+    target, pointer, value = _target(machine, register), machine.expression(address), machine.expression(term)
+
+    def execute() -> None:
+        at, terms = pointer(), machine.spread(value())
+        words, before = at.memory.data.reshape(-1).view(terms.dtype), np.zeros_like(terms)
+        lanes = np.arange(machine.lanes.count)
+        for lane in lanes if machine.lanes.active is None else lanes[machine.lanes.active]:
+            place = int(at.offset[lane]) // terms.dtype.itemsize
+            before[lane] = words[place]
+            words[place] += terms[lane]
+        target(before)
+
+    return execute
+
+
 def _target(machine: Machine, node: Any) -> Callable[[Any], None]:
     """Stores into a register that an instruction names."""
     key, indices = int(node.source.__chandle__()), [machine.expression(index) for index in node.indices]
@@ -339,6 +369,7 @@ INSTRUCTIONS: dict[str, Callable[[Machine, Any], Thunk]] = {
     "cuda.syncthreads_or": _any_of_block,
     "cuda.ballot_sync": _ballot,
     "cuda.ffs_u32": _first_bit,
+    "ptx.atom": _fetch_add,
     "ptx.ld": _load,
     "ptx.ld_vec": _load,
     "ptx.st": _store,

@@ -225,7 +225,7 @@ def stored(change: str = "") -> HopperMachine:
                 warp_barrier()
             with T.If(lane == 0), T.Then():
                 place = T.int32(0) if change == "one place" else row
-                tiles.store(row, tensor, place, T.int32(0), T.int32(0))
+                tiles.store(T.int32(0), row, tensor, place, T.int32(0), T.int32(0))
                 if change == "not in a group":
                     T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
                 else:

@@ -60,6 +60,12 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
     def function(self, op: AttentionOp, shape: Shape, plan: CudaBlockSparsity | None, profile: CudaProfile) -> Expr:
         """The PrimFunc of an attention, whose blocks have these sizes."""
 
+    def workspace(
+        self, op: AttentionOp, shape: Shape, plan: CudaBlockSparsity | None, profile: CudaProfile
+    ) -> tuple[int, ...]:
+        """The shape of the function's workspace; empty where it has none."""
+        return ()
+
     def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if op.dtype not in self.dtypes:
             return f"of {self.dtypes_in_words}, not {op.dtype}"
@@ -76,4 +82,5 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
     def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:
         shape = self.shape(op, config)
         op, plan = separate_plan(op, shape.queries, shape.keys)
-        return Emitted(self.function(op, shape, plan, profile), constants=plan.arrays if plan else ())
+        workspace = self.workspace(op, shape, plan, profile)
+        return Emitted(self.function(op, shape, plan, profile), constants=plan.arrays if plan else (), workspace=workspace)

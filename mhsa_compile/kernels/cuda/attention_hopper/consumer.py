@@ -15,6 +15,8 @@ takes exponentials. Source: FlashAttention-3, Shah et al. 2024 (arXiv:2407.08608
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
@@ -80,13 +82,24 @@ class AttentionConsumer:
         with T.If(self.group == 0), T.Then():
             self._take_token()
 
-    def item(self, visibility: ScoreMask, scores: RowScoreMods, b: Expr, h: Expr) -> None:
+    def next_item(self) -> tuple[Expr, Expr]:
+        """(head, turn) of the item that the next queries are of, which are waited for; head -1 where there is none."""
+        self.memory.queries.wait_full(self.items[0])
+        return self.current_item()
+
+    def current_item(self) -> tuple[Expr, Expr]:
+        """(head, turn) of the item whose queries are there."""
+        return self.memory.item(self.items[0])
+
+    def item(self, visibility: ScoreMask, scores: RowScoreMods, place: Callable[[], tuple[Expr, Expr, Expr]]) -> None:
+        """Computes an item, whose queries are there. `place` says (its first row, batch entry, head) when O is written:
+        kept until then, they would take registers that tiles need."""
         tiles = KeyTiles(self.op, visibility.key_range, self.shape.keys)
         before, item = materialize(self.tiles[0]), materialize(self.items[0])
+        self.slot = self.memory.queries.slot(item)
         self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
         self.acc_s, self.acc = self.softmax.acc_s, self.softmax.acc
         self.softmax.begin()
-        self.memory.queries.wait_full(item)
         with T.If(tiles.count > 0), T.Then():
             # 1. The first tile of keys.
             self._take_token()
@@ -109,7 +122,7 @@ class AttentionConsumer:
             self._multiply_values(last)
             self._wait_values(last)
         # 4. O / l.
-        self._write(visibility.key_range.first_row, b, h)
+        self._write(*place())
         set_register(self.tiles, 0, before + tiles.count)
         set_register(self.items, 0, item + 1)
 
@@ -133,7 +146,7 @@ class AttentionConsumer:
         """Begins S = Q K^T."""
         keys, queries = self.memory.keys, self.memory.queries.tiles
         keys.wait_full(use)
-        left = queries.by_rows(T.int32(0), self.group * hopper_ptx.ROWS)
+        left = queries.by_rows(self.slot, self.group * hopper_ptx.ROWS)
         right = keys.tiles.by_rows(keys.slot(use))
         hopper_ptx.pin(self.acc_s, self.shape.keys // 2)
         hopper_ptx.products_begin()
@@ -222,7 +235,7 @@ class AttentionConsumer:
         for row in range(2):
             part = self.softmax.inverse_row_sum(row)
             number = first + g + 8 * row
-            start = materialize(tiles.row_start(T.int32(0), number) + T.cast(4 * q, "uint32"), "uint32")
+            start = materialize(tiles.row_start(self.slot, number) + T.cast(4 * q, "uint32"), "uint32")
             for n in range(self.value_tiles):
                 low, high = (self.acc[cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
@@ -231,7 +244,7 @@ class AttentionConsumer:
         hopper_ptx.fence_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
-            tiles.store(first, self.output, first_row + first, h, b)
+            tiles.store(self.slot, first, self.output, first_row + first, h, b)
             hopper_ptx.wait_stores()
         # By lane 0, which has waited for the store: the place takes the next queries.
         self.memory.queries.release(self.items[0], self.place.lane)

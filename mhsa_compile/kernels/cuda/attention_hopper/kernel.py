@@ -14,6 +14,7 @@ from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import HopperBlockShape
+from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import COUNTER, needs_counter
 from mhsa_compile.kernels.cuda.attention_hopper.warp_specialized import attention
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
 from mhsa_compile.kernels.interface.kernel import Config
@@ -22,7 +23,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 if TYPE_CHECKING:
     from tvm.ir import Expr
 
-KNOBS = ("consumers", "keys", "stages")
+KNOBS = ("consumers", "keys", "stages", "query_stages")
 KEYS = (128, 112, 96, 80, 64, 48, 32)
 _BESIDE = {2: 44, 3: 36}
 """Registers of a thread beside its tiles: addresses, statistics, what the compiler needs in between. This and the two
@@ -54,29 +55,33 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
         return None
 
     def search_space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
-        return {"consumers": (2, 3), "keys": (*KEYS, 144, 160, 176), "stages": (2, 3, 4)}
+        return {"consumers": (2, 3), "keys": (*KEYS, 144, 160, 176), "stages": (2, 3, 4), "query_stages": (1, 2)}
 
     def default_config(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         return next(self._fitting(op, profile))
 
     def _fitting(self, op: AttentionOp, profile: CudaProfile) -> Iterator[dict[str, int]]:
         """Configs that fit, the best first: tiles of many keys, up to 128, since a wider one computes more that a band
-        hides."""
+        hides; the next queries copied ahead, where there is room."""
         for consumers in (3, 2):
             for keys in KEYS:
-                config = dict(zip(KNOBS, (consumers, keys, 2), strict=True))
-                is_worth_it = consumers == 2 or keys >= _WORTH_THREE
-                if is_worth_it and self.why_not_config(op, profile, config) is None:
-                    yield config
+                for query_stages in (2, 1):
+                    config = dict(zip(KNOBS, (consumers, keys, 2, query_stages), strict=True))
+                    is_worth_it = consumers == 2 or keys >= _WORTH_THREE
+                    if is_worth_it and self.why_not_config(op, profile, config) is None:
+                        yield config
 
     def shape(self, op: AttentionOp, config: Config) -> HopperBlockShape:
-        return HopperBlockShape(config["consumers"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+        sizes = (config[knob] for knob in KNOBS)
+        return HopperBlockShape(*sizes, op.head_dim, op.v_head_dim)
 
     def why_not_knobs(self, config: Config) -> str | None:
         if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:
             return f"two or three consumers, and keys in multiples of 16 up to 256, not {dict(config)}"
         if config["stages"] < 2:  # the values of one tile are waited for before those of the last are given back
             return "a ring of two tiles at least"
+        if config["query_stages"] not in (1, 2):
+            return "queries of one item, or of two"
         return None
 
     def why_not_shape(self, op: AttentionOp, shape: HopperBlockShape) -> str | None:
@@ -87,6 +92,12 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
         self, op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
     ) -> Expr:
         return attention(op, shape, plan, profile.hardware.multiprocessors)
+
+    def workspace(
+        self, op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
+    ) -> tuple[int, ...]:
+        counted = needs_counter(op, plan is not None, shape.queries, profile.hardware.multiprocessors)
+        return COUNTER if counted else ()
 
 
 def _registers(op: AttentionOp, shape: HopperBlockShape) -> int:

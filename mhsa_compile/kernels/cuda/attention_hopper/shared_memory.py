@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import ROWS, WARPGROUP
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import ALIGNMENT, SwizzledTiles, tile_bytes
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import BARRIER_BYTES, Slots
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT, padded
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, materialize
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, load, materialize, registers, store, warp_barrier
+
+ITEM_BYTES = 16  # of which two words are used
 
 
 @dataclass(frozen=True)
 class HopperBlockShape:
-    """The sizes of a block: warpgroups that compute, 64 rows of queries each; keys of a tile; tiles of the ring."""
+    """The sizes of a block: warpgroups that compute, 64 rows of queries each; keys of a tile; tiles of the ring; items
+    whose queries are there at once."""
 
     consumers: int
     keys: int
     stages: int
+    query_stages: int
     head_dim: int
     v_head_dim: int
 
@@ -37,18 +43,23 @@ class HopperBlockShape:
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of the queries, whose place the output takes."""
+        """Bytes of the queries of an item, whose place the output takes."""
         return max(tile_bytes(self.queries, self.head_dim), tile_bytes(self.queries, self.v_head_dim))
 
     @property
     def barriers_byte(self) -> int:
         """The byte at which the barriers begin, counted from the first multiple of ALIGNMENT on."""
         tiles = tile_bytes(self.keys, self.head_dim) + tile_bytes(self.keys, self.v_head_dim)
-        return self.query_bytes + self.stages * tiles
+        return self.query_stages * self.query_bytes + self.stages * tiles
 
     @property
     def shared_bytes(self) -> int:
-        return ALIGNMENT + self.barriers_byte + BARRIER_BYTES * (2 + 4 * self.stages)
+        return ALIGNMENT + self.items_byte + ITEM_BYTES * self.query_stages
+
+    @property
+    def items_byte(self) -> int:
+        """The byte at which the items' words lie, behind the barriers."""
+        return self.barriers_byte + BARRIER_BYTES * (2 * self.query_stages + 4 * self.stages)
 
     @property
     def tile_registers(self) -> int:
@@ -69,17 +80,34 @@ class AttentionSharedMemory:
         first = materialize(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
         barriers = first + T.uint32(shape.barriers_byte)
         self.consumer_warps = shape.consumer_threads // WARP
-        queries = SwizzledTiles(first, 1, shape.queries, shape.head_dim)
-        keys = SwizzledTiles(first + T.uint32(shape.query_bytes), shape.stages, shape.keys, shape.head_dim)
-        behind = T.uint32(shape.query_bytes + shape.stages * keys.bytes)
-        values = SwizzledTiles(first + behind, shape.stages, shape.keys, shape.v_head_dim)
-        ring = BARRIER_BYTES * 2 * shape.stages
-        self.queries = Slots(queries, barriers, 1)
-        self.keys = Slots(keys, barriers + T.uint32(BARRIER_BYTES * 2), shape.stages)
-        self.values = Slots(values, barriers + T.uint32(BARRIER_BYTES * 2 + ring), shape.stages)
-        self.output = SwizzledTiles(first, 1, shape.queries, shape.v_head_dim)
+        query_stages, apart = shape.query_stages, shape.query_bytes
+        queries = SwizzledTiles(first, query_stages, shape.queries, shape.head_dim, apart)
+        behind = query_stages * apart
+        keys = SwizzledTiles(first + T.uint32(behind), shape.stages, shape.keys, shape.head_dim)
+        behind += shape.stages * keys.bytes
+        values = SwizzledTiles(first + T.uint32(behind), shape.stages, shape.keys, shape.v_head_dim)
+        query_ring, ring = (BARRIER_BYTES * 2 * count for count in (query_stages, shape.stages))
+        self.queries = Slots(queries, barriers, query_stages)
+        self.keys = Slots(keys, barriers + T.uint32(query_ring), shape.stages)
+        self.values = Slots(values, barriers + T.uint32(query_ring + ring), shape.stages)
+        self.output = SwizzledTiles(first, query_stages, shape.queries, shape.v_head_dim, apart)
+        self._items = first + T.uint32(shape.items_byte)
 
     def begin(self) -> None:
         """Begins all barriers; to be called by one thread."""
         for slots in (self.queries, self.keys, self.values):
             slots.begin(self.consumer_warps)
+
+    def name_item(self, use: Expr, head: Expr, turn: Expr) -> None:
+        """Writes which item the queries of this use are of: before who writes arrives at their barrier."""
+        store(self._item_of(use), [head, turn])
+
+    def item(self, use: Expr) -> tuple[Expr, Expr]:
+        """(head, turn) of the item that the queries of this use are of, once they are there."""
+        words = registers(2, "int32")
+        load(words, 0, 2, self._item_of(use))
+        warp_barrier()
+        return hopper_ptx.same_for_warp(words[0]), hopper_ptx.same_for_warp(words[1])
+
+    def _item_of(self, use: Expr) -> Expr:
+        return self._items + T.cast(self.queries.slot(use), "uint32") * T.uint32(ITEM_BYTES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.ir import Expr
@@ -10,7 +9,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
-from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, Visits, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
@@ -19,7 +18,7 @@ from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
-from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import Schedule, make_schedule
+from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import COUNTER, Schedule, make_schedule, needs_counter, reset
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.fragments import QuadFragment
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
@@ -56,15 +55,11 @@ class Items:
     schedule: Schedule
     block: Expr
 
-    def each(self, body: Callable[[ItemRows, Expr, Expr], None]) -> None:
-        """body(its rows, batch entry, head) for each item."""
-
-        def item(head: Expr, turn: Expr) -> None:
-            b, h = (materialize(f(head, T.int32(self.op.num_heads))) for f in (T.truncdiv, T.truncmod))
-            tile, visits = self._tile(turn, h)
-            body(ItemRows(materialize(tile * self.shape.queries), visits), b, h)
-
-        self.schedule.each(self.block, item)
+    def rows(self, head: Expr, turn: Expr) -> tuple[ItemRows, Expr, Expr]:
+        """(its rows, batch entry, head) of the item of a head among all whose tile has this turn."""
+        b, h = (materialize(f(head, T.int32(self.op.num_heads))) for f in (T.truncdiv, T.truncmod))
+        tile, visits = self._tile(turn, h)
+        return ItemRows(materialize(tile * self.shape.queries), visits), b, h
 
     def _tile(self, turn: Expr, h: Expr) -> tuple[Expr, Visits | None]:
         """(the number of the tile of queries whose turn it is, the tiles of keys that a constant mask leaves it)."""
@@ -101,11 +96,18 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
             arguments = attention_arguments(op)
             views = None if plan is None else plan_arguments(plan)
             sizes = batch, q_length, _ = arguments.batch, arguments.q_length, arguments.kv_length
+            y, counter = arguments.output(), None
+            count = batch * T.int64(op.num_heads) * ceil_div(q_length, shape.queries)
+            if needs_counter(op, plan is not None, shape.queries, multiprocessors):
+                workspace = argument("workspace", [T.int64(size) for size in COUNTER], "float32")
+                counter = T.decl_buffer(COUNTER, "int32", data=workspace.data)
+                reset(counter, count, multiprocessors)
             # 1. The operands as the copy engine sees them.
-            *loaded, output = _tensors(shape, arguments, arguments.output())
-            tiles = ceil_div(q_length, shape.queries)
+            *loaded, output = _tensors(shape, arguments, y)
+            # Computed on the host: a thread that copies has few registers.
+            schedule = make_schedule(op, sizes, shape.queries, multiprocessors, counter)
             # One a multiprocessor, which goes from item to item.
-            blocks = T.min(batch * T.int64(op.num_heads) * tiles, T.int64(multiprocessors))
+            blocks = T.min(count, T.int64(multiprocessors))
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", shape.threads) as thread,
@@ -118,7 +120,6 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
                     hopper_ptx.fence_barriers()
                 # No one is to arrive at an mbarrier that is not there yet.
                 barrier()
-                schedule = make_schedule(op, sizes, shape.queries, multiprocessors)
                 items = Items(op, shape, arguments, views, schedule, materialize(T.cast(block, "int32")))
                 # 3. The roles.
                 # The thread that copies needs few registers; those that compute take the rest.
@@ -163,41 +164,68 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
     query, key, value = tensors
     for tensor in tensors:
         hopper_ptx.fetch_map(tensor.map)
-    before, tiles_before = registers(1, "int32"), registers(1, "int32")
+    before, tiles_before, item = (registers(1, "int32") for _ in range(3))
     set_register(before, 0, T.int32(0))
     set_register(tiles_before, 0, T.int32(0))
+    set_register(item, 0, items.block)
 
     def load(slots: Slots, use: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
-        slots.wait_empty(use)
+        """Once the place is empty."""
         slot = slots.slot(use)
         hopper_ptx.arrive_expecting(slots.full(slot), slots.tiles.bytes)
         slots.tiles.load(slot, tensor, row, head, b, slots.full(slot))
 
-    def item(rows: ItemRows, b: Expr, h: Expr) -> None:
+    def copy_item(use: Expr) -> None:
+        """The queries of an item, then its keys and values."""
+        head, turn = items.schedule.place(materialize(item[0]))
+        rows, b, h = items.rows(head, turn)
         key_range = items.key_range(rows, b)
         g = materialize(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
         tiles = KeyTiles(items.op, key_range, items.shape.keys)
-        load(memory.queries, materialize(before[0]), query, rows.first, h, b)
-        with T.serial(tiles.count) as turn:
-            use, first_key = materialize(tiles_before[0] + turn), tiles.first_key(turn)
+        memory.name_item(use, head, turn)
+        load(memory.queries, use, query, rows.first, h, b)
+        with T.serial(tiles.count) as number:
+            use, first_key = materialize(tiles_before[0] + number), tiles.first_key(number)
             # Each has a barrier of its own: products with K begin while V is on its way.
-            load(memory.keys, use, key, first_key, g, b)
-            load(memory.values, use, value, first_key, g, b)
+            for slots, tensor in ((memory.keys, key), (memory.values, value)):
+                slots.wait_empty(use)
+                load(slots, use, tensor, first_key, g, b)
         set_register(before, 0, before[0] + 1)
         set_register(tiles_before, 0, tiles_before[0] + tiles.count)
+        set_register(item, 0, items.schedule.next_item(item[0]))
 
-    items.each(item)
+    with T.While(item[0] >= 0):
+        use = materialize(before[0])
+        memory.queries.wait_empty(use)
+        with T.If(item[0] >= items.schedule.items):
+            with T.Then():
+                # That there are no more.
+                memory.name_item(use, T.int32(-1), T.int32(0))
+                hopper_ptx.arrive(memory.queries.full(memory.queries.slot(use)))
+                set_register(item, 0, T.int32(-1))
+            with T.Else():
+                copy_item(use)
 
 
 def _compute(items: Items, memory: AttentionSharedMemory, place: ThreadIndex, output: Tensor) -> None:
     """What the threads of a warpgroup with rows of queries do."""
     consumer = AttentionConsumer(items.op, items.shape, place, memory, output)
     consumer.begin()
+    item = registers(2, "int32")
 
-    def item(rows: ItemRows, b: Expr, h: Expr) -> None:
+    def place_again() -> tuple[Expr, Expr, Expr]:
+        rows, b, h = items.rows(*consumer.current_item())
+        return rows.first, b, h
+
+    def take_next() -> None:
+        for cell, word in enumerate(consumer.next_item()):
+            set_register(item, cell, word)
+
+    take_next()
+    with T.While(item[0] >= 0):
+        rows, b, h = items.rows(materialize(item[0]), materialize(item[1]))
         visibility = items.score_mask(rows, place, b, h)
         scores = RowScoreMods(items.op, visibility)
-        consumer.item(visibility, scores, b, h)
-
-    items.each(item)
+        consumer.item(visibility, scores, place_again)
+        take_next()
     consumer.end()

@@ -175,7 +175,8 @@ def take_registers(count: int) -> None:
     T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](count))
 
 
-def same_for_warp(value: Expr) -> Expr:
-    """A number that all lanes of a warp have, so that the compiler knows they do: descriptors are of the warp."""
+def same_for_warp(value: Expr, lanes: int = 0xFFFFFFFF) -> Expr:
+    """A number that all lanes of a warp have which go on, by default all 32, so that the compiler knows they do:
+    descriptors are of the warp, and so is what the copy engine is told. Lane 0 is among them."""
     shuffle = getattr(T.cuda, "__shfl_sync")  # in a class, the name would be mangled
-    return shuffle(T.uint32(0xFFFFFFFF), value, T.int32(0), T.int32(32))
+    return shuffle(T.uint32(lanes), value, T.int32(0), T.int32(32))

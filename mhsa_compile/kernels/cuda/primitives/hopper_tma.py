@@ -48,16 +48,18 @@ def tile_bytes(rows: int, width: int) -> int:
 
 
 class SwizzledTiles:
-    """`slots` tiles of `rows` x `width` from shared address `first` on, a multiple of 1024."""
+    """`slots` tiles of `rows` x `width` from shared address `first` on, a multiple of 1024, `pitch` bytes from one to
+    the next, by default as many as a tile has."""
 
-    def __init__(self, first: Expr, slots: int, rows: int, width: int) -> None:
+    def __init__(self, first: Expr, slots: int, rows: int, width: int, pitch: int | None = None) -> None:
         self.first, self.slots, self.rows, self.width = first, slots, rows, width
         self.bytes = tile_bytes(rows, width)
+        self._pitch = self.bytes if pitch is None else pitch
         self.chunks = padded(width) // CHUNK
 
     def start(self, slot: Expr) -> Expr:
         """The address of a tile."""
-        return self.first if self.slots == 1 else self.first + T.cast(slot, "uint32") * T.uint32(self.bytes)
+        return self.first if self.slots == 1 else self.first + T.cast(slot, "uint32") * T.uint32(self._pitch)
 
     def address(self, slot: Expr, row: Expr, column: Expr) -> Expr:
         """The address of an element whose column is even; it and what follows of its chunk lie in a row."""
@@ -89,11 +91,11 @@ class SwizzledTiles:
             address = self.start(slot) + T.uint32(panel * self.rows * ROW_BYTES)
             load_box(address, tensor.map, tensor.coordinates(T.int32(panel * PANEL), row, head, b), barrier)
 
-    def store(self, first_row: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
-        """Starts copying the rows of a box from row `first_row`, a multiple of eight, to those of a head from `row` on,
-        but for those that it does not have."""
+    def store(self, slot: Expr, first_row: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
+        """Starts copying the rows of a box from row `first_row` of a tile, a multiple of eight, to those of a head from
+        `row` on, but for those that it does not have."""
         for panel in range(panels(self.width)):
-            address = self.first + T.cast(panel * (self.rows * ROW_BYTES) + first_row * ROW_BYTES, "uint32")
+            address = self.start(slot) + T.cast(panel * (self.rows * ROW_BYTES) + first_row * ROW_BYTES, "uint32")
             store_box(tensor.map, tensor.coordinates(T.int32(panel * PANEL), row, head, b), address)
 
     def by_rows(self, slot: Expr, first_row: Expr | None = None) -> Expr:

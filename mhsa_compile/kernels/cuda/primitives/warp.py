@@ -153,6 +153,11 @@ def unpack(word: Expr, dtype: str) -> tuple[Expr, Expr]:
     return tuple(T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32") for half in (low, high))
 
 
+def fetch_add(cells: Expr, index: int, address: Expr, value: Expr) -> None:
+    """Adds to an int32 of global memory at once, whoever else does; cells[index] is what it was before."""
+    T.evaluate(T.ptx["atom.global.add.s32"](cells[index], address, value))
+
+
 def load_element(words: Expr, index: int, address: Expr, dtype: str) -> None:
     """Loads an element of global memory into words[index], its bits the lowest."""
     T.evaluate(T.ptx[f"ld.global.{_AS_BITS[dtype]}"](words[index], address))
