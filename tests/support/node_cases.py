@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import onnx
 from onnx.backend.test.case import node
 from onnx.backend.test.case.node import attention, rotaryembedding, tensorscatter
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.runner import Runner
 
 import mhsa_compile as mhsa
+from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.oracle.evaluate import Reference
 
 OPERATORS = {"Attention": attention, "RotaryEmbedding": rotaryembedding, "TensorScatter": tensorscatter}
 
@@ -38,7 +41,26 @@ def check(case: TestCase) -> None:
 
 
 def compare(case: TestCase, run: Callable[[tuple[np.ndarray, ...]], Sequence[np.ndarray]]) -> None:
-    """`run` takes the case's inputs, and returns the outputs."""
+    """`run` takes the case's inputs, and returns the outputs.
+
+    What is expected of 16-bit types was rounded by the operations of one evaluator, and is off by up to 1.5 units of a
+    float16 itself: tensor cores, which round elsewhere, may be nearer to the truth and yet beyond the tolerance. So
+    outputs of such types that are beyond it are held against float64, within this project's budget.
+    """
     for inputs, expected in case.data_sets:
         outputs = run(tuple(map(np.asarray, inputs)))
-        Runner.assert_similar_outputs(expected, outputs, case.rtol, case.atol)
+        try:
+            Runner.assert_similar_outputs(expected, outputs, case.rtol, case.atol)
+        except AssertionError:
+            if any(np.asarray(array).dtype.itemsize != 2 for array in expected):
+                raise
+            _hold_against_float64(case.model, inputs, outputs)
+
+
+def _hold_against_float64(model: onnx.ModelProto, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+    """Raises AssertionError for an output whose error is beyond its budget."""
+    arrays = {info.name: np.asarray(array) for info, array in zip(model.graph.input, inputs, strict=True)}
+    reference = Reference(model)
+    for truth, eager, output in zip(reference.oracle(arrays), reference.eager(arrays), outputs, strict=True):
+        error, allowed = max_error(truth, output), budget(truth, eager, str(output.dtype))
+        assert error <= allowed, f"error {error:.3g}, budget {allowed:.3g}"

@@ -3,8 +3,8 @@
 The softmax does not mind what is added to all scores of a row, so a distance may be counted from any key: from the
 origin of its row. Numbers are small, so exact, where the probs are not, if the origin lies where the scores are
 largest. That depends on all that hides keys, and on the products; so on a CPU a row's origin begins at its place, and
-whenever its reference is raised it moves to the keys that raised it. On a GPU it is the last key that the row's window
-and length leave it, or the first one if the slope is negative.
+whenever its reference is raised it moves to the keys that raised it. On a GPU it is the last key that the row's window,
+length and constant mask leave it, or the first one if the slope is negative.
 Source: Press et al. 2021 (arXiv:2108.12409).
 """
 
@@ -189,6 +189,10 @@ class _SlopesThread(ThreadPart):
         keys, number = self.mask.key_range, self.mask.numbers[row]
         last = materialize(keys.end_of(number) - 1)
         first = T.int32(0) if keys.left is None else T.max(T.int32(0), number + keys.shift - keys.left)
+        if keys.visits is not None:
+            # A row beyond the last is of no account.
+            first_visible, last_visible = keys.visits.span(T.min(number, keys.q_length - 1))
+            first, last = T.max(first, first_visible), T.min(last, last_visible)
         return materialize(T.Select(of_row(self._slopes, row) >= T.float32(0), last, first))
 
     def of_row(self, row: int, first_key: Expr) -> CellScore:

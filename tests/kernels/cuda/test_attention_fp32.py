@@ -3,6 +3,8 @@ runs, its widths and sizes, its sums, and what nvcc makes of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fuzz.attention import draw_operands
@@ -12,6 +14,7 @@ from support.cuda.cuda_tile_kernels import FLOAT32
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 
 KERNEL, GPU = FLOAT32.kernel, FLOAT32.profile
 slow = pytest.mark.cuda  # of `make test-cuda`; a part is in the suite
@@ -92,3 +95,11 @@ def test_machine_code(target, op, tmp_path):
     assert (code.spilled, code.stack) == (0, 0) and code.instructions["LDL"] == code.instructions["STL"] == 0
     assert code.instructions["HMMA"] == 0 and code.instructions["LDGSTS"] and code.instructions["BAR"] == 2
     assert f" {KERNEL.shape(op, config).shared_bytes}" in host  # what it is launched with, no more and no less
+
+
+def test_slopes_are_counted_from_what_a_constant_mask_leaves():
+    """Counted from the last key of all, scores are so large far away from it that their last bits are lost."""
+    L = 197
+    near = np.abs(np.subtract.outer(np.arange(L), np.arange(L))) <= 15
+    op = FLOAT32.operation((2, 2), (16, 16), static_mask=StaticMask(near[None]), slopes=True, sinks=True)
+    FLOAT32.check(replace(op, q_length=L, kv_length=L), (1, L, L))

@@ -28,26 +28,31 @@ class CudaBlockSparsity:
     index   (heads * blocks + 1)  the visits of block t of head h are those from index[h * blocks + t] to the next entry
     visits  (visits, 2)           the number of a tile of keys, and the row of `bits` for its first query, -1: whole
     bits    (rows, words)         bit i of word w: the query sees key 32 w + i of the tile
+    spans   (heads, L, 2)         the first key that a query sees, and the last; 0 where it sees none
     """
 
     order: NDArray[np.int32]
     index: NDArray[np.int32]
     visits: NDArray[np.int32]
     bits: NDArray[np.uint32]
+    spans: NDArray[np.int32]
 
     @property
     def arrays(self) -> tuple[NDArray[np.generic], ...]:
-        return (self.order, self.index, self.visits, self.bits)
+        return (self.order, self.index, self.visits, self.bits, self.spans)
 
 
 def block_plan(pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: int, keys: int) -> CudaBlockSparsity:
     """Blocks of `queries` rows, tiles of `keys`."""
     heads, L, S = pairs.shape
     blocks, tiles = -(-L // queries), -(-S // keys)
-    order = np.empty((heads, blocks), np.int32)
+    order, spans = np.empty((heads, blocks), np.int32), np.zeros((heads, L, 2), np.int32)
     index, visits, bits = [0], list[tuple[int, int]](), list[NDArray[np.uint32]]()
     for head in range(heads):
         visible = pairs[head] & visible_in_window(window, range(L), L, S)
+        if S:
+            spans[head, :, 0] = visible.argmax(axis=1)
+            spans[head, :, 1] = np.where(visible.any(axis=1), S - 1 - visible[:, ::-1].argmax(axis=1), 0)
         for block in range(blocks):
             rows = np.zeros((queries, tiles * keys), np.bool_)
             part = visible[block * queries : (block + 1) * queries]
@@ -68,6 +73,7 @@ def block_plan(pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: 
         np.array(index, np.int32),
         np.array(visits or [(0, -1)], np.int32),
         np.concatenate(bits) if bits else nothing,
+        spans,
     )
 
 
@@ -89,12 +95,14 @@ def separate_plan(op: AttentionOp, queries: int, keys: int) -> tuple[AttentionOp
 
 @dataclass(frozen=True)
 class Visits:
-    """The tiles of keys that one block visits, in order."""
+    """The tiles of keys that one block visits, in order. `head` is that of its mask."""
 
     count: Expr
     first: Expr
     visits: Expr
     bits: Expr
+    spans: Expr
+    head: Expr
 
     def tile(self, turn: Expr) -> Expr:
         """The number of a tile."""
@@ -104,16 +112,21 @@ class Visits:
         """The row of `bits` for the block's first query, -1 for a whole tile."""
         return materialize(self.visits[self.first + turn, 1])
 
+    def span(self, query: Expr) -> tuple[Expr, Expr]:
+        """(the first key, the last key) that a query sees."""
+        row = T.cast(query, "int64")
+        return materialize(self.spans[self.head, row, 0]), materialize(self.spans[self.head, row, 1])
+
 
 def plan_arguments(plan: CudaBlockSparsity) -> list[Expr]:
-    return constant_arguments(("order", "index", "visits", "bits"), plan.arrays)
+    return constant_arguments(("order", "index", "visits", "bits", "spans"), plan.arrays)
 
 
 def visits_of(views: list[Expr], turn: Expr, blocks: Expr, h: Expr) -> tuple[Expr, Visits]:
     """(the block of queries whose turn it is, what it visits)."""
-    order, index, visits, bits = views
+    order, index, visits, bits, spans = views
     head = T.int64(0) if int(order.shape[0]) == 1 else h
     block = materialize(T.cast(order[head, turn], "int64"), "int64")
     entry = materialize(head * blocks + block, "int64")
     first = materialize(index[entry])
-    return block, Visits(materialize(index[entry + 1] - first), first, visits, bits)
+    return block, Visits(materialize(index[entry + 1] - first), first, visits, bits, spans, head)
