@@ -122,11 +122,20 @@ def plan_arguments(plan: CudaBlockSparsity) -> list[Expr]:
     return constant_arguments(("order", "index", "visits", "bits", "spans"), plan.arrays)
 
 
-def visits_of(views: list[Expr], turn: Expr, blocks: Expr, h: Expr) -> tuple[Expr, Visits]:
-    """(the block of queries whose turn it is, what it visits)."""
+def block_of_turn(views: list[Expr], turn: Expr, h: Expr) -> Expr:
+    """The block of queries of head h whose turn it is, int64."""
+    order = views[0]
+    return materialize(T.cast(order[_head_of_mask(order, h), turn], "int64"), "int64")
+
+
+def visits_of(views: list[Expr], block: Expr, h: Expr) -> Visits:
+    """What a block of queries of head h visits."""
     order, index, visits, bits, spans = views
-    head = T.int64(0) if int(order.shape[0]) == 1 else h
-    block = materialize(T.cast(order[head, turn], "int64"), "int64")
-    entry = materialize(head * blocks + block, "int64")
+    head = _head_of_mask(order, h)
+    entry = materialize(head * order.shape[1] + block, "int64")
     first = materialize(index[entry])
-    return block, Visits(materialize(index[entry + 1] - first), first, visits, bits, spans, head)
+    return Visits(materialize(index[entry + 1] - first), first, visits, bits, spans, head)
+
+
+def _head_of_mask(order: Expr, h: Expr) -> Expr:
+    return T.int64(0) if int(order.shape[0]) == 1 else h

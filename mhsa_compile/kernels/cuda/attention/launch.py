@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, plan_arguments, visits_of
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, block_of_turn, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
@@ -115,7 +115,8 @@ def attention(
                 g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)), "int64")
                 visits = None
                 if views is not None:
-                    turn, visits = visits_of(views, turn, tiles, h)
+                    turn = block_of_turn(views, turn, h)
+                    visits = visits_of(views, turn, h)
                 elif op.window is not None:
                     turn = materialize(tiles - 1 - turn, "int64")  # long rows of a causal head first
                 place = ThreadIndex(thread)

@@ -83,12 +83,12 @@ class AttentionConsumer:
             self._take_token()
 
     def next_item(self) -> tuple[Expr, Expr]:
-        """(head, turn) of the item that the next queries are of, which are waited for; head -1 where there is none."""
+        """(head, tile) of the item that the next queries are of, which are waited for; head -1 where there is none."""
         self.memory.queries.wait_full(self.items[0])
         return self.current_item()
 
     def current_item(self) -> tuple[Expr, Expr]:
-        """(head, turn) of the item whose queries are there."""
+        """(head, tile) of the item whose queries are there."""
         return self.memory.item(self.items[0])
 
     def item(self, visibility: ScoreMask, scores: RowScoreMods, place: Callable[[], tuple[Expr, Expr, Expr]]) -> None:
@@ -96,7 +96,6 @@ class AttentionConsumer:
         kept until then, they would take registers that tiles need."""
         tiles = KeyTiles(self.op, visibility.key_range, self.shape.keys)
         before, item = materialize(self.tiles[0]), materialize(self.items[0])
-        self.slot = self.memory.queries.slot(item)
         self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
         self.acc_s, self.acc = self.softmax.acc_s, self.softmax.acc
         self.softmax.begin()
@@ -126,6 +125,11 @@ class AttentionConsumer:
         set_register(self.tiles, 0, before + tiles.count)
         set_register(self.items, 0, item + 1)
 
+    def _query_slot(self) -> Expr:
+        """Where the queries lie: computed anew wherever it is asked for, as kept it would take a register."""
+        queries = self.memory.queries
+        return queries.slot(hopper_ptx.fresh(self.items[0])) if queries.count > 1 else T.int32(0)
+
     # The token.
 
     def _take_token(self) -> None:
@@ -146,7 +150,7 @@ class AttentionConsumer:
         """Begins S = Q K^T."""
         keys, queries = self.memory.keys, self.memory.queries.tiles
         keys.wait_full(use)
-        left = queries.by_rows(self.slot, self.group * hopper_ptx.ROWS)
+        left = queries.by_rows(self._query_slot(), self.group * hopper_ptx.ROWS)
         right = keys.tiles.by_rows(keys.slot(use))
         hopper_ptx.pin(self.acc_s, self.shape.keys // 2)
         hopper_ptx.products_begin()
@@ -231,11 +235,11 @@ class AttentionConsumer:
         first = materialize(self.place.warp * ROWS)
         # The addresses below are computed anew for each item: kept, they would take registers that O needs.
         g, q = hopper_ptx.fresh(self.place.g), hopper_ptx.fresh(self.place.q)
-        tiles = self.memory.output
+        tiles, slot = self.memory.output, self._query_slot()
         for row in range(2):
             part = self.softmax.inverse_row_sum(row)
             number = first + g + 8 * row
-            start = materialize(tiles.row_start(self.slot, number) + T.cast(4 * q, "uint32"), "uint32")
+            start = materialize(tiles.row_start(slot, number) + T.cast(4 * q, "uint32"), "uint32")
             for n in range(self.value_tiles):
                 low, high = (self.acc[cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
@@ -244,7 +248,7 @@ class AttentionConsumer:
         hopper_ptx.fence_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
-            tiles.store(self.slot, first, self.output, first_row + first, h, b)
+            tiles.store(slot, first, self.output, first_row + first, h, b)
             hopper_ptx.wait_stores()
         # By lane 0, which has waited for the store: the place takes the next queries.
         self.memory.queries.release(self.items[0], self.place.lane)

@@ -98,12 +98,12 @@ class AttentionSharedMemory:
         for slots in (self.queries, self.keys, self.values):
             slots.begin(self.consumer_warps)
 
-    def name_item(self, use: Expr, head: Expr, turn: Expr) -> None:
+    def name_item(self, use: Expr, head: Expr, tile: Expr) -> None:
         """Writes which item the queries of this use are of: before who writes arrives at their barrier."""
-        store(self._item_of(use), [head, turn])
+        store(self._item_of(use), [head, tile])
 
     def item(self, use: Expr) -> tuple[Expr, Expr]:
-        """(head, turn) of the item that the queries of this use are of, once they are there."""
+        """(head, tile) of the item that the queries of this use are of, once they are there."""
         words = registers(2, "int32")
         load(words, 0, 2, self._item_of(use))
         warp_barrier()

@@ -10,7 +10,13 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
-from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, Visits, plan_arguments, visits_of
+from mhsa_compile.kernels.cuda.attention.block_sparsity import (
+    CudaBlockSparsity,
+    Visits,
+    block_of_turn,
+    plan_arguments,
+    visits_of,
+)
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask, rows_of
@@ -46,28 +52,25 @@ class ItemRows:
 
 @dataclass(frozen=True)
 class Items:
-    """What the items of a block are made of: the arguments of the kernel, and its schedule."""
+    """What the items of a block are made of: the arguments of the kernel."""
 
     op: AttentionOp
     shape: HopperBlockShape
     arguments: AttentionArguments
     views: list[Expr] | None
-    schedule: Schedule
-    block: Expr
 
-    def rows(self, head: Expr, turn: Expr) -> tuple[ItemRows, Expr, Expr]:
-        """(its rows, batch entry, head) of the item of a head among all whose tile has this turn."""
+    def rows(self, head: Expr, tile: Expr) -> tuple[ItemRows, Expr, Expr]:
+        """(its rows, batch entry, head) of the item of a head among all and a tile of its queries."""
         b, h = (materialize(f(head, T.int32(self.op.num_heads))) for f in (T.truncdiv, T.truncmod))
-        tile, visits = self._tile(turn, h)
+        visits = None if self.views is None else visits_of(self.views, T.cast(tile, "int64"), T.cast(h, "int64"))
         return ItemRows(materialize(tile * self.shape.queries), visits), b, h
 
-    def _tile(self, turn: Expr, h: Expr) -> tuple[Expr, Visits | None]:
-        """(the number of the tile of queries whose turn it is, the tiles of keys that a constant mask leaves it)."""
+    def tile(self, schedule: Schedule, head: Expr, turn: Expr) -> Expr:
+        """The number of the tile of a head's queries whose turn it is: those that see the most keys come first."""
         if self.views is not None:
-            turn, h, tiles = (T.cast(number, "int64") for number in (turn, h, self.schedule.tiles))
-            tile, visits = visits_of(self.views, turn, tiles, h)
-            return T.cast(tile, "int32"), visits
-        return (self.schedule.tiles - 1 - turn if self.op.window is not None else turn), None  # long rows first
+            h = T.truncmod(head, T.int32(self.op.num_heads))
+            return materialize(T.cast(block_of_turn(self.views, T.cast(turn, "int64"), T.cast(h, "int64")), "int32"))
+        return materialize(schedule.tiles - 1 - turn if self.op.window is not None else turn)
 
     def key_range(self, rows: ItemRows, b: Expr) -> BlockKeyRange:
         """Which keys an item's rows see."""
@@ -104,8 +107,6 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
                 reset(counter, count, multiprocessors)
             # 1. The operands as the copy engine sees them.
             *loaded, output = _tensors(shape, arguments, y)
-            # Computed on the host: a thread that copies has few registers.
-            schedule = make_schedule(op, sizes, shape.queries, multiprocessors, counter)
             # One a multiprocessor, which goes from item to item.
             blocks = T.min(count, T.int64(multiprocessors))
             with (
@@ -120,7 +121,7 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
                     hopper_ptx.fence_barriers()
                 # No one is to arrive at an mbarrier that is not there yet.
                 barrier()
-                items = Items(op, shape, arguments, views, schedule, materialize(T.cast(block, "int32")))
+                items = Items(op, shape, arguments, views)
                 # 3. The roles.
                 # The thread that copies needs few registers; those that compute take the rest.
                 few, many = REGISTERS[shape.consumers]
@@ -129,7 +130,8 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
                         hopper_ptx.give_registers(few)
                         # One thread asks for whole boxes; the other 127 of its warpgroup are done.
                         with T.If(thread == 0), T.Then():
-                            _copy(items, memory, loaded)
+                            schedule = make_schedule(op, sizes, shape.queries, multiprocessors, counter)
+                            _copy(items, schedule, materialize(T.cast(block, "int32")), memory, loaded)
                     with T.Else():
                         hopper_ptx.take_registers(many)
                         _compute(items, memory, ThreadIndex(materialize(thread - hopper_ptx.WARPGROUP)), output)
@@ -159,15 +161,17 @@ def _tensors(shape: HopperBlockShape, arguments: AttentionArguments, y: Expr) ->
     return [query, key, value, output]
 
 
-def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) -> None:
-    """What one thread does: asks the copy engine for all tiles, as far ahead as the ring goes."""
+def _copy(
+    items: Items, schedule: Schedule, block: Expr, memory: AttentionSharedMemory, tensors: list[Tensor]
+) -> None:
+    """What one thread does: chooses the items, and asks the copy engine for their tiles, as far ahead as rings go."""
     query, key, value = tensors
     for tensor in tensors:
         hopper_ptx.fetch_map(tensor.map)
     before, tiles_before, item = (registers(1, "int32") for _ in range(3))
     set_register(before, 0, T.int32(0))
     set_register(tiles_before, 0, T.int32(0))
-    set_register(item, 0, items.block)
+    set_register(item, 0, block)
 
     def load(slots: Slots, use: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
         """Once the place is empty."""
@@ -177,12 +181,13 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
 
     def copy_item(use: Expr) -> None:
         """The queries of an item, then its keys and values."""
-        head, turn = items.schedule.place(materialize(item[0]))
-        rows, b, h = items.rows(head, turn)
+        head, turn = schedule.place(materialize(item[0]))
+        tile = items.tile(schedule, head, turn)
+        rows, b, h = items.rows(head, tile)
         key_range = items.key_range(rows, b)
         g = materialize(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
         tiles = KeyTiles(items.op, key_range, items.shape.keys)
-        memory.name_item(use, head, turn)
+        memory.name_item(use, head, tile)
         load(memory.queries, use, query, rows.first, h, b)
         with T.serial(tiles.count) as number:
             use, first_key = materialize(tiles_before[0] + number), tiles.first_key(number)
@@ -192,12 +197,12 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
                 load(slots, use, tensor, first_key, g, b)
         set_register(before, 0, before[0] + 1)
         set_register(tiles_before, 0, tiles_before[0] + tiles.count)
-        set_register(item, 0, items.schedule.next_item(item[0]))
+        set_register(item, 0, schedule.next_item(item[0]))
 
     with T.While(item[0] >= 0):
         use = materialize(before[0])
         memory.queries.wait_empty(use)
-        with T.If(item[0] >= items.schedule.items):
+        with T.If(item[0] >= schedule.items):
             with T.Then():
                 # That there are no more.
                 memory.name_item(use, T.int32(-1), T.int32(0))
