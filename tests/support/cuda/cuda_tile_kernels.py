@@ -22,6 +22,9 @@ from mhsa_compile.kernels.cuda.attention_hopper.kernel import HopperAttentionKer
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
+GARBAGE = -(1 << 16)
+"""What a workspace holds before somebody writes to it: NaN as a float32, and as a number none that counts anything."""
+
 
 @dataclass(frozen=True)
 class TileKernel:
@@ -66,7 +69,7 @@ class TileKernel:
             config = self.config(*sizes) if sizes else self.kernel.default_config(op, self.profile)
             machine, emitted = _translated(self, op, tuple(config.items()), seed)
             y = np.full(output_shape(op, of_call), np.nan, NUMPY[op.dtype])
-            workspace = [np.full(emitted.workspace, np.nan, np.float32)] if emitted.workspace else []
+            workspace = [np.full(emitted.workspace, GARBAGE, np.int32).view(np.float32)] if emitted.workspace else []
             machine(*placed(op, operands), *emitted.constants, y, *workspace)
             return output_rows(y, op.output)
 

@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import WARPGROUP, same_for_warp
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT
-from mhsa_compile.kernels.cuda.primitives.warp import fetch_add, materialize, registers
+from mhsa_compile.kernels.cuda.primitives.warp import fetch_add, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 CACHED_BYTES = 16 << 20
@@ -60,7 +60,10 @@ class Schedule:
         if self.counter is None:
             return item + self.blocks
         taken = registers(1, "int32")
-        fetch_add(taken, 0, T.address_of(self.counter[0]), T.int32(1))
+        set_register(taken, 0, self.items)
+        # Otherwise nobody has set the counter, and there is no next item.
+        with T.If(self.items > self.blocks), T.Then():
+            fetch_add(taken, 0, T.address_of(self.counter[0]), T.int32(1))
         return self.blocks + same_for_warp(taken[0], lanes=1)
 
     def place(self, item: Expr) -> tuple[Expr, Expr]:
