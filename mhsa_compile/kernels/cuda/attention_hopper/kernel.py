@@ -8,6 +8,7 @@ computes what. This file says what the kernel takes and which sizes fit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING
 
 from mhsa_compile.hardware.profile import CudaProfile
@@ -33,8 +34,16 @@ _MASK = 64
 scores."""
 _BITS = 12
 """Registers for the bits of a constant mask."""
+_AHEAD = 10
+"""Registers for where the queries of an item lie, if those of the next are there as well: with fewer to spare, nothing
+spilt, but exponentials were taken when the products beside them were over."""
 _WORTH_THREE = 96
 """Keys of a tile from which three warpgroups are better than two: they share K and V, but have fewer registers."""
+_WORTH_AHEAD = 64
+"""Keys of a tile from which the next queries may take some of the room that more keys would have."""
+_WASTED = 1.06
+"""The rows of whole tiles, by those of two warpgroups' tiles, beyond which three are no better: what is beyond the last
+query is computed, too."""
 
 
 class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
@@ -61,13 +70,13 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
         return next(self._fitting(op, profile))
 
     def _fitting(self, op: AttentionOp, profile: CudaProfile) -> Iterator[dict[str, int]]:
-        """Configs that fit, the best first: tiles of many keys, up to 128, since a wider one computes more that a band
-        hides; the next queries copied ahead, where there is room."""
-        for consumers in (3, 2):
-            for keys in KEYS:
-                for query_stages in (2, 1):
-                    config = dict(zip(KNOBS, (consumers, keys, 2, query_stages), strict=True))
-                    is_worth_it = consumers == 2 or keys >= _WORTH_THREE
+        """Configs that fit, the best first: the next queries copied ahead, where tiles are not small then; tiles of
+        many keys, up to 128, since a wider one computes more that a band hides; three of them in the ring."""
+        for consumers in (3, 2) if _fills(op, 3) else (2,):
+            for query_stages, least in ((2, _WORTH_AHEAD), (1, 0)):
+                for keys, stages in product(KEYS, (3, 2)):
+                    config = dict(zip(KNOBS, (consumers, keys, stages, query_stages), strict=True))
+                    is_worth_it = keys >= (_WORTH_THREE if consumers == 3 else least)
                     if is_worth_it and self.why_not_config(op, profile, config) is None:
                         yield config
 
@@ -103,4 +112,13 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
 def _registers(op: AttentionOp, shape: HopperBlockShape) -> int:
     """The registers that a thread that computes needs so that nothing spills."""
     masks = (_MASK + shape.keys // 4 if op.any_step("blind") else 0) + (_BITS if op.pairs is not None else 0)
-    return shape.tile_registers + _BESIDE[shape.consumers] + masks
+    ahead = _AHEAD if shape.query_stages > 1 else 0
+    return shape.tile_registers + _BESIDE[shape.consumers] + masks + ahead
+
+
+def _fills(op: AttentionOp, consumers: int) -> bool:
+    """Whether tiles of so many warpgroups have hardly more rows beyond the last query than those of two."""
+    if isinstance(op.q_length, str):
+        return True
+    rows, least = (-(-op.q_length // (64 * count)) * count for count in (consumers, 2))
+    return rows <= _WASTED * least
