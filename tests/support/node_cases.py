@@ -43,8 +43,8 @@ def check(case: TestCase) -> None:
 def compare(case: TestCase, run: Callable[[tuple[np.ndarray, ...]], Sequence[np.ndarray]]) -> None:
     """`run` takes the case's inputs, and returns the outputs.
 
-    What is expected of 16-bit types was rounded by the operations of one evaluator, and is off by up to 1.5 units of a
-    float16 itself: tensor cores, which round elsewhere, may be nearer to the truth and yet beyond the tolerance. So
+    What is expected of 16-bit types was rounded by the operations of one evaluator, and is off by a unit and more
+    itself: tensor cores, which round elsewhere, may be nearer to the truth and yet beyond the tolerance. So
     outputs of such types that are beyond it are held against float64, within this project's budget.
     """
     for inputs, expected in case.data_sets:

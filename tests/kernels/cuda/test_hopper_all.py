@@ -78,7 +78,7 @@ def test_machine_code(op: AttentionOp, tmp_path):
     assert not re.search(r"C75\d\d|serialized", code.said), code.said
     assert _exponentials_in_flight(code.order, steps) >= 0.8 * config["keys"] / 2
     assert "cuTensorMapEncodeTiled" in host
-    # The host's scalars have no arrays: TVM would take their memory from the GPU, and write to it as if it were its own.
+    # The host's scalars have no arrays: TVM would take their memory from the GPU, and the host would write to it.
     assert not re.search(r"load ptr, ptr @__TVMBackendAllocWorkspace", host)
     threads = 128 * (1 + config["consumers"])
     assert f"__launch_bounds__({threads}, 1)" in text

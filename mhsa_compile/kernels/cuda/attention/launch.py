@@ -12,7 +12,12 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, block_of_turn, plan_arguments, visits_of
+from mhsa_compile.kernels.cuda.attention.block_sparsity import (
+    CudaBlockSparsity,
+    block_of_turn,
+    plan_arguments,
+    visits_of,
+)
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask

@@ -82,5 +82,8 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
     def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:
         shape = self.shape(op, config)
         op, plan = separate_plan(op, shape.queries, shape.keys)
-        workspace = self.workspace(op, shape, plan, profile)
-        return Emitted(self.function(op, shape, plan, profile), constants=plan.arrays if plan else (), workspace=workspace)
+        return Emitted(
+            self.function(op, shape, plan, profile),
+            constants=plan.arrays if plan else (),
+            workspace=self.workspace(op, shape, plan, profile),
+        )

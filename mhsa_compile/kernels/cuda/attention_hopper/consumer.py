@@ -85,9 +85,9 @@ class AttentionConsumer:
     def next_item(self) -> tuple[Expr, Expr]:
         """(head, tile) of the item that the next queries are of, which are waited for; head -1 where there is none."""
         self.memory.queries.wait_full(self.items[0])
-        return self.current_item()
+        return self.this_item()
 
-    def current_item(self) -> tuple[Expr, Expr]:
+    def this_item(self) -> tuple[Expr, Expr]:
         """(head, tile) of the item whose queries are there."""
         return self.memory.item(self.items[0])
 

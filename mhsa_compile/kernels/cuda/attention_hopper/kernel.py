@@ -81,8 +81,8 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
                         yield config
 
     def shape(self, op: AttentionOp, config: Config) -> HopperBlockShape:
-        sizes = (config[knob] for knob in KNOBS)
-        return HopperBlockShape(*sizes, op.head_dim, op.v_head_dim)
+        consumers, keys, stages, query_stages = (config[knob] for knob in KNOBS)
+        return HopperBlockShape(consumers, keys, stages, query_stages, op.head_dim, op.v_head_dim)
 
     def why_not_knobs(self, config: Config) -> str | None:
         if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:

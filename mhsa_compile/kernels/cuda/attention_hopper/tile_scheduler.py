@@ -1,12 +1,12 @@
 """Which block computes which rows of which head, in what order: one block for each multiprocessor, which goes from item
 to item. An item is a tile of query rows of one head.
 
-Heads are taken in sections, whose keys and values fit the GPU's second-level cache together; what is left over goes with
-the last one, so that long items never come at the end by themselves. In a section, the tiles with the most keys come
-first. A block's first item has the block's number. Where all items are
-alike, the next one is as many further on as there are blocks. Where they are not, whoever is free takes the next: a
-counter in the workspace says how many were taken so. Dealt out in turn, causal items left an H200 idle for a tenth of
-the time (B x H x L = 2 x 16 x 8192), and for two fifths of it where a section is one head.
+Heads are taken in sections, whose keys and values fit the GPU's second-level cache together; what is left over goes
+with the last one, so that long items never come at the end by themselves. In a section, the tiles with the most keys
+come first. A block's first item has the block's number. Where all items are alike, the next one is as many further on
+as there are blocks. Where they are not, whoever is free takes the next: a counter in the workspace says how many were
+taken so. Dealt out in turn, causal items leave a tenth of an H200 idle (B x H x L = 2 x 16 x 8192), and two fifths
+where a section is one head.
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ def make_schedule(
     section = T.min(cached_heads * (op.num_heads // op.num_kv_heads), heads)
     sections = T.truncdiv(heads, T.max(T.int64(1), section))
     blocks = T.min(heads * tiles, T.int64(multiprocessors))
-    return Schedule(*(materialize(T.cast(number, "int32")) for number in (heads, tiles, blocks, section, sections)), counter)
+
+    def known(number: Expr) -> Expr:
+        return materialize(T.cast(number, "int32"))
+
+    return Schedule(known(heads), known(tiles), known(blocks), known(section), known(sections), counter)
 
 
 def reset(counter: Expr, items: Expr, multiprocessors: int) -> None:

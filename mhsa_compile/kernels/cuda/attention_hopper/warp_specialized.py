@@ -24,7 +24,13 @@ from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
-from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import COUNTER, Schedule, make_schedule, needs_counter, reset
+from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import (
+    COUNTER,
+    Schedule,
+    make_schedule,
+    needs_counter,
+    reset,
+)
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.fragments import QuadFragment
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
@@ -161,9 +167,7 @@ def _tensors(shape: HopperBlockShape, arguments: AttentionArguments, y: Expr) ->
     return [query, key, value, output]
 
 
-def _copy(
-    items: Items, schedule: Schedule, block: Expr, memory: AttentionSharedMemory, tensors: list[Tensor]
-) -> None:
+def _copy(items: Items, schedule: Schedule, block: Expr, memory: AttentionSharedMemory, tensors: list[Tensor]) -> None:
     """What one thread does: chooses the items, and asks the copy engine for their tiles, as far ahead as rings go."""
     query, key, value = tensors
     for tensor in tensors:
@@ -173,8 +177,8 @@ def _copy(
     set_register(tiles_before, 0, T.int32(0))
     set_register(item, 0, block)
 
-    def load(slots: Slots, use: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
-        """Once the place is empty."""
+    def request(slots: Slots, use: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
+        """Asks for a tile, whose place is empty."""
         slot = slots.slot(use)
         hopper_ptx.arrive_expecting(slots.full(slot), slots.tiles.bytes)
         slots.tiles.load(slot, tensor, row, head, b, slots.full(slot))
@@ -188,13 +192,13 @@ def _copy(
         g = materialize(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
         tiles = KeyTiles(items.op, key_range, items.shape.keys)
         memory.name_item(use, head, tile)
-        load(memory.queries, use, query, rows.first, h, b)
+        request(memory.queries, use, query, rows.first, h, b)
         with T.serial(tiles.count) as number:
             use, first_key = materialize(tiles_before[0] + number), tiles.first_key(number)
             # Each has a barrier of its own: products with K begin while V is on its way.
             for slots, tensor in ((memory.keys, key), (memory.values, value)):
                 slots.wait_empty(use)
-                load(slots, use, tensor, first_key, g, b)
+                request(slots, use, tensor, first_key, g, b)
         set_register(before, 0, before[0] + 1)
         set_register(tiles_before, 0, tiles_before[0] + tiles.count)
         set_register(item, 0, schedule.next_item(item[0]))
@@ -219,7 +223,7 @@ def _compute(items: Items, memory: AttentionSharedMemory, place: ThreadIndex, ou
     item = registers(2, "int32")
 
     def place_again() -> tuple[Expr, Expr, Expr]:
-        rows, b, h = items.rows(*consumer.current_item())
+        rows, b, h = items.rows(*consumer.this_item())
         return rows.first, b, h
 
     def take_next() -> None:
