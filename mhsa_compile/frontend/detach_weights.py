@@ -10,6 +10,7 @@ import onnx
 LARGE = 1 << 12  # elements
 _DATA = ("raw_data", "float_data", "int32_data")
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+_BYTES = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
 
 Tensors = dict[str, onnx.TensorProto]
 
@@ -44,6 +45,11 @@ def contents_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
 def is_large(tensor: onnx.TensorProto) -> bool:
     """Whether the contents of an initializer stay aside."""
     return tensor.data_type in FLOATS and math.prod(tensor.dims) > LARGE
+
+
+def is_many_bytes(tensor: onnx.TensorProto) -> bool:
+    """Whether an initializer may be weights of few bits: sizes, places and tables of bytes are shorter."""
+    return tensor.data_type in _BYTES and math.prod(tensor.dims) > LARGE
 
 
 def stored_elements(tensor: onnx.TensorProto) -> int:

@@ -19,6 +19,13 @@ def _windows(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
     return None if window == -1 or window > 0 else ("local_window_size of 1 or more, or -1 for none", str(window))
 
 
+def _bytes(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
+    """MatMulNBits, GatherBlockQuantized: numbers of few bits packed into bytes."""
+    name = node.input[1 if node.op_type == "MatMulNBits" else 0]
+    dtype = graph.dtype(name)
+    return None if dtype in (None, "uint8") else (f"{name!r} of uint8", str(dtype))
+
+
 MICROSOFT: dict[str, Row] = {
     "Attention": row(
         "mask_filter_value", "num_heads", "qkv_hidden_sizes", "scale",
@@ -29,6 +36,9 @@ MICROSOFT: dict[str, Row] = {
     "EmbedLayerNormalization": row("epsilon", mask_index_type=(0,), inputs=9, outputs=3),
     "FastGelu": row(inputs=2),
     "FusedMatMul": row("alpha", transA=(0, 1), transB=(0, 1), transBatchA=(0,), transBatchB=(0,), inputs=2),
+    "GatherBlockQuantized": row(
+        "block_size", bits=(4, 8), gather_axis=(0,), quantize_axis=(-1, 1), inputs=4, condition=_bytes,
+    ),
     "Gelu": row(),
     "GroupQueryAttention": row(
         "kv_num_heads", "local_window_size", "num_heads", "qk_norm_epsilon", "scale", "softcap",
@@ -39,6 +49,9 @@ MICROSOFT: dict[str, Row] = {
         unread={11: "head_sink", 12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight"},
     ),
     "LayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=3),
+    "MatMulNBits": row(
+        "K", "N", "accuracy_level", "block_size", bits=(2, 4, 8), inputs=6, condition=_bytes, unread={4: "g_idx"},
+    ),
     "MultiHeadAttention": row(
         "mask_filter_value", "num_heads", "scale", unidirectional=(0, 1), inputs=8, outputs=3,
         unread={8: "past_sequence_length", 9: "cache_indirection"},

@@ -1,8 +1,8 @@
 """ONNX -> Relax. TVM's importer converts the ordinary operators; what our kernels compute becomes calls of our ops.
 
 Such a call is `call_dps_packed("op_N", inputs)`; `ImportedModule.ops["op_N"]` says what it is. `compiler.lower` puts a
-kernel in its place. Floating-point initializers become parameters of `main`, bound at load; integers are constants of
-the program.
+kernel in its place. Floating-point initializers become parameters of `main`, bound at load, and so do many bytes that
+stand for floats; other integers are constants of the program.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.detach_weights import is_many_bytes
 from mhsa_compile.frontend.fusion.fuse import fuse
 from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedAttention,
@@ -109,7 +110,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         names = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
         as_numbers = {name for node in all_nodes(graph) for name in _needs(node)}
-        stored = {name for node in all_nodes(graph) for name in _stored_weights(node)}
+        stored = {name for node in all_nodes(graph) for name in _stored_weights(node)} | _packed_weights(graph)
         for tensor in graph.initializer:
             if tensor.name not in names:
                 continue
@@ -375,6 +376,16 @@ class _Nodes(NamedTuple):
 
     node: list[onnx.NodeProto]
     output: tuple[()] = ()
+
+
+def _packed_weights(graph: onnx.GraphProto) -> set[str]:
+    """Many bytes that are made floats, or whose rows are taken, and nothing else: weights of few bits."""
+    many = {tensor.name for tensor in graph.initializer if is_many_bytes(tensor)}
+    others = (name for node in all_nodes(graph) for name in node.input[node.op_type in _UNPACKS :])
+    return many - set(others) - {value.name for value in graph.output}
+
+
+_UNPACKS = ("Cast", "Gather")
 
 
 def _stored_weights(node: onnx.NodeProto) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import onnx
 
-from mhsa_compile.frontend.canonicalize.microsoft import attention, group_query_attention, layers
+from mhsa_compile.frontend.canonicalize.microsoft import attention, block_quantised, group_query_attention, layers
 from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode, NotYet
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
@@ -29,8 +29,10 @@ OPERATORS: dict[str, Callable[[MicrosoftNode], None]] = {
     "EmbedLayerNormalization": layers.embed_layer_normalization,
     "FastGelu": layers.gelu,
     "FusedMatMul": layers.fused_matmul,
+    "GatherBlockQuantized": block_quantised.gather_block_quantized,
     "Gelu": layers.gelu,
     "LayerNormalization": layers.skip_layer_normalization,
+    "MatMulNBits": block_quantised.matmul_nbits,
     "QuickGelu": layers.quick_gelu,
     "RotaryEmbedding": group_query_attention.rotary_embedding,
     "SimplifiedLayerNormalization": layers.skip_layer_normalization,

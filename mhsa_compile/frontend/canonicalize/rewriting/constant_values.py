@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.detach_weights import FLOATS, is_many_bytes
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes, title
 
 ShapeEntry = int | bool | str | None
@@ -19,7 +20,6 @@ ShapeEntry = int | bool | str | None
 
 _SHOWN = 8  # elements of a constant in a message
 _MOST_ELEMENTS = 1 << 24  # of a constant that is computed here
-_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 _FOLDABLE = frozenset(
     ("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "Cos", "CumSum", "Div", "Equal",
      "Exp", "Expand", "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "IsInf", "Less", "LessOrEqual", "Log",
@@ -42,11 +42,7 @@ class ConstantValues:
         self._partial: dict[str, np.ndarray] = {}
         for name, tensor in graph.initializers.items():
             small = math.prod(tensor.dims) == 1
-            if small or tensor.data_type not in (
-                onnx.TensorProto.FLOAT,
-                onnx.TensorProto.FLOAT16,
-                onnx.TensorProto.BFLOAT16,
-            ):
+            if small or not (tensor.data_type in FLOATS or is_many_bytes(tensor)):
                 self._arrays[name] = np.asarray(numpy_helper.to_array(tensor))
         for node in graph.nodes:
             if node.domain in ("", "ai.onnx"):

@@ -1,0 +1,163 @@
+"""MatMulNBits and GatherBlockQuantized: what they become means what ONNX Runtime computes in float32 or float16.
+
+N out-features, K in-features, V rows of a table, D its columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
+
+MICROSOFT = "com.microsoft"
+TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+V, D = 50, 64
+
+
+def in_bytes(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers of so many bits, the first in the lowest bits of a byte."""
+    apart = numbers.reshape(*numbers.shape[:-1], -1, 8 // bits).astype(np.uint8)
+    return np.bitwise_or.reduce(apart << (bits * np.arange(8 // bits, dtype=np.uint8)), axis=-1)
+
+
+def zero_points(rng: np.random.Generator, rows: int, blocks: int, bits: int, kind: str, dtype: str) -> np.ndarray:
+    if kind == "floats":
+        return (rng.random((rows, blocks)) * (1 << bits)).astype(dtype)
+    whole = -(-blocks * bits // 8) * 8 // bits
+    return in_bytes(rng.integers(0, 1 << bits, (rows, whole)), bits)
+
+
+def model_of(node: onnx.NodeProto, x: onnx.ValueInfoProto, y: onnx.ValueInfoProto, arrays: dict[str, np.ndarray]):
+    weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    graph = helper.make_graph([node], "g", [x], [y], weights)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def product(
+    bits: int = 4,
+    *,
+    K: int = 72,
+    N: int = 40,
+    block: int = 16,
+    zeros: str = "",
+    bias: bool = False,
+    dtype: str = "float32",
+    **attributes: Any,
+) -> onnx.ModelProto:
+    rng, n = np.random.default_rng(0), -(-K // block)
+    names = ["x", "q", "s"]
+    arrays = {"q": in_bytes(rng.integers(0, 1 << bits, (N, n * block)), bits).reshape(N, n, -1)}
+    arrays["s"] = (rng.random((N, n)) * 0.02 + 0.01).astype(dtype)
+    if zeros:
+        arrays["z"] = zero_points(rng, N, n, bits, zeros, dtype)
+        names.append("z")
+    if bias:
+        arrays["b"] = rng.standard_normal(N).astype(dtype)
+        names += [*[""] * (5 - len(names)), "b"]
+    said = {"K": K, "N": N, "bits": bits, "block_size": block, **attributes}
+    node = helper.make_node("MatMulNBits", names, ["y"], name="product", domain=MICROSOFT, **said)
+    x, y = (helper.make_tensor_value_info(name, TYPES[dtype], ["B", "L", size]) for name, size in (("x", K), ("y", N)))
+    return model_of(node, x, y, arrays)
+
+
+def table(
+    bits: int = 4, *, block: int = 16, zeros: bool = False, dtype: str = "float32", **attributes: Any
+) -> onnx.ModelProto:
+    rng, n, names = np.random.default_rng(1), D // block, ["q", "i", "s"]
+    arrays = {"q": in_bytes(rng.integers(0, 1 << bits, (V, D)), bits)}
+    arrays["s"] = (rng.random((V, n)) * 0.02 + 0.01).astype(dtype)
+    if zeros:
+        arrays["z"] = zero_points(rng, V, n, bits, "bytes", dtype)
+        names.append("z")
+    said = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1, **attributes}
+    node = helper.make_node("GatherBlockQuantized", names, ["y"], name="table", domain=MICROSOFT, **said)
+    i = helper.make_tensor_value_info("i", TensorProto.INT64, ["B", "L"])
+    y = helper.make_tensor_value_info("y", TYPES[dtype], ["B", "L", D])
+    return model_of(node, i, y, arrays)
+
+
+def check(model: onnx.ModelProto, feed: np.ndarray, tolerance: float) -> None:
+    """The proof of `compile` has held it against ONNX Runtime; here it is called at other sizes."""
+    artifact = mhsa.compile(model, without_attention="accept", check=True)
+    assert artifact.manifest.check is not None and "ONNX Runtime" in artifact.manifest.check.against[0]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (expected,) = session.run(None, {model.graph.input[0].name: feed})
+    actual = mhsa.load(artifact)(feed)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [
+        (4, {}),
+        (4, {"zeros": "bytes", "bias": True}),
+        (4, {"zeros": "floats"}),
+        (4, {"zeros": "bytes", "K": 96, "block": 32, "dtype": "float16"}),
+        (8, {"zeros": "bytes"}),
+        (2, {"zeros": "bytes"}),
+    ],
+    ids=str,
+)
+def test_products(bits: int, words: dict[str, Any]) -> None:
+    """K is no multiple of the block, and blocks are no whole bytes of zero points, but in one case."""
+    model = product(bits, **words)
+    x = np.random.default_rng(2).standard_normal((2, 3, words.get("K", 72))).astype(words.get("dtype", "float32"))
+    check(model, x, 2e-3 if x.dtype == np.float16 else 2e-6)
+
+
+def test_a_level_that_rounds_activations_says_what_is_good_enough() -> None:
+    """ONNX Runtime's result at level 4 is 1 % off: neither ours nor the proof follows it there."""
+    artifact = mhsa.compile(product(bias=True, zeros="bytes", accuracy_level=4), without_attention="accept", check=True)
+    assert artifact.manifest.check is not None and artifact.manifest.check.error < 1e-5
+    exact = mhsa.compile(product(bias=True, zeros="bytes"), without_attention="accept")
+    x = np.random.default_rng(3).standard_normal((2, 3, 72)).astype(np.float32)
+    np.testing.assert_array_equal(mhsa.load(artifact)(x), mhsa.load(exact)(x))
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [(4, {}), (4, {"zeros": True}), (8, {"zeros": True}), (4, {"zeros": True, "block": 32, "dtype": "float16"})],
+    ids=str,
+)
+def test_rows_of_tables(bits: int, words: dict[str, Any]) -> None:
+    ids = np.random.default_rng(4).integers(0, V, (2, 3))
+    check(table(bits, **words), ids, 2e-3 if words.get("dtype") == "float16" else 1e-6)
+
+
+def test_what_is_stored_is_the_files_bytes(tmp_path) -> None:
+    """Float weights are made when they are bound; the artifact holds those of the file."""
+    model = product(K=256, N=256, block=32)
+    mhsa.compile(model, without_attention="accept").save(tmp_path / "a.mhsa")
+    assert (tmp_path / "a.mhsa" / "weights.safetensors").stat().st_size < 256 * 256
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (product(accuracy=1), "attribute 'accuracy'"),
+        (product(bits=4, weight_prepacked=1), "weight_prepacked"),
+        (table(gather_axis=1), "gather_axis"),
+        (table(quantize_axis=0), "quantize_axis"),
+    ],
+    ids=["unknown", "prepacked", "gathered by columns", "scales by columns"],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused(model: onnx.ModelProto, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        mhsa.compile(model, without_attention="accept")
+
+
+def test_an_order_of_groups_is_refused() -> None:
+    model = product()
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros(72, np.int32), "g"))
+    model.graph.node[0].input.extend(["", "g"])
+    with pytest.raises(ModelError, match="g_idx"):
+        mhsa.compile(model, without_attention="accept")
