@@ -95,18 +95,18 @@ def check(model: onnx.ModelProto, feed: np.ndarray, tolerance: float) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(
-    ("bits", "words"),
-    [
-        (4, {}),
-        (4, {"zeros": "bytes", "bias": True}),
-        (4, {"zeros": "floats"}),
-        (4, {"zeros": "bytes", "K": 96, "block": 32, "dtype": "float16"}),
-        (8, {"zeros": "bytes"}),
-        (2, {"zeros": "bytes"}),
-    ],
-    ids=str,
-)
+PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "4": (4, {}),
+    "4, a bias": (4, {"zeros": "bytes", "bias": True}),
+    "4, zero points of floats": (4, {"zeros": "floats"}),
+    "4, float16": (4, {"zeros": "bytes", "K": 96, "block": 32, "dtype": "float16"}),
+    "8": (8, {"zeros": "bytes"}),
+    "2": (2, {"zeros": "bytes"}),
+}
+
+
+@pytest.mark.thorough_but("4, a bias", "4, float16")
+@pytest.mark.parametrize(("bits", "words"), PRODUCTS.values(), ids=PRODUCTS)
 def test_products(bits: int, words: dict[str, Any]) -> None:
     """K is no multiple of the block, and blocks are no whole bytes of zero points, but in one case."""
     model = product(bits, **words)
@@ -123,11 +123,16 @@ def test_a_level_that_rounds_activations_says_what_is_good_enough() -> None:
     np.testing.assert_array_equal(mhsa.load(artifact)(x), mhsa.load(exact)(x))
 
 
-@pytest.mark.parametrize(
-    ("bits", "words"),
-    [(4, {}), (4, {"zeros": True}), (8, {"zeros": True}), (4, {"zeros": True, "block": 32, "dtype": "float16"})],
-    ids=str,
-)
+TABLES: dict[str, tuple[int, dict[str, Any]]] = {
+    "4": (4, {}),
+    "4, zero points": (4, {"zeros": True}),
+    "8": (8, {"zeros": True}),
+    "4, float16": (4, {"zeros": True, "block": 32, "dtype": "float16"}),
+}
+
+
+@pytest.mark.thorough_but("4, zero points")
+@pytest.mark.parametrize(("bits", "words"), TABLES.values(), ids=TABLES)
 def test_rows_of_tables(bits: int, words: dict[str, Any]) -> None:
     ids = np.random.default_rng(4).integers(0, V, (2, 3))
     check(table(bits, **words), ids, 2e-3 if words.get("dtype") == "float16" else 1e-6)
