@@ -24,6 +24,8 @@ from mhsa_compile.frontend.relax.imported_module import ImportedModule
 DERIVE = "derive_weights"
 GROWTH = 2
 """How many times the size of its weights a derived value may have: a cast from float16 to float32 may be kept."""
+PACKED = 8
+"""As how many bytes one of a weight of bytes counts there: of two bits each, it has four numbers that become floats."""
 SMALL = 1 << 16
 """Bytes up to which a derived value is kept whatever its size beside its weights."""
 _OTHERS_CODE = ("relax.call_dps_packed", "relax.call_packed", "relax.call_pure_packed", "relax.call_inplace_packed")
@@ -88,7 +90,12 @@ def _is_worth_keeping(var: Expr, weights: set[Expr]) -> bool:
     if not sizes or None in sizes:
         return False
     total = sum(size for size in sizes if size is not None)
-    return total <= max(SMALL, GROWTH * sum(_bytes(weight.ty) or 0 for weight in weights))
+    return total <= max(SMALL, GROWTH * sum(_weight(weight.ty) for weight in weights))
+
+
+def _weight(kind: Expr) -> int:
+    """What a weight counts for beside values derived of it."""
+    return (_bytes(kind) or 0) * (PACKED if str(kind.dtype) in ("uint8", "int8") else 1)
 
 
 def _tensors(kind: Expr) -> Iterator[Expr]:

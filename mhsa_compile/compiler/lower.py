@@ -15,6 +15,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from mhsa_compile.compiler.bound_linears import with_bound_linears
 from mhsa_compile.compiler.codegen.build import LoweredModule
 from mhsa_compile.compiler.derived_weights import DERIVE, with_derived_weights
 from mhsa_compile.compiler.epilogues import with_epilogues
@@ -76,15 +77,15 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
 
 def prepare(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
     """The module with everything computed once (each layer of a model makes its mask anew), weights' part of it when
-    they are bound, and with what linears can
-    do as they write their results in them, and products of two activations as operations."""
+    they are bound, products with that as linears, with what linears can do as they write their results in them, and
+    products of two activations as operations."""
     once = replace(imported, module=relax.transform.EliminateCommonSubexpr()(imported.module))
 
     def takes(op: Op) -> bool:
         return bool(kernels_for(op, profile)[0])
 
-    products = with_products(with_epilogues(with_derived_weights(once), takes), takes)
-    return with_softmaxes(products, takes)
+    linears = with_epilogues(with_bound_linears(with_derived_weights(once), takes), takes)
+    return with_softmaxes(with_products(linears, takes), takes)
 
 
 def _lower_others(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:
