@@ -79,5 +79,5 @@ def test_other_weights_take_their_place_when_an_artifact_is_loaded() -> None:
     artifact = compiled(GRAPHS["a bias"][0])
     x = RNG.standard_normal((1, 2, K)).astype(np.float32)
     others = {"W": W[::-1].copy(), "S": S + 1, "B": B - 1}
-    found = mhsa.load(artifact, weights=others)(x)
-    np.testing.assert_allclose(found, x @ (others["W"] * others["S"]).T + others["B"], atol=5e-5)
+    actual = mhsa.load(artifact, weights=others)(x)
+    np.testing.assert_allclose(actual, x @ (others["W"] * others["S"]).T + others["B"], atol=5e-5)

@@ -62,8 +62,8 @@ def product(
     if bias:
         arrays["b"] = rng.standard_normal(N).astype(dtype)
         names += [*[""] * (5 - len(names)), "b"]
-    said = {"K": K, "N": N, "bits": bits, "block_size": block, **attributes}
-    node = helper.make_node("MatMulNBits", names, ["y"], name="product", domain=MICROSOFT, **said)
+    words = {"K": K, "N": N, "bits": bits, "block_size": block, **attributes}
+    node = helper.make_node("MatMulNBits", names, ["y"], name="product", domain=MICROSOFT, **words)
     x, y = (helper.make_tensor_value_info(name, TYPES[dtype], ["B", "L", size]) for name, size in (("x", K), ("y", N)))
     return model_of(node, x, y, arrays)
 
@@ -77,8 +77,8 @@ def table(
     if zeros:
         arrays["z"] = zero_points(rng, V, n, bits, "bytes", dtype)
         names.append("z")
-    said = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1, **attributes}
-    node = helper.make_node("GatherBlockQuantized", names, ["y"], name="table", domain=MICROSOFT, **said)
+    words = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1, **attributes}
+    node = helper.make_node("GatherBlockQuantized", names, ["y"], name="table", domain=MICROSOFT, **words)
     i = helper.make_tensor_value_info("i", TensorProto.INT64, ["B", "L"])
     y = helper.make_tensor_value_info("y", TYPES[dtype], ["B", "L", D])
     return model_of(node, i, y, arrays)
