@@ -115,11 +115,12 @@ def is_packed(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> 
     """Whether a node makes floats of weights by blocks, or of four bits, each block of which is whole."""
     if not is_standard(node, "DequantizeLinear") or not {name for name in node.input if name} <= weights.keys():
         return False
-    tensor, attrs = weights[node.input[0]], attributes(node)
+    attrs = attributes(node)
+    dims, kind = list(weights[node.input[0]].dims), weights[node.input[0]].data_type
     block, axis = attrs.get("block_size", 0), attrs.get("axis", 1)
     if not block:
-        return tensor.data_type in FOUR_BITS
-    return -len(tensor.dims) <= axis < len(tensor.dims) and tensor.dims[axis] % block == 0
+        return kind in FOUR_BITS
+    return bool(-len(dims) <= axis < len(dims) and dims[axis] % block == 0)
 
 
 def dequantised(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
