@@ -25,7 +25,6 @@ _RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLi
 _POOLS = ("AveragePool", "LpPool", "MaxPool")
 _FLOAT64 = "onnx.reference in float64"
 _NBITS, _FLOAT32_LEVEL = "MatMulNBits", 1
-_LEVEL_OF_PAIRS = "session.qdq_matmulnbits_accuracy_level"
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -128,8 +127,6 @@ class Evaluators:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1  # the same sums in the same order each time
         options.log_severity_level = 4  # what fails is raised, too
-        # Products with weights of a DequantizeLinear become its own, which would round activations, too.
-        options.add_session_config_entry(_LEVEL_OF_PAIRS, str(_FLOAT32_LEVEL))
         model: str | bytes = str(self._file)
         if self._file is None:
             model = _at_full_accuracy(self.original).SerializeToString()
