@@ -16,6 +16,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import Expr
 
+from mhsa_compile.compiler.epilogues import with_bindings
 from mhsa_compile.frontend.relax.imported_module import DimNames, ImportedModule
 from mhsa_compile.frontend.relax.sizes.broadcasting import dims_of
 from mhsa_compile.kernels.interface.ops import LinearOp, Op
@@ -25,20 +26,11 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 def with_bound_linears(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
     """The module with such products as operations; `takes` says whether a kernel can compute one."""
-    main = imported.module["main"]
-    products = _Products(imported, takes)
-    blocks = []
-    for block in main.body.blocks:
-        kind = relax.DataflowBlock if isinstance(block, relax.DataflowBlock) else relax.BindingBlock
-        blocks.append(kind(products.rewritten(list(block.bindings))))
-    if not products.ops:
+    if not imported.derived:
         return imported
-    body = relax.SeqExpr(blocks, main.body.body)
-    module = imported.module.clone()
-    module.update_func(
-        module.get_global_var("main"), relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
-    )
-    return replace(imported, module=relax.transform.Normalize()(module), ops=imported.ops | products.ops)
+    products = _Products(imported, takes)
+    blocks = [products.rewritten(list(block.bindings)) for block in imported.module["main"].body.blocks]
+    return with_bindings(imported, blocks, imported.ops | products.ops) if products.ops else imported
 
 
 class _Products:

@@ -28,14 +28,24 @@ _ELSEWHERE = math.inf  # the place of whoever reads a value outside of its block
 def with_epilogues(imported: ImportedModule, takes: Takes) -> ImportedModule:
     """The module with epilogues in its linears; `takes` says whether a kernel can compute one with its epilogue."""
     main, ops = imported.module["main"], dict(imported.ops)
-    blocks, values = [], [[binding.value for binding in block.bindings] for block in main.body.blocks]
+    blocks, values = list[list[Expr]](), [[binding.value for binding in block.bindings] for block in main.body.blocks]
     for number, block in enumerate(main.body.blocks):
         others = [value for other in (*values[:number], *values[number + 1 :], [main.body.body]) for value in other]
         outside = {variable for value in others for variable in relax.analysis.free_vars(value)}
-        bindings = _rewritten(list(block.bindings), outside, ops, takes)
-        blocks.append((relax.DataflowBlock if isinstance(block, relax.DataflowBlock) else relax.BindingBlock)(bindings))
-    body = relax.SeqExpr(blocks, main.body.body)
-    module = imported.module.clone()
+        blocks.append(_rewritten(list(block.bindings), outside, ops, takes))
+    return with_bindings(imported, blocks, ops)
+
+
+def with_bindings(imported: ImportedModule, blocks: list[list[Expr]], ops: dict[str, Op]) -> ImportedModule:
+    """The module whose `main` has these bindings in its blocks, which call `ops`."""
+    main, module = imported.module["main"], imported.module.clone()
+    body = relax.SeqExpr(
+        [
+            (relax.DataflowBlock if isinstance(block, relax.DataflowBlock) else relax.BindingBlock)(bindings)
+            for block, bindings in zip(main.body.blocks, blocks, strict=True)
+        ],
+        main.body.body,
+    )
     module.update_func(
         module.get_global_var("main"), relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
     )
