@@ -8,6 +8,7 @@ there as `fallback`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import KvScatterOp, LinearOp, Op
+from mhsa_compile.kernels.interface.ops import BlockLinearOp, KvScatterOp, LinearOp, Op
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
 
@@ -84,8 +85,18 @@ def prepare(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
     def takes(op: Op) -> bool:
         return bool(kernels_for(op, profile)[0])
 
-    linears = with_epilogues(with_bound_linears(with_derived_weights(once), takes), takes)
+    floats = with_derived_weights(_with_float_weights(once, takes))
+    linears = with_epilogues(with_bound_linears(floats, takes), takes)
     return with_softmaxes(with_products(linears, takes), takes)
+
+
+def _with_float_weights(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
+    """The module with linears of few bits that no kernel takes written out, so that binding weights makes floats."""
+    plain = {name: op for name, op in imported.ops.items() if isinstance(op, BlockLinearOp) and not takes(op)}
+    if not plain:
+        return imported
+    others = {name: op for name, op in imported.ops.items() if name not in plain}
+    return replace(imported, module=_write_out(imported.module, plain), ops=others)
 
 
 def _lower_others(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:

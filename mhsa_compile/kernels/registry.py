@@ -7,6 +7,7 @@ from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.cache_concat import CpuKvConcatKernel
 from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
+from mhsa_compile.kernels.cpu.linear.blocks import CpuBlockLinearKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
@@ -29,6 +30,7 @@ from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,
+    BlockLinearOp,
     KvConcatOp,
     KvScatterOp,
     LinearOp,
@@ -44,6 +46,7 @@ from mhsa_compile.kernels.interface.ops import (
 AnyKernel = (
     Kernel[LinearOp]
     | Kernel[QuantisedLinearOp]
+    | Kernel[BlockLinearOp]
     | Kernel[QuantiseOp]
     | Kernel[ProductOp]
     | Kernel[SoftmaxOp]
@@ -61,6 +64,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuLinearKernel(),
         CpuQuantisedLinearKernel(),
+        CpuBlockLinearKernel(),
         CpuQuantiseKernel(),
         CpuSkinnyProductKernel(),
         CpuProductKernel(),

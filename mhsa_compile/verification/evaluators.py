@@ -24,8 +24,6 @@ _RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLi
                      "RandomUniformLike"})  # fmt: skip
 _POOLS = ("AveragePool", "LpPool", "MaxPool")
 _FLOAT64 = "onnx.reference in float64"
-_NBITS, _FLOAT32_LEVEL = "MatMulNBits", 1
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class NotEvaluated(Exception):
@@ -127,30 +125,8 @@ class Evaluators:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1  # the same sums in the same order each time
         options.log_severity_level = 4  # what fails is raised, too
-        model: str | bytes = str(self._file)
-        if self._file is None:
-            model = _at_full_accuracy(self.original).SerializeToString()
-        elif any(node.op_type == _NBITS for node in _nodes(self.original)):
-            options.add_session_config_entry(_WEIGHTS_FOLDER, str(self._file.parent))
-            model = _at_full_accuracy(onnx.load(self._file, load_external_data=False)).SerializeToString()
+        model = self.original.SerializeToString() if self._file is None else str(self._file)
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def _at_full_accuracy(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model, whose products with weights of few bits ask for float32 and no less: by a level of 4, which says what
-    is good enough, ONNX Runtime rounds their activations to eight bits."""
-
-    def levels(model: onnx.ModelProto) -> list[onnx.AttributeProto]:
-        own = [node for node in _nodes(model) if node.op_type == _NBITS]
-        return [attribute for node in own for attribute in node.attribute if attribute.name == "accuracy_level"]
-
-    if not levels(model):
-        return model
-    exact = onnx.ModelProto()
-    exact.CopyFrom(model)
-    for level in levels(exact):
-        level.i = _FLOAT32_LEVEL
-    return exact
 
 
 def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

@@ -16,6 +16,7 @@ from mhsa_compile.compiler.fallback import attention
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,
+    BlockLinearOp,
     LinearOp,
     Op,
     QuantisedLinearOp,
@@ -68,6 +69,40 @@ def _centred(builder: relax.BlockBuilder, values: Any, zero: Any) -> Any:
     return builder.emit(relax.op.subtract(_as(builder, values, "int32"), _as(builder, zero, "int32")))
 
 
+def _block_linear(builder: relax.BlockBuilder, op: BlockLinearOp, inputs: list[Any]) -> Any:
+    """Weights in floats, which are made when they are bound; x as it is."""
+    count = len(op.widths)
+    x, numbers, scales = inputs[0], inputs[1 : 1 + count], inputs[1 + count : 1 + 2 * count]
+    others, weights = iter(inputs[1 + 2 * count :]), []
+    for width, packed, scale, kind in zip(op.widths, numbers, scales, op.zeros, strict=True):
+        q, blocks = _unpacked(builder, packed, op.bits), relax.ShapeExpr([width, op.blocks, 1])
+        zero: Any = relax.const(float(1 << (op.bits - 1)), "float32")
+        if kind:
+            zero = next(others)
+        if kind == "bytes":
+            rows = _unpacked(builder, builder.emit(relax.op.reshape(zero, [width, op.zero_bytes])), op.bits)
+            zero = builder.emit(relax.op.strided_slice(rows, [1], [0], [op.blocks]))
+        if kind:
+            zero = builder.emit(relax.op.reshape(_as(builder, zero, "float32"), blocks))
+        scale = builder.emit(relax.op.reshape(_as(builder, scale, "float32"), blocks))
+        wide = builder.emit(relax.op.multiply(builder.emit(relax.op.subtract(q, zero)), scale))
+        rows = builder.emit(relax.op.reshape(wide, [width, op.blocks * op.block]))
+        weights.append(_as(builder, builder.emit(relax.op.strided_slice(rows, [1], [0], [op.in_features])), op.dtype))
+    plain = LinearOp(op.rows, op.in_features, op.widths, op.biased, op.transposed, op.dtype, padding=op.padding)
+    return _linear(builder, plain, [x, *weights, *others])
+
+
+def _unpacked(builder: relax.BlockBuilder, packed: Any, bits: int) -> Any:
+    """(..., bytes) uint8 -> (..., numbers) float32, the first of a byte from its lowest bits."""
+    mask, parts = relax.const((1 << bits) - 1, "uint8"), []
+    for first in range(0, 8, bits):
+        moved = builder.emit(relax.op.right_shift(packed, relax.const(first, "uint8"))) if first else packed
+        parts.append(builder.emit(relax.op.bitwise_and(moved, mask)))
+    *leading, bytes = (int(size) for size in packed.ty.shape.values)
+    numbers = builder.emit(relax.op.stack(parts, axis=-1)) if len(parts) > 1 else parts[0]
+    return _as(builder, builder.emit(relax.op.reshape(numbers, [*leading, bytes * len(parts)])), "float32")
+
+
 def _quantise(builder: relax.BlockBuilder, op: QuantiseOp, inputs: list[Any]) -> Any:
     """As `kernels/cpu/quantise` has it, NaN apart."""
     (x,) = inputs
@@ -100,6 +135,7 @@ class _PlainForm:
 _PLAIN_FORMS: dict[type[Op], _PlainForm] = {
     LinearOp: _PlainForm(_linear, takes=lambda op: not op.int8_weights and op.epilogue is None),
     QuantisedLinearOp: _PlainForm(_quantised_linear, takes=lambda op: op.epilogue is None),
+    BlockLinearOp: _PlainForm(_block_linear, takes=lambda op: op.epilogue is None),
     QuantiseOp: _PlainForm(_quantise),
     AttentionOp: _PlainForm(attention.emit),
     ScoresOp: _PlainForm(attention.emit),

@@ -5,7 +5,8 @@
 - A product between reshapes takes the rows as they lie; one whose result is cut into parts is one for each part.
 - A MatMul with a constant weight, and the Add of its bias, become a linear; so does a Gemm, which has both. Linears of
   one input whose outputs only the nodes below read become one, side by side.
-- A MatMulInteger with a constant weight, and what makes floats of its sums, become a linear of bytes likewise.
+- A MatMulInteger with a constant weight, and what makes floats of its sums, become a linear of bytes likewise, and a
+  MatMulNBits one of blocks.
 - An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
   the Reshape and Transpose around its 4-D form disappear.
 - The shape arithmetic that nobody needs any more disappears.
@@ -23,6 +24,7 @@ from onnx import numpy_helper
 from mhsa_compile.frontend.branch_graphs import rewritten
 from mhsa_compile.frontend.fusion import fourier
 from mhsa_compile.frontend.fusion.attention_pattern import AttentionPattern
+from mhsa_compile.frontend.fusion.block_pattern import find_block_linears
 from mhsa_compile.frontend.fusion.convolutions import as_products
 from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
 from mhsa_compile.frontend.fusion.head_layout import NodePattern
@@ -50,7 +52,7 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     place = {id(node): i for i, node in enumerate(graph.nodes)}
     sites: list[NodePattern] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]
     sites.sort(key=lambda site: place[id(site.node)])
-    linears = find_linears(graph) | find_quantised_linears(graph)
+    linears = find_linears(graph) | find_quantised_linears(graph) | find_block_linears(graph)
     merge(graph, linears, sites)
     fused: dict[int, onnx.NodeProto | None] = {}
     placed = set()

@@ -93,6 +93,28 @@ class FusedQuantisedLinear(FusedNode):
 
 
 @dataclass(frozen=True)
+class FusedBlockLinear(FusedNode):
+    """BlockLinearOp, which says what the fields mean. Inputs: x; the numbers of the weights; their scales; the zeros
+    and the biases of those that have some."""
+
+    op_type = "MhsaBlockLinear"
+    widths: tuple[int, ...]
+    zeros: tuple[Literal["", "bytes", "floats"], ...]
+    biased: tuple[bool, ...]
+    in_features: int
+    bits: int
+    block: int
+    rounds_x: bool
+    padding: int
+
+    def parted(self, inputs: Sequence[Any]) -> tuple[list[Any], ...]:
+        """(x alone, numbers, scales, zeros, biases)."""
+        left, count = iter(inputs), len(self.widths)
+        sizes = (1, count, count, sum(map(bool, self.zeros)), sum(self.biased))
+        return tuple([next(left) for _ in range(size)] for size in sizes)
+
+
+@dataclass(frozen=True)
 class FusedPatches(FusedNode):
     """The patches that a convolution sees, as rows. Input: x. Each field but the last has a number for each axis.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -51,6 +52,9 @@ class Linear:
         return fused.to_node(self.nodes[0], inputs, [self.output])
 
 
+LinearT = TypeVar("LinearT", bound=Linear)
+
+
 def find_linears(graph: GraphView) -> dict[str, Linear]:
     """Every projection with a constant weight, by the name of its output."""
     linears = {}
@@ -72,11 +76,15 @@ def _matmul(graph: GraphView, node: onnx.NodeProto) -> Linear | None:
     width = _width(graph, x, name, transposed)
     if width is None:
         return None
-    linear = Linear(x, name, None, transposed, width, node.output[0], [node])
-    add = graph.only_consumer(node.output[0], "Add")
+    return with_bias(graph, Linear(x, name, None, transposed, width, node.output[0], [node]), graph.dtype(x))
+
+
+def with_bias(graph: GraphView, linear: LinearT, dtype: str | None) -> LinearT:
+    """The linear with the bias of that dtype that is added to it, if one is."""
+    add = graph.only_consumer(linear.output, "Add")
     if add is not None:
-        bias = next((i for i in add.input if graph.is_weight(i) and graph.shape(i) == (width,)), None)
-        if bias is not None:
+        bias = next((i for i in add.input if graph.is_weight(i) and graph.shape(i) == (linear.width,)), None)
+        if bias is not None and graph.dtype(bias) == dtype:
             linear.bias, linear.output = bias, add.output[0]
             linear.nodes.append(add)
     return linear

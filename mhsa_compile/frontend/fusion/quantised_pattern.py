@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import onnx
 
 from mhsa_compile.frontend.fusion.fused_nodes import FusedQuantisedLinear
-from mhsa_compile.frontend.fusion.linear_pattern import Linear
+from mhsa_compile.frontend.fusion.linear_pattern import Linear, with_bias
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, is_standard
 
 BYTES = ("int8", "uint8")
@@ -77,7 +77,7 @@ def _of_whole_numbers(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear
             break
         _add_node(linear, scaled)
     linear.x_scale, linear.scale = scales.of_x, scales.of_weight
-    return _biased(graph, linear)
+    return with_bias(graph, linear, "float32")
 
 
 def _of_floats(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None:
@@ -98,7 +98,7 @@ def _of_floats(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None
     if not _is_number(graph, str(x_scale)) or graph.dtype(str(x_scale)) != "float32" or not scales.take(str(scale)):
         return None
     linear.x_scale, linear.scale = x_scale, scales.of_weight
-    return _biased(graph, linear) if linear.scale is not None else None
+    return with_bias(graph, linear, "float32") if linear.scale is not None else None
 
 
 def _upright(graph: GraphView, name: str) -> tuple[str, bool]:
@@ -133,17 +133,6 @@ def _product(
         x=x, weight=weight, bias=None, transposed=not turned, width=width, output=node.output[0], nodes=[node],
         x_zero=x_zero, zero=zero,
     )  # fmt: skip
-
-
-def _biased(graph: GraphView, linear: QuantisedLinear) -> QuantisedLinear:
-    """The linear with the bias that is added to it, if one is."""
-    add = graph.only_consumer(linear.output, "Add")
-    if add is not None:
-        bias = next((i for i in add.input if graph.is_weight(i) and graph.shape(i) == (linear.width,)), None)
-        if bias is not None and graph.dtype(bias) == "float32":
-            linear.bias = bias
-            _add_node(linear, add)
-    return linear
 
 
 def _add_node(linear: QuantisedLinear, node: onnx.NodeProto) -> None:

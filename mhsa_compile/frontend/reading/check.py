@@ -92,7 +92,9 @@ def check_graph(model: onnx.ModelProto) -> None:
             expected = f"one that its definition of version {preview.VERSION} holds, with inputs of known types"
             raise ModelError(title(node), expected, "another", _WAY_OUT)
         if node.domain == microsoft.DOMAIN:  # in a graph that says it is one of ours, which no pass looks at
-            raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}", _WAY_OUT)
+            if node.op_type not in microsoft.STAYING:
+                raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}", _WAY_OUT)
+            _Reading(graph, node, MICROSOFT[node.op_type], {}).check()
         if node.domain != DOMAIN and node.op_type in STANDARD:  # the importer says which operators it knows
             _check_standard(graph, node)
 

@@ -5,6 +5,9 @@ No schema of theirs is at hand: an attribute that stands in no row is refused, w
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import onnx
 
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
@@ -20,10 +23,41 @@ def _windows(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
 
 
 def _bytes(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
-    """MatMulNBits, GatherBlockQuantized: numbers of few bits packed into bytes."""
-    name = node.input[1 if node.op_type == "MatMulNBits" else 0]
+    """GatherBlockQuantized: numbers of few bits packed into bytes."""
+    return _not_bytes(graph, node.input[0])
+
+
+def _not_bytes(graph: GraphView, name: str) -> tuple[str, str] | None:
     dtype = graph.dtype(name)
     return None if dtype in (None, "uint8") else (f"{name!r} of uint8", str(dtype))
+
+
+def _blocks(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
+    """MatMulNBits: numbers in bytes, by whole blocks, with as many scales and zeros, and scales that are finite."""
+    words = attributes(node)
+    missing = [word for word in ("K", "N", "block_size") if word not in words]
+    if missing or len(node.input) < 3:
+        return "attributes K, N and block_size, and three inputs", f"none of {missing}" if missing else "fewer inputs"
+    N, K, block, bits = words["N"], words["K"], words["block_size"], words.get("bits", 4)
+    if block < 16 or block & (block - 1):
+        return "block_size a power of two from 16 on", str(block)
+    n = -(-K // block)
+    _, packed, scales, zeros, *_ = (*node.input, "", "")
+    points = N * (-(-n * bits // 8) if graph.dtype(zeros) == "uint8" else n)
+    for name, count in ((packed, N * n * block * bits // 8), (scales, N * n), (zeros, points)):
+        shape = graph.shape(name) if name else None
+        if shape is not None and all(isinstance(size, int) for size in shape) and math.prod(shape) != count:
+            return f"{name!r} of {count} elements, for {N} rows of {n} blocks of {block}", f"{list(shape)}"
+    if zeros and graph.dtype(zeros) not in (None, "uint8", graph.dtype(scales)):
+        return f"{zeros!r} of uint8, or of the scales' {graph.dtype(scales)}", str(graph.dtype(zeros))
+    values = graph.constant(scales)
+    if values is not None and not np.isfinite(values.astype(np.float32)).all():
+        return f"{scales!r} of finite numbers", "NaN or infinity"
+    return _not_bytes(graph, packed)
+
+
+STAYING = ("MatMulNBits",)
+"""What may be left in a graph that is imported: fusion reads it as it is."""
 
 
 MICROSOFT: dict[str, Row] = {
@@ -50,7 +84,7 @@ MICROSOFT: dict[str, Row] = {
     ),
     "LayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=3),
     "MatMulNBits": row(
-        "K", "N", "accuracy_level", "block_size", bits=(2, 4, 8), inputs=6, condition=_bytes, unread={4: "g_idx"},
+        "K", "N", "accuracy_level", "block_size", bits=(2, 4, 8), inputs=6, condition=_blocks, unread={4: "g_idx"},
     ),
     "MultiHeadAttention": row(
         "mask_filter_value", "num_heads", "scale", unidirectional=(0, 1), inputs=8, outputs=3,

@@ -26,6 +26,7 @@ from mhsa_compile.frontend.detach_weights import is_many_bytes
 from mhsa_compile.frontend.fusion.fuse import fuse
 from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedAttention,
+    FusedBlockLinear,
     FusedLinear,
     FusedPatches,
     FusedQuantisedLinear,
@@ -38,6 +39,7 @@ from mhsa_compile.frontend.reading.check import check_graph
 from mhsa_compile.frontend.reading.standard import RANDOM, STANDARD
 from mhsa_compile.frontend.relax import float32_sums
 from mhsa_compile.frontend.relax.attention import AttentionImport
+from mhsa_compile.frontend.relax.block_linear import block_linear
 from mhsa_compile.frontend.relax.import_context import ImportContext
 from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
 from mhsa_compile.frontend.relax.masks import dims
@@ -101,6 +103,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         self._ours = {
             FusedLinear.op_type: self._linear,
             FusedAttention.op_type: self._attention,
+            FusedBlockLinear.op_type: self._block_linear,
             FusedPatches.op_type: self._patches,
             FusedQuantisedLinear.op_type: self._quantised_linear,
             FusedRotary.op_type: self._rotary,
@@ -289,7 +292,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         fused = FusedLinear.from_attributes(attrs)
-        inputs[0] = self._of_width(inputs[0], inputs[1], fused.transposed[0], attrs)
+        inputs[0] = self._of_width(inputs[0], dims(inputs[1]), fused.transposed[0], attrs)
         rows = dims(inputs[0])
         op = LinearOp(
             rows=tuple(self.context.dim(d) for d in rows[:-1]),
@@ -303,18 +306,23 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         )
         return self.context.call(op, inputs, [*rows[:-1], op.pitch])
 
-    def _of_width(self, x: Any, weight: Any, transposed: bool, attrs: dict[str, Any]) -> Any:
-        """x as rows of as many features as a weight takes, to which calls are held."""
-        in_features = int(dims(weight)[0 if transposed else 1])
-        shapes = [dims(value) for value in (x, weight)]
-        self._note(f"linear node {_name(attrs)!r}", shapes, Demand([(shapes[0][-1], in_features)]))
+    def _of_width(self, x: Any, weight: Sequence[Any], transposed: bool, attrs: dict[str, Any]) -> Any:
+        """x as rows of as many features as a weight of these sizes takes, to which calls are held."""
+        in_features = int(weight[0 if transposed else 1])
+        self._note(f"linear node {_name(attrs)!r}", [dims(x), weight], Demand([(dims(x)[-1], in_features)]))
         return of_width(self.bb, x, in_features)
 
     def _quantised_linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         fused = FusedQuantisedLinear.from_attributes(attrs)
         numbers, weights, *others = fused.parted(inputs)
-        numbers[0] = self._of_width(numbers[0], weights[0], fused.transposed[0], attrs)
+        numbers[0] = self._of_width(numbers[0], dims(weights[0]), fused.transposed[0], attrs)
         return quantised_linear(self.context, fused, [numbers, weights, *others])
+
+    def _block_linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        fused = FusedBlockLinear.from_attributes(attrs)
+        (x,), *others = fused.parted(inputs)
+        x = self._of_width(x, (fused.widths[0], fused.in_features), False, attrs)
+        return block_linear(self.context, fused, [[x], *others])
 
     def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         attention = AttentionImport(self.context, _name(attrs), FusedAttention.from_attributes(attrs), inputs)
@@ -389,7 +397,10 @@ _UNPACKS = ("Cast", "Gather")
 
 
 def _stored_weights(node: onnx.NodeProto) -> list[str]:
-    """The weights of a linear of bytes, which are bound as those of floats are."""
+    """The weights of a linear of bytes or of blocks, which are bound as those of floats are."""
+    if node.op_type == FusedBlockLinear.op_type:
+        _, numbers, _, zeros, _ = FusedBlockLinear.from_node(node).parted(node.input)
+        return [*numbers, *zeros]
     if node.op_type != FusedQuantisedLinear.op_type:
         return []
     _, weights, *_ = FusedQuantisedLinear.from_node(node).parted(node.input)

@@ -86,6 +86,40 @@ class QuantisedLinearOp(LinearOp):
 
 
 @dataclass(frozen=True)
+class BlockLinearOp(LinearOp):
+    """y = x W^T + b of weights in few bits, by blocks of `block` terms along K, n of them: W = (q - zero) scale.
+
+    x, biases, y and scales are of `dtype`. Inputs: x; for each weight its numbers q (N, n, block * bits / 8) uint8, the
+    first of a byte in its lowest bits, and its scales (N * n,); the zeros of those that have some; the biases. Terms
+    beyond K are padding, whatever they are.
+
+    zeros     of each weight "bytes", (N * their bytes in a row) uint8, packed as the numbers are; "floats", (N * n,) of
+              `dtype`; or "", where zero is 2^(bits - 1)
+    rounds_x  x is rounded to eight bits first, by the same blocks, 127 steps their largest magnitude
+    """
+
+    bits: int = 4
+    block: int = 32
+    zeros: tuple[Literal["", "bytes", "floats"], ...] = ()
+    rounds_x: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Those of a row."""
+        return -(-self.in_features // self.block)
+
+    @property
+    def zero_bytes(self) -> int:
+        """Those of a row of zeros in bytes."""
+        return -(-self.blocks * self.bits // 8)
+
+    def summary(self) -> str:
+        head, then, rest = super().summary().partition(", then ")
+        rounded = ", x of 8" if self.rounds_x else ""
+        return f"{head} of {self.bits} bits by blocks of {self.block}{rounded}{then}{rest}"
+
+
+@dataclass(frozen=True)
 class QuantiseOp:
     """x (float32) in bytes, by the range of all of it, 0 included, as ONNX's DynamicQuantizeLinear says.
 

@@ -19,6 +19,7 @@ from onnx.reference.op_run import OpRun
 
 from mhsa_compile.verification.error_budget import in_float64
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
+from mhsa_compile.verification.oracle.block_quantised import MatMulNBits, RoundedMatMulNBits
 from mhsa_compile.verification.oracle.convolution import Conv
 from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_weights
 from mhsa_compile.verification.oracle.quantised import quantised_operators
@@ -127,8 +128,8 @@ class Reference:
     def _rounded(self) -> ReferenceEvaluator:
         from mhsa_compile.verification.oracle.eager_operators import eager_operators  # PyTorch takes a second to load
 
-        own = (Conv, _GatherElements, _GlobalMaxPool, _Erf, *RECURRENT, *quantised_operators(self.model))
-        operators = [*own, *eager_operators(self._int8_weights)]
+        own = (Conv, _GatherElements, _GlobalMaxPool, _Erf, RoundedMatMulNBits, *RECURRENT)
+        operators = [*own, *quantised_operators(self.model), *eager_operators(self._int8_weights)]
         return ReferenceEvaluator(self.model, new_ops=operators)
 
 
@@ -211,5 +212,5 @@ class _GlobalMaxPool(OpRun):  # type: ignore[misc]  # onnx's own takes every inp
 _GatherElements.__name__ = "GatherElements"  # the evaluator goes by these names
 _GlobalMaxPool.__name__ = "GlobalMaxPool"
 _Erf.__name__ = "Erf"
-_EXACT = (Conv, _GatherElements, _GlobalMaxPool, _Erf, *WIDENING, *RECURRENT)
+_EXACT = (Conv, _GatherElements, _GlobalMaxPool, _Erf, MatMulNBits, *WIDENING, *RECURRENT)
 """Operators of the float64 evaluation, beside attention."""

@@ -48,22 +48,23 @@ def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
     op, unit = layout.op, layout.unit
     if layout.format.rounds_x:
         return _quantised(layout, x, count, size)
-    is_taken = unit.dtype == op.dtype
-    if is_taken and op.in_features % unit.group == 0 and unit.rows == 1:
+    is_taken, width = unit.dtype == op.dtype, layout.steps * unit.group
+    if is_taken and op.in_features == width and unit.rows == 1:
         return PackedRows(layout, x)
-    width = layout.steps * unit.group
-    rows = PackedRows(layout, allocated(layout, size, "uint16" if is_taken else "float32"))
+    has_bits = is_taken and op.dtype != "float32"
+    rows = PackedRows(layout, allocated(layout, size, "uint16" if has_bits else "float32"))
     with T.parallel(whole(layout, count)) as row:
         source = materialize(T.min(row, count - 1)) if unit.rows > 1 else row
 
         def copy(k: Expr, n: int) -> None:
             # For an instruction the bits as they are; else float32.
-            narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if is_taken else None
+            narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if has_bits else None
             store(rows.data, rows.at(row, k), load_wide(x, [source, k], n) if narrow is None else narrow, n)
 
         each_vector(op.in_features, layout.together, copy)
         for k in range(op.in_features, width):
-            store(rows.data, rows.at(row, T.int64(k)), T.uint16(0), 1)  # meets a weight of zero, and must not be NaN
+            # Meets a weight of zero, and must not be NaN.
+            store(rows.data, rows.at(row, T.int64(k)), T.cast(T.uint16(0), rows.data.dtype), 1)
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
@@ -54,7 +55,20 @@ class Product:
         read = self.layout.format.load if self.layout.widens else load
         return Columns(self.packed[0], lambda step, column: [p, step, column], self.columns, read)
 
-    def widen(self, p: Expr, part: _Part, wide: Expr) -> None:
+    def add_products(self, tile: RegisterTile, lines: list[Expr], p: Expr, part: Part, *, ahead: bool) -> None:
+        """Adds to a tile what a part of K gives for lines and for panel p; `ahead` is whether it asks for the weights
+        that come next."""
+        unit = self.layout.unit
+        weights = self.weights(p) if part.wide is None else part.weights(self.columns)
+
+        def ask(first: Expr, steps: int) -> None:
+            if ahead:
+                self.prefetch_ahead(p, first, steps)
+
+        turn = self.layout.run, unit.runs_at_once(len(lines), len(self.columns))
+        unit.add_products(tile, self.rows.of(lines), weights, (part.first, part.end), turn=turn, before=ask)
+
+    def widen(self, p: Expr, part: Part, wide: Expr) -> None:
         """Writes the part's steps of panel p to `wide`, as float32."""
         weights = self.weights(p)
         with T.serial(part.end - part.first) as step:
@@ -64,15 +78,15 @@ class Product:
     def prefetch(self, p: Expr, slot: Expr) -> None:
         """Asks for PREFETCHED cache lines of the panel after p, from line `slot` * PREFETCHED on; for the last ones,
         where that panel has no more."""
-        size, line = self.layout.steps * self.layout.panel, self._line
+        size, line = self.layout.words * self.layout.panel, self._line
         self._ask((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)), PREFETCHED)
 
-    def prefetch_ahead(self, p: Expr, step: Expr, steps: int) -> None:
-        """Asks for as many lines as `steps` steps from `step` on take, AHEAD of them: panels lie one behind the
-        other."""
-        lines = -(-steps * self.layout.panel // self._line)
+    def prefetch_ahead(self, p: Expr, word: Expr, words: int) -> None:
+        """Asks for as many lines as so many words of each feature take, from `word` on, AHEAD of them: panels lie one
+        behind the other."""
+        lines = -(-words * self.layout.panel // self._line)
         ahead = AHEAD // DTYPE_BYTES[self.layout.weight]
-        self._ask((p * self.layout.steps + step) * self.layout.panel + ahead, lines)
+        self._ask((p * self.layout.words + word) * self.layout.panel + ahead, lines)
 
     @property
     def _line(self) -> int:
@@ -80,7 +94,7 @@ class Product:
         return CACHE_LINE // DTYPE_BYTES[self.layout.weight]
 
     def _ask(self, first: Expr, lines: int) -> None:
-        array, size = self.packed[0], self.layout.panels * self.layout.steps * self.layout.panel
+        array, size = self.packed[0], self.layout.panels * self.layout.words * self.layout.panel
         flat, start = T.decl_buffer((T.int64(size),), array.dtype, data=array.data), materialize(first)
         for i in range(lines):
             vectors.prefetch(flat, [start + i * self._line])
@@ -146,7 +160,7 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
     rows, group, steps = config["rows"] // task.layout.unit.rows, config["group"], task.layout.steps
     parts = -(-steps // config["depth"])
     # Parts of one size, rounded up to whole turns of the inner loop.
-    turn = task.layout.run * task.layout.unit.runs_at_once(rows, len(task.columns))
+    turn = task.layout.turn(rows)
     depth = -(-steps // parts // turn) * turn
     shape = (group * rows + rows // 2, task.layout.unit.rows * task.layout.panel)
     sums = _scratch(shape, task.layout.unit.sums) if parts > 1 else None
@@ -157,9 +171,22 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
         full = materialize(T.min(end - begin, T.int64(group)))
         with T.serial(T.int64(parts)) as number:
             start = materialize(number * depth)
-            part = _Part(number, parts, start, materialize(T.min(start + depth, T.int64(steps))), sums)
+            part = Part(number, parts, start, materialize(T.min(start + depth, T.int64(steps))), sums)
 
-            def tiles(part: _Part) -> None:
+            def half_tile(part: Part, lines: int) -> None:
+                _tile(task, part, p, materialize(end * rows), lines, materialize(full * rows), ahead=True)
+
+            def rest(part: Part) -> None:
+                if not task.layout.has_tiles_of_one or rows < 4:
+                    half_tile(part, rows // 2)
+                    return
+                with T.If(task.lines - end * rows == 1):
+                    with T.Then():
+                        half_tile(part, 1)
+                    with T.Else():
+                        half_tile(part, rows // 2)
+
+            def tiles(part: Part) -> None:
                 with T.serial(full) as i:
                     # A tile asks for lines of its own, so that together they ask for the panel once.
                     task.prefetch(p, materialize((begin - first) * parts + number * full + i))
@@ -167,7 +194,7 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
                 if rows > 1:
                     # Only behind the last group of tiles.
                     with T.If(T.And(half > 0, begin + full == end)), T.Then():
-                        _tile(task, part, p, materialize(end * rows), rows // 2, materialize(full * rows), ahead=True)
+                        rest(part)
 
             def widened() -> None:
                 task.widen(p, part, wide)
@@ -189,9 +216,8 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
 
 def _widens(task: Product, rows: int) -> bool | None:
     """Whether the weights are too narrow to multiply, and rows enough to widen them once for a group of tiles; None if
-    that is known when called only. Not where multiplications take their factors from memory: there widening costs as
-    little, and the way through the cache 2 to 8 %."""
-    if not task.layout.widens or task.layout.run == 1:
+    that is known when called only."""
+    if not task.layout.is_worth_widening:
         return False
     fixed = [dim for dim in task.layout.op.rows if isinstance(dim, int)]
     return prod(fixed) >= rows * WORTH_WIDENING if len(fixed) == len(task.layout.op.rows) else None
@@ -204,7 +230,7 @@ def _scratch(shape: tuple[int, int], dtype: str) -> Expr:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Steps first .. end of K, part `number` of `count`.
 
     `sums` (lines of a group, joined * panel) holds those of the parts before, and is None where there is one part only.
@@ -218,26 +244,20 @@ class _Part:
     sums: Expr | None
     wide: Expr | None = None
 
+    def weights(self, columns: Sequence[vectors.Chunk]) -> Columns:
+        """Those of `wide`."""
+        return Columns(self.wide, lambda step, column: [step - self.first, column], columns)
 
-def _tile(task: Product, part: _Part, p: Expr, first_line: Expr, lines: int, place: Expr, *, ahead: bool) -> None:
+
+def _tile(task: Product, part: Part, p: Expr, first_line: Expr, lines: int, place: Expr, *, ahead: bool) -> None:
     """y[first_line ..., panel p] = x[first_line ..., :] W^T + b, one part of the sum at a time.
 
-    A float32 sum of K terms drifts with sqrt(K): it runs in parts, and the parts are added up. `ahead` is whether it
-    asks for the weights that come next.
+    A float32 sum of K terms drifts with sqrt(K): it runs in parts, and the parts are added up.
     """
     at = [materialize(T.min(first_line + r, task.lines - 1)) for r in range(lines)]
-    unit, wide = task.layout.unit, part.wide
-    tile, weights = unit.zeros(lines, task.columns), task.weights(p)
+    tile = task.layout.unit.zeros(lines, task.columns)
     columns = tile.columns
-    if wide is not None:
-        weights = Columns(wide, lambda step, column: [step - part.first, column], task.columns)
-
-    def ask(first: Expr, steps: int) -> None:
-        if ahead:
-            task.prefetch_ahead(p, first, steps)
-
-    turn = task.layout.run, unit.runs_at_once(lines, len(columns))
-    unit.add_products(tile, task.rows.of(at), weights, (part.first, part.end), turn=turn, before=ask)
+    task.add_products(tile, at, p, part, ahead=ahead)
     if part.sums is None:
         _finish(task, tile, p, at)
         return

@@ -51,6 +51,12 @@ class DotProducts(Unit):
         """`sums` (lanes,) plus the products of the groups in `a`, one word, and in `b`, a vector of `lanes` words."""
         return T.call_pure_extern(f"{self.sums}x{self.lanes}", self.function, sums, splat(a, self.lanes), b)
 
+    def accumulate_turned(self, sums: Expr, a: Expr, b: Expr) -> Expr:
+        """As `accumulate`, of signed bytes in `a`, and of unsigned ones in `b` where the unit takes such."""
+        if not self.unsigned:
+            return self.accumulate(sums, a, b)
+        return T.call_pure_extern(f"{self.sums}x{self.lanes}", self.function, sums, b, splat(a, self.lanes))
+
     def multiply(self, sums: RegisterTile, a: Sequence[Expr], b: Sequence[Expr], columns_first: bool) -> None:
         sums.outer_product(a.__getitem__, b.__getitem__, self.accumulate)
 
