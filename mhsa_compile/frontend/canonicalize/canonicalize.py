@@ -1,6 +1,7 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Ten steps, each from a whole model to a whole model: weights become initializers, loops their steps, the opset is
+Eleven steps, each from a whole model to a whole model: weights become initializers, those in blocks or of four bits
+floats that are made of bytes, loops their steps, the opset is
 raised, operators that ONNX defines by others are written out where nothing reads them as they are, Einsum becomes
 MatMul, ends of tables get the length of the sequence, convolutions of one pixel become linears and sequences the parts
 of a Split, what is known of shapes becomes constants, Microsoft's operators become standard ones, and decomposed
@@ -29,6 +30,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     gather,
     loops,
     opset,
+    packed_weights,
     pointwise_conv,
     schema_functions,
     sequences,
@@ -72,7 +74,8 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
             raise ModelError("outputs", "a spec with them, or somebody else's model", got, "Compile the spec instead.")
         return Canonical(model, _standard(model), _size_limits(model))
     limits = _size_limits(model)
-    small, tensors = light(weight_constants.rewrite(branch_graphs.with_weights_outside(model)))
+    outside = weight_constants.rewrite(branch_graphs.with_weights_outside(model))
+    small, tensors = light(packed_weights.rewrite(outside))
     small = loops.rewrite(small, limits)  # before the opset is raised: that of a Scan's batch is one of its own
     if opset.opset_of(small) < opset.BOUNDS_AS_INPUTS:
         small = opset.raised(small, opset.SOFTMAX_OF_ONE_AXIS - 1)

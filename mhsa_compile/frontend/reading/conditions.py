@@ -6,12 +6,15 @@ held against a node here: the converter sees it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx
 
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, is_standard
 
 Mismatch = tuple[str, str] | None
+FOUR_BITS = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
 
 _BITS = ("float16", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 
@@ -106,6 +109,25 @@ def finite_scales(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
         if wrong.size:
             return "scales that are finite and above 0", f"{name!r} with {wrong[0]}"
     return None
+
+
+def is_packed(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> bool:
+    """Whether a node makes floats of weights by blocks, or of four bits, each block of which is whole."""
+    if not is_standard(node, "DequantizeLinear") or not {name for name in node.input if name} <= weights.keys():
+        return False
+    tensor, attrs = weights[node.input[0]], attributes(node)
+    block, axis = attrs.get("block_size", 0), attrs.get("axis", 1)
+    if not block:
+        return tensor.data_type in FOUR_BITS
+    return -len(tensor.dims) <= axis < len(tensor.dims) and tensor.dims[axis] % block == 0
+
+
+def dequantised(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """DequantizeLinear: by blocks that are whole, of weights alone."""
+    block = attributes(node).get("block_size", 0)
+    if block and not is_packed(node, graph.initializers):
+        return "block_size=0, or weights whose axis is a whole number of blocks", f"block_size={block}"
+    return finite_scales(graph, node)
 
 
 def not_of_doubles(graph: GraphView, node: onnx.NodeProto) -> Mismatch:

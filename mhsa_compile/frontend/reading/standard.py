@@ -74,7 +74,7 @@ STANDARD: dict[str, Row] = {
     "CumSum": row("exclusive", "reverse", inputs=2),
     "DFT": row("inverse", "onesided", inputs=3),
     "DepthToSpace": row("blocksize", "mode"),
-    "DequantizeLinear": row("axis", "output_dtype", inputs=3, condition=conditions.finite_scales),
+    "DequantizeLinear": row("axis", "block_size", "output_dtype", inputs=3, condition=conditions.dequantised),
     "Dropout": row(
         "seed", inputs=3, outputs=2, condition=conditions.not_in_training, hint="Export the model in eval mode."
     ),

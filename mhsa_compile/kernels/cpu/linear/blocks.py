@@ -68,6 +68,10 @@ class CpuBlockLinearKernel(CpuLinearKernel):
         dot = next((u for u in dots if u.lanes == lanes.lanes), None) if op.rounds_x else None
         return BlockLayout(op, FORMATS["float32"], lanes, columns, dot)
 
+    def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        space = super().search_space(op, profile)
+        return space if self.layout(op, profile, 1).dot is None else space | {"depth": (256, 1024, 4096)}
+
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         reason = super().why_not_config(op, profile, config)
         if reason or self.layout(op, profile, 1).dot is None:

@@ -1,0 +1,108 @@
+"""DequantizeLinear of weights of four bits, or by blocks: (q - z) s, as a linear whose weights are made when bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
+
+K, N = 64, 96  # fewer numbers would be constants of the program
+RANGES = {"INT4": (-8, 8), "UINT4": (0, 16), "INT8": (-128, 128), "UINT8": (0, 256)}
+TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+
+
+def product(
+    kind: str, axis: int, block: int, *, zeros: bool = True, dtype: str = "float32", single: bool = False
+) -> tuple[onnx.ModelProto, np.ndarray]:
+    """(x (B, L, K) times a matrix (K, N) of such numbers; that matrix)."""
+    rng, (low, high) = np.random.default_rng(0), RANGES[kind]
+    q = rng.integers(low, high, (K, N))
+    shape: tuple[int, ...] = () if single else ((K, N)[axis],)
+    if block:
+        shape = tuple(size // block if i == axis else size for i, size in enumerate((K, N)))
+    s, z = (rng.random(shape) * 0.02 + 0.01).astype(dtype), rng.integers(low, high, shape) * int(zeros)
+    code = getattr(TensorProto, kind)
+    constants = [helper.make_tensor("q", code, [K, N], q.ravel().tolist()), numpy_helper.from_array(np.asarray(s), "s")]
+    if zeros:
+        constants.append(helper.make_tensor("z", code, list(shape), np.ravel(z).tolist()))
+    words: dict[str, Any] = {"block_size": block} if block else {}
+    names = ["q", "s", "z"] if zeros else ["q", "s"]
+    nodes = [
+        helper.make_node("DequantizeLinear", names, ["w"], name="weights", axis=axis, **words),
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="product"),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TYPES[dtype], ["B", "L", size]) for name, size in (("x", K), ("y", N)))
+    graph = helper.make_graph(nodes, "g", [x], [y], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    s, z = (np.asarray(a, np.float64) for a in (s, z))
+    if block:
+        s, z = (np.repeat(a, block, axis=axis) for a in (s, z))
+    elif not single:
+        s, z = (a.reshape([-1 if i == axis else 1 for i in range(2)]) for a in (s, z))
+    return model, (q - z) * s
+
+
+BLOCKS, FLOATS = "cpu.linear_of_blocks", "cpu.linear"
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # what becomes of them, as in ONNX Runtime
+    "rows in blocks": (BLOCKS, {"kind": "INT4", "axis": 0, "block": 16}),
+    "columns in blocks": (FLOATS, {"kind": "INT4", "axis": 1, "block": 8}),
+    "unsigned": (BLOCKS, {"kind": "UINT4", "axis": 0, "block": 32}),
+    "unsigned, no zero points": (BLOCKS, {"kind": "UINT4", "axis": 0, "block": 32, "zeros": False}),
+    "no zero points": (BLOCKS, {"kind": "INT4", "axis": 0, "block": 16, "zeros": False}),
+    "small blocks": (FLOATS, {"kind": "INT4", "axis": 0, "block": 8}),
+    "bytes in blocks": (BLOCKS, {"kind": "INT8", "axis": 0, "block": 16}),
+    "a scale a column": (BLOCKS, {"kind": "INT4", "axis": 1, "block": 0}),
+    "a scale a column of bytes": (BLOCKS, {"kind": "UINT8", "axis": 1, "block": 0}),
+    "a scale a row": (FLOATS, {"kind": "INT4", "axis": 0, "block": 0}),
+    "one scale": (BLOCKS, {"kind": "UINT4", "axis": 1, "block": 0, "single": True}),
+    "float16": (BLOCKS, {"kind": "INT4", "axis": 0, "block": 16, "dtype": "float16"}),
+}
+
+
+@pytest.mark.thorough_but("rows in blocks", "a scale a column", "a scale a row", "float16")
+@pytest.mark.parametrize(("kernel", "words"), CASES.values(), ids=CASES)
+def test_products(kernel: str, words: dict[str, Any]) -> None:
+    """The values of ONNX Runtime: exact ones differ by half a per cent where it rounds activations."""
+    model, weights = product(**words)
+    artifact = mhsa.compile(model, without_attention="accept", check=True)
+    assert [(op.op, op.kernel) for op in artifact.manifest.ops] == [("linear", kernel)]
+    x = np.random.default_rng(1).standard_normal((2, 3, K)).astype(words.get("dtype", "float32"))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    y, expected, exact = mhsa.load(artifact)(x), session.run(None, {"x": x})[0], x.astype(np.float64) @ weights
+    tolerance = 4e-3 if x.dtype == np.float16 else 2e-6
+    np.testing.assert_allclose(y, expected, atol=tolerance * np.abs(expected).max())
+    if x.dtype == np.float32:
+        assert (np.abs(y - exact).max() > 1e-4 * np.abs(exact).max()) == (kernel == BLOCKS)
+
+
+def test_weights_that_others_read_too_are_floats() -> None:
+    model, weights = product("INT4", 0, 16)
+    model.graph.node.append(helper.make_node("ReduceSum", ["w"], ["sum"]))
+    model.graph.output.append(helper.make_tensor_value_info("sum", TensorProto.FLOAT, [1, 1]))
+    artifact = mhsa.compile(model, without_attention="accept", check=True)
+    x = np.random.default_rng(1).standard_normal((2, 3, K)).astype(np.float32)
+    y, _ = mhsa.load(artifact)(x)
+    np.testing.assert_allclose(y, x @ weights, atol=1e-6 * np.abs(y).max())
+
+
+def test_blocks_that_are_not_whole_are_refused() -> None:
+    model, _ = product("INT4", 0, 16)
+    model.graph.node[0].attribute[1].i = 24
+    with pytest.raises(ModelError, match=r"'weights'.*whole number of blocks.*block_size=24"):
+        mhsa.compile(model, without_attention="accept")
+
+
+def test_activations_in_blocks_are_refused() -> None:
+    model, _ = product("INT8", 0, 16)
+    tensor = next(one for one in model.graph.initializer if one.name == "q")
+    model.graph.initializer.remove(tensor)
+    model.graph.input.append(helper.make_tensor_value_info("q", TensorProto.INT8, [K, N]))
+    with pytest.raises(ModelError, match="weights whose axis"):
+        mhsa.compile(model, without_attention="accept")
