@@ -29,6 +29,7 @@ from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record, RecordSet
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MODEL, MODULE, SOURCE, WEIGHTS, Manifest
+from mhsa_compile.spec.weight_words import Int4Weights, int4_weights, is_int8
 from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:
@@ -78,7 +79,10 @@ def compile(
                     if the spec said so; of any other graph beside its own outputs, of every layer ("entropy") or of
                     one ("weights@3"), as `layer3_weights`; `artifact.manifest.attention` lists the layers
     weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
-                    with activations of eight bits, a scale for each row; the artifact stores the weights as they are
+                    with activations of eight bits, a scale for each row; the artifact stores the weights as they are.
+                    "int4": the artifact has weights of four bits, a scale for each block of 32 terms, and linears
+                    compute with them as they are, and with activations of eight bits (`spec/weight_words.py` has the
+                    words for other blocks, zero points, and activations as they are)
     in_place        of an ONNX model: a call writes into the caches that it is given, and returns these arrays, wherever
                     the graph allows it: a TensorScatter, a GroupQueryAttention whose past and present have one length
     without_attention  what becomes of a model that holds no attention, which other compilers are made for: "warn"
@@ -102,7 +106,7 @@ def compile(
     ['cpu.linear', 'cpu.attention', 'cpu.linear']
     """
     tell = progress or (lambda stage: None)
-    _check_weights(weights)
+    few_bits = int4_weights(weights)
     if without_attention not in get_args(WithoutAttention):
         raise InputError("without_attention", '"warn", "accept" or "refuse"', repr(without_attention))
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
@@ -133,6 +137,9 @@ def compile(
             return entry
         tell("import")
         canonical = _canonical(read, extra_outputs, without_attention)
+        if few_bits is not None:  # from here on this is the model: what it is held against, and what the artifact has
+            canonical = _with_int4_weights(canonical, few_bits)
+            read, weights = replace(read, original=canonical.model), None
         read, imported = _import(read, canonical, weights)
         tell("schedule")
         code = _Code(canonical.model, profile, RecordSet(at_hand, profile), weights)
@@ -183,11 +190,14 @@ def import_source(
     weights: str | None = None,
 ) -> ImportedModule:
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
-    _check_weights(weights)
+    few_bits = int4_weights(weights)
     environment.check_compiler()
     user_folders.let_tvm_load()
     read = read_source(source, dims, example_inputs, dynamic_shapes)
-    return _import(read, _canonical(read), weights)[1]
+    canonical = _canonical(read)
+    if few_bits is not None:
+        canonical, weights = _with_int4_weights(canonical, few_bits), None
+    return _import(read, canonical, weights)[1]
 
 
 def _in_place(source: Any) -> onnx.ModelProto:
@@ -204,9 +214,10 @@ def _in_place(source: Any) -> onnx.ModelProto:
     return with_caches_in_place(model)
 
 
-def _check_weights(weights: str | None) -> None:
-    if weights not in (None, "int8"):
-        raise InputError("weights", 'None or "int8"', repr(weights))
+def _with_int4_weights(canonical: Canonical, few_bits: Int4Weights) -> Canonical:
+    from mhsa_compile.frontend.fusion.few_bits import with_int4_weights
+
+    return replace(canonical, model=with_int4_weights(canonical.model, few_bits))
 
 
 def _import(read: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
@@ -220,7 +231,7 @@ def _parsed(model: onnx.ModelProto, weights: str | None) -> ImportedModule:
     tvm_compiler.load()
     from mhsa_compile.frontend.relax import importer
 
-    return importer.import_onnx(model, int8_weights=weights == "int8")
+    return importer.import_onnx(model, int8_weights=is_int8(weights))
 
 
 @dataclass(frozen=True)
