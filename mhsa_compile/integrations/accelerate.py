@@ -32,6 +32,7 @@ from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.weight_words import Int4Weights, int4_weights
 
 
 def accelerate(
@@ -39,7 +40,7 @@ def accelerate(
     target: str | TargetProfile = "native",
     on_unsupported: Literal["keep", "raise"] = "keep",
     *,
-    linears: bool = False,
+    linears: bool | str = False,
     check: bool = True,
 ) -> AccelerationReport:
     """Lets the attention in `model` be computed by compiled artifacts, for inference, until `restore(model)`.
@@ -52,7 +53,9 @@ def accelerate(
     on_unsupported  what becomes of attention that cannot be replaced: "keep" leaves it, and the report says why;
                     "raise" is a ModelError
     linears         whether every other nn.Linear, and Conv1D of transformers, of float32 is replaced, too: faster for
-                    short inputs, and a second copy of its weights. `report.linears` has a row for each
+                    short inputs, and a second copy of its weights. `report.linears` has a row for each. "int4", or a
+                    word of `spec.weight_words` that begins so: with weights of four bits, an eighth of a copy, and
+                    activations of eight bits, which is less exact
     check           whether the first call of each kind (inputs, masks, single queries and others) of each layer is
                     held against PyTorch's: a layer that differs by more than rounding is PyTorch's from then on, and a
                     warning names it. In models of transformers so is a kind of attention, whatever layers call it
@@ -72,6 +75,7 @@ def accelerate(
     """
     _check(model, on_unsupported)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    form = _checked_form(linears)
     report = AccelerationReport()
     try:
         with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
@@ -79,7 +83,7 @@ def accelerate(
             _replace_layers(model, profile, report, check)
             report.rows += _others(model, report)
             if linears:
-                _replace_linears(model, profile, report, check)
+                _replace_linears(model, profile, report, form, check)
         if on_unsupported == "raise" and report.kept:
             row = report.kept[0]
             raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
@@ -142,16 +146,23 @@ class _Artifacts:
 
     def linear(self, profile: TargetProfile, kind: LinearKind, weights: Mapping[str, Any]) -> CompiledAttention:
         """A linear of a kind, with these weights."""
-        return load(self._get(profile, kind, lambda: torch_linear.graph_of(kind)), weights=weights)
+        word = None if kind.form is None else str(kind.form)
+        return load(self._get(profile, kind, lambda: torch_linear.graph_of(kind), word), weights=weights)
 
     def __reduce__(self) -> str:  # a copy of a model, here or in another process, shares what is compiled there
         return "_ARTIFACTS"
 
-    def _get(self, profile: TargetProfile, what: AttentionSpec | LinearKind, source: Callable[[], Any]) -> Artifact:
+    def _get(
+        self,
+        profile: TargetProfile,
+        what: AttentionSpec | LinearKind,
+        source: Callable[[], Any],
+        weights: str | None = None,
+    ) -> Artifact:
         key = (profile.to_toml(), what)
         with self._lock:
             if key not in self._found:
-                self._found[key] = pipeline.compile(source(), profile, without_attention="accept")
+                self._found[key] = pipeline.compile(source(), profile, weights=weights, without_attention="accept")
             return self._found[key]
 
 
@@ -188,7 +199,19 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
             _set_nested(encoder, False)
 
 
-def _replace_linears(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
+def _checked_form(linears: bool | str) -> Int4Weights | None:
+    """What the weights of linears become; None where they stay. Raises InputError."""
+    if isinstance(linears, bool):
+        return None
+    form = int4_weights(linears) if isinstance(linears, str) and not linears.startswith("int8") else None
+    if form is None:
+        raise InputError("linears", 'True, False, or a word of "int4"', repr(linears))
+    return form
+
+
+def _replace_linears(
+    model: nn.Module, profile: TargetProfile, report: AccelerationReport, form: Int4Weights | None, check: bool
+) -> None:
     """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself."""
     read = {part for layer in model.modules() if isinstance(layer, nn.MultiheadAttention) for part in layer.modules()}
     for name, layer in model.named_modules():
@@ -198,7 +221,7 @@ def _replace_linears(model: nn.Module, profile: TargetProfile, report: Accelerat
         report.linears.append(AccelerationRow(name, type(layer).__name__, why))
         if not why:
             first_calls = FirstCalls(name, check, report.count_check)
-            forward = LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count, first_calls)
+            forward = LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count, first_calls, form)
             _put_forward(layer, forward, report)
 
 

@@ -21,7 +21,9 @@ from mhsa_compile.integrations.attention_operator import check_inference, is_rec
 from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.weight_state import BoundWeights
+from mhsa_compile.nn.int4_blocks import Blocks, in_blocks, rounded
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
+from mhsa_compile.spec.weight_words import Int4Weights
 
 LEAST_WEIGHTS = 256 * 256
 """What a layer must have for its product to take longer than what a call costs besides."""
@@ -29,12 +31,14 @@ _OPSET = 24
 
 
 class LinearKind(NamedTuple):
-    """What is compiled once. `is_transposed`: the weight is (I, O), as transformers' Conv1D has it, not (O, I)."""
+    """What is compiled once. `is_transposed`: the weight is (I, O), as transformers' Conv1D has it, not (O, I); `form`:
+    what it becomes when it is bound, None where it stays as it is."""
 
     I: int
     O: int
     has_bias: bool
     is_transposed: bool
+    form: Int4Weights | None
 
 
 LoadLinear = Callable[[LinearKind, Mapping[str, Any]], CompiledAttention]
@@ -91,13 +95,20 @@ def graph_of(kind: LinearKind) -> onnx.ModelProto:
 class LinearForward:
     """The forward of one linear. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
 
-    def __init__(self, layer: Any, load: LoadLinear, left: Callable[[str], None], first_calls: FirstCalls) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        load: LoadLinear,
+        left: Callable[[str], None],
+        first_calls: FirstCalls,
+        form: Int4Weights | None = None,
+    ) -> None:
         self._layer, self._class, self._load, self._left = layer, type(layer), load, left
-        self._first_calls = first_calls
+        self._first_calls, self._form = first_calls, form
         self._bound = BoundWeights[LinearKind](self._weights, lambda: "", self._bind)
 
     def __reduce__(self) -> Any:  # a copy binds its own weights
-        return type(self), (self._layer, self._load, self._left, self._first_calls)
+        return type(self), (self._layer, self._load, self._left, self._first_calls, self._form)
 
     def forget(self) -> None:
         """Lets go of the bound weights: the next call binds them again."""
@@ -122,10 +133,19 @@ class LinearForward:
         with torch.no_grad():
             y: Tensor = compiled(rows)
         y = y.view(*input.shape[:-1], kind.O)
-        if why := self._first_calls.check((kind, len(rows) == 1), [y], lambda: [self._by_pytorch(input)]):
+        if why := self._first_calls.check((kind, len(rows) == 1), [y], lambda: [self._expected(input)]):
             self._left(why)
             return self._by_pytorch(input)
         return y
+
+    def _expected(self, input: Tensor) -> Tensor:
+        """PyTorch's result, of weights and activations in few bits where there are such."""
+        if self._form is None:
+            return self._by_pytorch(input)
+        weight, bias = self._weights()
+        assert weight is not None
+        rows = rounded(input, self._form.block) if self._form.rounds_x else input
+        return nn.functional.linear(rows, self._blocks(weight).floats(input.shape[-1]), bias)
 
     def _by_pytorch(self, input: Tensor) -> Tensor:
         y: Tensor = type(self._layer).forward(self._layer, input)
@@ -163,8 +183,17 @@ class LinearForward:
         assert weight is not None
         is_transposed = not isinstance(self._layer, nn.Linear)
         inputs, outputs = weight.shape if is_transposed else reversed(weight.shape)
-        return LinearKind(inputs, outputs, bias is not None, is_transposed)
+        return LinearKind(inputs, outputs, bias is not None, is_transposed, self._form)
 
     def _bind(self, kind: LinearKind) -> CompiledAttention:
         names = ("weight", "bias") if kind.has_bias else ("weight",)
-        return self._load(kind, {name: getattr(self._layer, name).detach() for name in names})
+        arrays = {name: getattr(self._layer, name).detach() for name in names}
+        if kind.form is not None:
+            arrays |= self._blocks(arrays.pop("weight")).named("weight")
+        return self._load(kind, arrays)
+
+    def _blocks(self, weight: Tensor) -> Blocks:
+        """The weight in four bits."""
+        assert self._form is not None
+        rows = weight if isinstance(self._layer, nn.Linear) else weight.T
+        return in_blocks(rows.detach().contiguous(), self._form)

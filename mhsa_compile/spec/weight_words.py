@@ -1,13 +1,13 @@
 """How linears store their weights and what they multiply: the words of `weights`.
 
-word                                what is stored and computed
-int8                                weights as they are; eight bits, a scale for each output, made when they are bound,
-                                    times activations of eight bits, a scale for each row
-int4                                four bits, a scale for each block of 32 terms, times activations of eight bits, a
-                                    scale for each block
-int4:block=128                      other blocks: 16, 32, 64, 128 or 256 terms
-int4:zeros                          and a zero point for each block: nearer to weights that lie on one side of 0
-int4:activations=float              activations as they are: exact in what is stored, and slower
+word                      what is stored, and computed
+int8                      weights as they are; eight bits, a scale for each output, made when they are bound, times
+                          activations of eight bits, a scale for each row
+int4                      four bits, a scale for each block of 32 terms, times activations of eight bits, a scale
+                          for each block
+int4:block=128            other blocks: 16, 32, 64, 128 or 256 terms
+int4:zeros                a zero point for each block, too: nearer to weights that lie on one side of 0
+int4:activations=float    activations as they are: exact in what is stored, and slower
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class Int4Weights:
     block: int = 32
     zeros: bool = False
     rounds_x: bool = True
+
+    def __str__(self) -> str:
+        """The word for it."""
+        options = [f"block={self.block}", *["zeros"] * self.zeros, *["activations=float"] * (not self.rounds_x)]
+        return f"int4:{','.join(options)}"
 
 
 def is_int8(word: str | None) -> bool:
