@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "kernels": {"spec", "hardware"},
     "mhsa_analysis": {"conversion", "nn", "runtime", "spec", "verification"},
     "frontend": {"conversion", "kernels.interface", "kernels.scores", "nn", "runtime", "spec", "verification"},
-    "compiler": {"frontend", "kernels", "records", "runtime", "hardware", "verification"},
+    "compiler": {"frontend", "kernels", "records", "runtime", "spec", "hardware", "verification"},
     "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "hardware", "verification"},
     "bench": {"compiler", "nn", "runtime", "spec", "verification"},
     "mhsa_bench": {"bench", "compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "hardware"}

@@ -92,7 +92,8 @@ def prepare(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
 
 def _with_float_weights(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
     """The module with linears of few bits that no kernel takes written out, so that binding weights makes floats."""
-    plain = {name: op for name, op in imported.ops.items() if isinstance(op, BlockLinearOp) and not takes(op)}
+    ops = imported.ops.items()
+    plain: dict[str, Op] = {name: op for name, op in ops if isinstance(op, BlockLinearOp) and not takes(op)}
     if not plain:
         return imported
     others = {name: op for name, op in imported.ops.items() if name not in plain}

@@ -21,7 +21,7 @@ from mhsa_compile.integrations.attention_operator import check_inference, is_rec
 from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.weight_state import BoundWeights
-from mhsa_compile.nn.int4_blocks import Blocks, in_blocks, rounded
+from mhsa_compile.nn.int4_blocks import Int4Blocks, in_blocks, rounded
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.spec.weight_words import Int4Weights
 
@@ -192,7 +192,7 @@ class LinearForward:
             arrays |= self._blocks(arrays.pop("weight")).named("weight")
         return self._load(kind, arrays)
 
-    def _blocks(self, weight: Tensor) -> Blocks:
+    def _blocks(self, weight: Tensor) -> Int4Blocks:
         """The weight in four bits."""
         assert self._form is not None
         rows = weight if isinstance(self._layer, nn.Linear) else weight.T

@@ -23,7 +23,7 @@ _SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.85, 0.8)
 _AT_ONCE = 1 << 18  # numbers that are tried together: what a cache holds
 
 
-class Blocks(NamedTuple):
+class Int4Blocks(NamedTuple):
     """numbers  (N, n, block / 2) uint8, two a byte, the first in its lower bits
     scales      (N, n) float32
     zeros       (N, ceil(n / 2)) uint8, two a byte as well; None where all are the middle"""
@@ -54,13 +54,15 @@ def rounded(x: Tensor, block: int) -> Tensor:
     """x (..., K) in eight bits by blocks, as products with weights of them may take it: 127 steps are the largest
     magnitude of a block."""
     K = x.shape[-1]
-    blocks = torch.nn.functional.pad(x, (0, -K % block)).unflatten(-1, (-1, block))
+    padded = torch.nn.functional.pad(x, (0, -K % block))
+    blocks = padded.view(*x.shape[:-1], -1, block)
     steps = blocks.abs().amax(-1, keepdim=True) / 127
     whole = torch.round(blocks / torch.where(steps > 0, steps, 1.0))
-    return (whole * steps).flatten(-2)[..., :K]
+    result: Tensor = (whole * steps).view(padded.shape)[..., :K]
+    return result
 
 
-def in_blocks(weight: Tensor, form: Int4Weights) -> Blocks:
+def in_blocks(weight: Tensor, form: Int4Weights) -> Int4Blocks:
     """A matrix (N, K) float32 in four bits."""
     N, K = weight.shape
     n = -(-K // form.block)
@@ -71,7 +73,7 @@ def in_blocks(weight: Tensor, form: Int4Weights) -> Blocks:
     parts = [best(blocks[first : first + rows]) for first in range(0, len(blocks), rows)]
     numbers, scales, zeros = (torch.cat(values) for values in zip(*parts, strict=True))
     packed = _in_bytes(numbers).view(N, n, form.block // 2)
-    return Blocks(packed, scales.view(N, n), _in_bytes(zeros.view(N, n)) if form.zeros else None)
+    return Int4Blocks(packed, scales.view(N, n), _in_bytes(zeros.view(N, n)) if form.zeros else None)
 
 
 def _in_bytes(numbers: Tensor) -> Tensor:

@@ -58,8 +58,8 @@ def _stored(rewriter: Rewriter, graph: GraphView, linear: Linear, form: Int4Weig
     wide = torch.from_numpy(np.ascontiguousarray(array.T if linear.transposed else array).astype(np.float32))
     if not bool(torch.isfinite(wide).all()):
         raise ModelError(f"weight {linear.weight!r}", "finite numbers, for four bits of each", "NaN or infinity")
-    arrays = {name: values.numpy() for name, values in in_blocks(wide, form).named(linear.weight).items()}
-    stored = {
-        name: values if values.dtype == np.uint8 else values.astype(array.dtype) for name, values in arrays.items()
-    }
-    return [rewriter.constant(values, hint=name) for name, values in stored.items()]
+    names = []
+    for name, values in in_blocks(wide, form).named(linear.weight).items():
+        stored = values.numpy() if values.dtype == torch.uint8 else values.numpy().astype(array.dtype)
+        names.append(rewriter.constant(stored, hint=name))
+    return names

@@ -119,7 +119,7 @@ def is_packed(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> 
     block, axis = attrs.get("block_size", 0), attrs.get("axis", 1)
     if not block:
         return tensor.data_type in FOUR_BITS
-    return -len(tensor.dims) <= axis < len(tensor.dims) and tensor.dims[axis] % block == 0
+    return -len(tensor.dims) <= axis < len(tensor.dims) and not tensor.dims[axis] % block
 
 
 def dequantised(graph: GraphView, node: onnx.NodeProto) -> Mismatch:

@@ -42,12 +42,13 @@ def _blocks(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
     if block < 16 or block & (block - 1):
         return "block_size a power of two from 16 on", str(block)
     n = -(-K // block)
-    _, packed, scales, zeros, *_ = (*node.input, "", "")
+    packed, scales, zeros = [*node.input, ""][1:4]
     points = N * (-(-n * bits // 8) if graph.dtype(zeros) == "uint8" else n)
     for name, count in ((packed, N * n * block * bits // 8), (scales, N * n), (zeros, points)):
-        shape = graph.shape(name) if name else None
-        if shape is not None and all(isinstance(size, int) for size in shape) and math.prod(shape) != count:
-            return f"{name!r} of {count} elements, for {N} rows of {n} blocks of {block}", f"{list(shape)}"
+        shape = (graph.shape(name) or ()) if name else ()
+        sizes = [size for size in shape if isinstance(size, int)]
+        if shape and len(sizes) == len(shape) and math.prod(sizes) != count:
+            return f"{name!r} of {count} elements, for {N} rows of {n} blocks of {block}", f"{sizes}"
     if zeros and graph.dtype(zeros) not in (None, "uint8", graph.dtype(scales)):
         return f"{zeros!r} of uint8, or of the scales' {graph.dtype(scales)}", str(graph.dtype(zeros))
     values = graph.constant(scales)

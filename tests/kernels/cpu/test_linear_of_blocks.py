@@ -48,7 +48,7 @@ def in_bytes(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 @dataclass
-class Blocks:
+class PackedBlocks:
     """An operation with random weights packed; `weights` in float64, one row a feature."""
 
     op: BlockLinearOp
@@ -86,7 +86,7 @@ def rounded(x: np.ndarray, block: int) -> np.ndarray:
     return (whole * (largest / np.float32(127)).astype(np.float64)).reshape(padded.shape)[..., :K]
 
 
-def blocks(op: BlockLinearOp, profile: CpuProfile, config: Config | None = None) -> Blocks:
+def blocks(op: BlockLinearOp, profile: CpuProfile, config: Config | None = None) -> PackedBlocks:
     emitted = KERNEL.emit(op, profile, config or KERNEL.default_config(op, profile))
     library, rng, n = compiled(emitted, profile), np.random.default_rng(0), op.blocks
     dtype = DTYPES[op.dtype]
@@ -116,7 +116,7 @@ def blocks(op: BlockLinearOp, profile: CpuProfile, config: Config | None = None)
         for q, z, s in triples
     ]
     weights = np.concatenate([w.reshape(len(w), -1)[:, : op.in_features] for w in wide])
-    return Blocks(op, weights, np.concatenate(biases).astype(np.float64), packed, library["run"])
+    return PackedBlocks(op, weights, np.concatenate(biases).astype(np.float64), packed, library["run"])
 
 
 def rows(op: BlockLinearOp, length: int) -> np.ndarray:
