@@ -26,7 +26,7 @@ from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_argum
 from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows, prepared
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
-from mhsa_compile.kernels.cpu.linear.microkernel import Part, Product, tasks
+from mhsa_compile.kernels.cpu.linear.microkernel import DepthPart, Product, tasks
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
@@ -172,7 +172,7 @@ class BlockLayout(PackedLayout):
 
 
 @dataclass(frozen=True)
-class _RowsOfBytes(PackedRows):
+class _RowsByBlocks(PackedRows):
     """steps   of each block of a row (count, n), float32
     starts     what a block's sum begins with, a multiple of the sum of its bytes (count, n), int32
     totals     the sum of its bytes (count, n), float32, where weights have zeros"""
@@ -195,7 +195,7 @@ def _rows(layout: BlockLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
         blocks = size, T.int64(op.blocks)
         steps, starts = T.alloc_buffer(blocks, "float32"), T.alloc_buffer(blocks, "int32")
         totals = T.alloc_buffer(blocks, "float32") if layout.zeros else None
-        rows = _RowsOfBytes(layout, data, steps=steps, starts=starts, totals=totals)
+        rows = _RowsByBlocks(layout, data, steps=steps, starts=starts, totals=totals)
     whole, rest = divmod(op.in_features, op.block)
     with T.parallel(count) as row:
         if whole:
@@ -222,7 +222,7 @@ def _round(layout: BlockLayout, x: Expr, rows: PackedRows, row: Expr, block: Exp
 
     def write(k: Expr, n: int) -> None:
         whole = materialize(stored.whole(read(k, n), n, factor), "int32", n)
-        if isinstance(rows, _RowsOfBytes):
+        if isinstance(rows, _RowsByBlocks):
             store(sums, [T.int64(0)], load(sums, [T.int64(0)], n) + whole, n)
             store(rows.data, [row, first + k], T.cast(whole, vector_type("int8", n)), n)
         else:
@@ -230,7 +230,7 @@ def _round(layout: BlockLayout, x: Expr, rows: PackedRows, row: Expr, block: Exp
             store(rows.data, [row, first + k], value, n)
 
     each_vector(width, layout.lanes, write)
-    if isinstance(rows, _RowsOfBytes):
+    if isinstance(rows, _RowsByBlocks):
         total = materialize(sum((sums[i] for i in range(1, layout.lanes)), start=sums[0]), "int32")
         store(rows.steps, [row, block], cell[0], 1)
         factor = layout.lost - (0 if layout.zeros else layout.half)
@@ -253,15 +253,15 @@ class _BlockProduct(Product):
         offset, lanes = self.columns[column]
         return value + load(self.packed[1], [p, T.int64(offset)], lanes)
 
-    def add_products(self, tile: RegisterTile, lines: list[Expr], p: Expr, part: Part, *, ahead: bool) -> None:
+    def add_products(self, tile: RegisterTile, lines: list[Expr], p: Expr, part: DepthPart, *, ahead: bool) -> None:
         if part.wide is not None:
             super().add_products(tile, lines, p, part, ahead=ahead)
-        elif isinstance(self.rows, _RowsOfBytes):
+        elif isinstance(self.rows, _RowsByBlocks):
             self._add_bytes(tile, self.rows, lines, p, part, ahead=ahead)
         else:
             self._add_floats(tile, lines, p, part, ahead=ahead)
 
-    def widen(self, p: Expr, part: Part, wide: Expr) -> None:
+    def widen(self, p: Expr, part: DepthPart, wide: Expr) -> None:
         block, numbers = self._layout.op_of_blocks.block, self._layout.numbers
         with T.serial(T.truncdiv(part.first, block), T.truncdiv(part.end, block)) as b:
             scales = self._offsets(p, b)
@@ -273,7 +273,7 @@ class _BlockProduct(Product):
                         value = self._wide(packed, number, *scales[c], lanes)
                         store(wide, [word * numbers + number - part.first, T.int64(offset)], value, lanes)
 
-    def _add_floats(self, tile: RegisterTile, lines: list[Expr], p: Expr, part: Part, *, ahead: bool) -> None:
+    def _add_floats(self, tile: RegisterTile, lines: list[Expr], p: Expr, part: DepthPart, *, ahead: bool) -> None:
         layout = self._layout
         block, numbers = layout.op_of_blocks.block, layout.numbers
         rows, run = self.rows.of(lines), min(layout.run, numbers)
@@ -292,7 +292,7 @@ class _BlockProduct(Product):
                         layout.unit.multiply(tile, factors, weights, True)
 
     def _add_bytes(
-        self, tile: RegisterTile, rows: _RowsOfBytes, lines: list[Expr], p: Expr, part: Part, *, ahead: bool
+        self, tile: RegisterTile, rows: _RowsByBlocks, lines: list[Expr], p: Expr, part: DepthPart, *, ahead: bool
     ) -> None:
         layout, dot = self._layout, self._layout.dot
         assert dot is not None
@@ -415,7 +415,7 @@ def _pack(layout: BlockLayout) -> Expr:
                 begin = 0
                 for i, width in enumerate(op.widths):
                     with T.If(T.And(place >= begin, place < begin + width)), T.Then():
-                        feature = _Feature(numbers[i], scales[i], zeros[i], biases[i], materialize(place - begin))
+                        feature = _BlockFeature(numbers[i], scales[i], zeros[i], biases[i], materialize(place - begin))
                         _write(layout, packed, [p, column], feature)
                     begin += width
                 with T.If(place >= begin), T.Then():
@@ -430,7 +430,7 @@ def _zeros(op: BlockLinearOp, i: int, floats: tuple[Expr, ...]) -> Expr | None:
 
 
 @dataclass(frozen=True)
-class _Feature:
+class _BlockFeature:
     """What one output feature is made of: row `index` of a weight."""
 
     numbers: Expr
@@ -440,7 +440,7 @@ class _Feature:
     index: Expr
 
 
-def _write(layout: BlockLayout, packed: list[Expr], at: list[Expr], feature: _Feature) -> None:
+def _write(layout: BlockLayout, packed: list[Expr], at: list[Expr], feature: _BlockFeature) -> None:
     op, p, column = layout.op_of_blocks, *at
     together = 8 // op.bits  # numbers of a byte
     store(packed[1], at, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1), 1)
@@ -465,7 +465,7 @@ def _number(byte: Expr, place: Expr | int, bits: int) -> Expr:
     return (T.cast(byte, "int32") >> first) & T.int32((1 << bits) - 1)
 
 
-def _zero(layout: BlockLayout, feature: _Feature, block: Expr) -> Expr:
+def _zero(layout: BlockLayout, feature: _BlockFeature, block: Expr) -> Expr:
     op = layout.op_of_blocks
     if feature.zeros is None:
         return T.float32(layout.half)

@@ -55,7 +55,7 @@ class Product:
         read = self.layout.format.load if self.layout.widens else load
         return Columns(self.packed[0], lambda step, column: [p, step, column], self.columns, read)
 
-    def add_products(self, tile: RegisterTile, lines: list[Expr], p: Expr, part: Part, *, ahead: bool) -> None:
+    def add_products(self, tile: RegisterTile, lines: list[Expr], p: Expr, part: DepthPart, *, ahead: bool) -> None:
         """Adds to a tile what a part of K gives for lines and for panel p; `ahead` is whether it asks for the weights
         that come next."""
         unit = self.layout.unit
@@ -68,7 +68,7 @@ class Product:
         turn = self.layout.run, unit.runs_at_once(len(lines), len(self.columns))
         unit.add_products(tile, self.rows.of(lines), weights, (part.first, part.end), turn=turn, before=ask)
 
-    def widen(self, p: Expr, part: Part, wide: Expr) -> None:
+    def widen(self, p: Expr, part: DepthPart, wide: Expr) -> None:
         """Writes the part's steps of panel p to `wide`, as float32."""
         weights = self.weights(p)
         with T.serial(part.end - part.first) as step:
@@ -171,12 +171,12 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
         full = materialize(T.min(end - begin, T.int64(group)))
         with T.serial(T.int64(parts)) as number:
             start = materialize(number * depth)
-            part = Part(number, parts, start, materialize(T.min(start + depth, T.int64(steps))), sums)
+            part = DepthPart(number, parts, start, materialize(T.min(start + depth, T.int64(steps))), sums)
 
-            def half_tile(part: Part, lines: int) -> None:
+            def half_tile(part: DepthPart, lines: int) -> None:
                 _tile(task, part, p, materialize(end * rows), lines, materialize(full * rows), ahead=True)
 
-            def rest(part: Part) -> None:
+            def rest(part: DepthPart) -> None:
                 if not task.layout.has_tiles_of_one or rows < 4:
                     half_tile(part, rows // 2)
                     return
@@ -186,7 +186,7 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
                     with T.Else():
                         half_tile(part, rows // 2)
 
-            def tiles(part: Part) -> None:
+            def tiles(part: DepthPart) -> None:
                 with T.serial(full) as i:
                     # A tile asks for lines of its own, so that together they ask for the panel once.
                     task.prefetch(p, materialize((begin - first) * parts + number * full + i))
@@ -230,7 +230,7 @@ def _scratch(shape: tuple[int, int], dtype: str) -> Expr:
 
 
 @dataclass(frozen=True)
-class Part:
+class DepthPart:
     """Steps first .. end of K, part `number` of `count`.
 
     `sums` (lines of a group, joined * panel) holds those of the parts before, and is None where there is one part only.
@@ -249,7 +249,7 @@ class Part:
         return Columns(self.wide, lambda step, column: [step - self.first, column], columns)
 
 
-def _tile(task: Product, part: Part, p: Expr, first_line: Expr, lines: int, place: Expr, *, ahead: bool) -> None:
+def _tile(task: Product, part: DepthPart, p: Expr, first_line: Expr, lines: int, place: Expr, *, ahead: bool) -> None:
     """y[first_line ..., panel p] = x[first_line ..., :] W^T + b, one part of the sum at a time.
 
     A float32 sum of K terms drifts with sqrt(K): it runs in parts, and the parts are added up.
