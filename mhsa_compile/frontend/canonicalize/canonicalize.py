@@ -21,7 +21,7 @@ from onnx import helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend import branch_graphs
-from mhsa_compile.frontend.canonicalize import layer_outputs
+from mhsa_compile.frontend.canonicalize import layer_outputs, stored_blocks
 from mhsa_compile.frontend.canonicalize.decomposed import rewrite as decomposed
 from mhsa_compile.frontend.canonicalize.layers import in_order, is_attention, name_of
 from mhsa_compile.frontend.canonicalize.microsoft import rewrite as microsoft
@@ -75,7 +75,8 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
         return Canonical(model, _standard(model), _size_limits(model))
     limits = _size_limits(model)
     outside = weight_constants.rewrite(branch_graphs.with_weights_outside(model))
-    small, tensors = light(packed_weights.rewrite(outside))
+    plain, products = stored_blocks.hidden(packed_weights.rewrite(outside))
+    small, tensors = light(plain)
     small = loops.rewrite(small, limits)  # before the opset is raised: that of a Scan's batch is one of its own
     if opset.opset_of(small) < opset.BOUNDS_AS_INPUTS:
         small = opset.raised(small, opset.SOFTMAX_OF_ONE_AXIS - 1)
@@ -88,7 +89,7 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
         instead = ", ".join(sorted({node.op_type for node in model.graph.node}))
     layers = in_order(small, blocks)
     small = layer_outputs.with_outputs(small, layers, outputs)
-    result = whole(small, tensors)
+    result = whole(stored_blocks.restored(small, products, tensors), tensors)
     facts = {LIMITS_KEY: limits, ROWS_KEY: _table_rows(small)}
     metadata = {entry.key: entry.value for entry in result.metadata_props}
     helper.set_model_props(result, metadata | {key: json.dumps(sizes) for key, sizes in facts.items() if sizes})

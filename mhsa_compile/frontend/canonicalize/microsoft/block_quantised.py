@@ -1,9 +1,8 @@
 """Weights that a file holds in few bits, by blocks with a scale and a zero point each: (q - z) s. MatMulNBits and
 GatherBlockQuantized, as onnxruntime-genai's builder and the converters of hubs write them (q4, q4f16).
 
-A product with weights that the file has stays as it is: it becomes a linear of blocks (`frontend.fusion`). Others, and
-rows of a table, become float arithmetic, in float32 whatever the dtype; of a table only the rows that a call asks for
-are computed.
+A product with weights that the file has is not seen here (`canonicalize.stored_blocks`). Others, and rows of a table,
+become float arithmetic, in float32 whatever the dtype; of a table only the rows that a call asks for are computed.
 Source: ONNX Runtime's docs/ContribOperators.md. Notation: N out-features, K in-features, n blocks of a row.
 """
 
@@ -19,10 +18,6 @@ def matmul_nbits(node: MicrosoftNode) -> None:
     (N,) -> x W^T + bias (..., N)."""
     x, packed, scales, zeros, _, bias = node.inputs[:6]
     write, dtype = node.rewriter, node.dtype(x, scales)
-    stored = all(name in write.graph.initializers for name in (packed, scales, zeros, bias) if name)
-    if stored and len(dims := node.dims(x)) > 1:
-        node.stay((*dims[:-1], node.attrs["N"]), dtype)
-        return
     N, K, bits, block = node.attrs["N"], node.attrs["K"], node.attrs.get("bits", 4), node.attrs["block_size"]
     n = math.ceil(K / block)
     q = _unpacked(node, packed, bits, node.ints(N, n, block))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,15 +29,9 @@ class MicrosoftNode:
         self.outputs = [*node.output, *[""] * (4 - len(node.output))]
         self.name = node.name or node.output[0]
         self.note = ""
-        self.stays = False  # as it is, though it is none of the standard's
 
     def refused(self, expected: str, got: str) -> ModelError:
         return ModelError(f"{self.node.op_type} node {self.name!r}", expected, got)
-
-    def stay(self, dims: Sequence[GraphDim], dtype: str) -> None:
-        """Leaves the node as it is, and states what comes of it."""
-        self.rewriter.hint(self.outputs[0], dims, dtype)
-        self.stays = True
 
     def dims(self, name: str) -> tuple[GraphDim, ...]:
         dims = self.rewriter.graph.shape(name)

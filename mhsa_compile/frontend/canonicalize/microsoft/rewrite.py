@@ -53,14 +53,12 @@ def least_opset(model: onnx.ModelProto) -> int:
 def rewrite(
     model: onnx.ModelProto, tensors: Tensors, limits: dict[str, int]
 ) -> tuple[onnx.ModelProto, list[AttentionCoverage]]:
-    """The model without operators of Microsoft's, but those that fusion reads as they are, and one entry for each that
-    is an attention. Raises ModelError.
+    """The model without operators of Microsoft's, and one entry for each that is an attention. Raises ModelError.
 
     Nobody infers shapes through an operator of theirs, so some of them have to wait until those before are rewritten.
     """
     blocks: list[AttentionCoverage] = []
-    stay: set[str] = set()
-    while theirs := [node for node in model.graph.node if node.domain == DOMAIN and node.output[0] not in stay]:
+    while theirs := [node for node in model.graph.node if node.domain == DOMAIN]:
         rewriter, waiting = Rewriter(model), []
         for node in theirs:
             microsoft_node = MicrosoftNode(rewriter, node, tensors)
@@ -71,9 +69,6 @@ def rewrite(
             except NotYet as reason:
                 rewriter.drop()
                 waiting.append(microsoft_node.refused("shapes and dtypes that are known", str(reason)))
-                continue
-            if microsoft_node.stays:
-                stay.add(node.output[0])
                 continue
             rewriter.place(node, attention=microsoft_node.name)
             if node.op_type in _ATTENTIONS:
