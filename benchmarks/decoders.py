@@ -1,0 +1,306 @@
+"""How fast a small decoder answers, in which format, against whom: each candidate in its process, taking turns.
+
+    python benchmarks/decoders.py [--candidate mhsa-int4 genai-int4 ...] [--json FILE]
+
+A Llama of SmolLM-135M's shape with random weights, the same in every engine. onnxruntime-genai's builder writes its
+files (float32, four bits), which ours compile, too: two artifacts each, for any length and for a token, whose caches
+are written in place. Timed are prompts, and the tokens behind one: the greedy next token is fed back. Logits of the
+first prompt are held against PyTorch's in float32: `logits` is the largest difference by their spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from processes import Times, Turn, answer_turns, rounds, started
+from rich.console import Console
+from rich.table import Table
+
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.environment import installed_version
+
+WORDS, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, HIDDEN = 49152, 30, 9, 3, 64, 576, 1536
+CAPACITY = 2048
+GENERATED = 32
+"""Tokens of a turn behind a prompt."""
+SITUATIONS = ("prompt 128", "prompt 512", "behind 128", "behind 1024")
+FIRST_LOGITS = "logits.npy"
+
+
+@dataclass
+class Figures:
+    """What a published figure must state beside its numbers; `seconds` a token, of each turn."""
+
+    cpu: str
+    versions: dict[str, str | None]
+    date: date
+    threads: int
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    logits: dict[str, float] = field(default_factory=dict)
+    mebibytes: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def prompt(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(1, WORDS, length).astype(np.int64)
+
+
+# The process of one candidate
+
+
+class Engine(Protocol):
+    def reset(self) -> None: ...
+
+    def feed(self, tokens: np.ndarray) -> np.ndarray:
+        """The logits behind the tokens."""
+        ...
+
+
+class Whole:
+    """The builder's file as two artifacts; caches of a fixed capacity are written in place."""
+
+    def __init__(self, folder: Path, form: str, threads: int) -> None:
+        import mhsa_compile as mhsa
+
+        self._many, self._one = (mhsa.load(folder / f"{form}{n}.mhsa", threads=threads) for n in ("", "-1"))
+        names = [f"past_key_values.{i}.{part}" for i in range(LAYERS) for part in ("key", "value")]
+        caches = {name: np.zeros((1, KV_HEADS, CAPACITY, HEAD_DIM), np.float32) for name in names}
+        self._mask, self._ids, self._length = np.zeros((1, CAPACITY), np.int64), np.zeros((1, 1), np.int64), 0
+        self._inputs = {"attention_mask": self._mask, **caches}
+        self._step = self._one.bind(input_ids=self._ids, **self._inputs)
+
+    def reset(self) -> None:
+        self._mask[:], self._length = 0, 0
+
+    def feed(self, tokens: np.ndarray) -> np.ndarray:
+        end = self._length + len(tokens)
+        self._mask[0, self._length : end], self._length = 1, end
+        if len(tokens) == 1:
+            self._ids[0, 0] = tokens[0]
+            outputs = self._step()
+        else:
+            outputs = self._many(input_ids=tokens[None], **self._inputs)
+        return np.asarray(outputs[0]).reshape(-1, WORDS)[-1]
+
+
+class Genai:
+    """onnxruntime-genai on its own file."""
+
+    def __init__(self, folder: Path, form: str, threads: int) -> None:
+        import onnxruntime_genai
+
+        self._library = onnxruntime_genai
+        config = onnxruntime_genai.Config(str(folder / form))
+        options = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+        config.overlay(msgspec.json.encode(options).decode())
+        self._model = onnxruntime_genai.Model(config)
+
+    def reset(self) -> None:
+        parameters = self._library.GeneratorParams(self._model)
+        parameters.set_search_options(max_length=CAPACITY, do_sample=False)
+        self._generator = self._library.Generator(self._model, parameters)
+
+    def feed(self, tokens: np.ndarray) -> np.ndarray:
+        self._generator.append_tokens(tokens.astype(np.int32))
+        return np.asarray(self._generator.get_logits()).reshape(-1, WORDS)[-1]
+
+
+class Torch:
+    """transformers with SDPA, or with ours in it: attention, linears, linears of four bits."""
+
+    def __init__(self, folder: Path, form: str, threads: int, linears: bool | str = False) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        dtype = getattr(torch, form)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder / "hf", dtype=dtype, attn_implementation="sdpa"
+        ).eval()
+        if linears:
+            import mhsa_compile as mhsa
+
+            mhsa.accelerate(self._model, linears=linears)
+
+    def reset(self) -> None:
+        from transformers.cache_utils import DynamicCache
+
+        self._past = DynamicCache(config=self._model.config)
+
+    def feed(self, tokens: np.ndarray) -> np.ndarray:
+        import torch
+
+        with torch.no_grad():
+            ids = torch.from_numpy(tokens[None])
+            outputs = self._model(input_ids=ids, past_key_values=self._past, use_cache=True, logits_to_keep=1)
+        return np.asarray(outputs.logits[0, -1].float())
+
+
+ENGINES: dict[str, Callable[[Path, int], Engine]] = {
+    "torch-float32": lambda folder, threads: Torch(folder, "float32", threads),
+    "torch-bfloat16": lambda folder, threads: Torch(folder, "bfloat16", threads),
+    "genai-float32": lambda folder, threads: Genai(folder, "fp32", threads),
+    "genai-int4": lambda folder, threads: Genai(folder, "int4", threads),
+    "mhsa-float32": lambda folder, threads: Whole(folder, "float32", threads),
+    "mhsa-int8": lambda folder, threads: Whole(folder, "int8", threads),
+    "mhsa-int4": lambda folder, threads: Whole(folder, "int4", threads),
+    "mhsa-in-torch": lambda folder, threads: Torch(folder, "float32", threads, linears=True),
+    "mhsa-in-torch-int4": lambda folder, threads: Torch(folder, "float32", threads, linears="int4"),
+}
+ARTIFACTS = {"mhsa-float32": ("fp32", None), "mhsa-int8": ("fp32", "int8"), "mhsa-int4": ("int4", None)}
+"""Of each of our candidates that is whole: the builder's file, and what its weights become."""
+
+
+@contextmanager
+def opened(name: str, folder: Path, threads: int) -> Iterator[Engine]:
+    """The engine, warm; writes the logits of its first prompt, and its memory."""
+    engine = ENGINES[name](folder, threads)
+    engine.reset()
+    logits = engine.feed(prompt(128))
+    np.save(folder / f"{name}.{FIRST_LOGITS}", logits)
+    _generate(engine, logits, 4)
+    yield engine
+
+
+def _generate(engine: Engine, logits: np.ndarray, count: int) -> None:
+    for _ in range(count):
+        logits = engine.feed(np.array([int(np.argmax(logits))]))
+
+
+def _take(folder: Path, name: str, turn: Turn, engine: Engine) -> Times:
+    what, length = turn.situation.split()
+    engine.reset()
+    begin = time.perf_counter()
+    logits, count = engine.feed(prompt(int(length))), int(length)
+    if what == "behind":
+        begin, count = time.perf_counter(), GENERATED
+        _generate(engine, logits, count)
+    seconds = (time.perf_counter() - begin) / count
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    (folder / f"{name}.mebibytes").write_text(str(peak))
+    return Times([seconds], 1 / seconds)
+
+
+# The process that asks
+
+
+def prepare(folder: Path, candidates: list[str]) -> None:
+    """Writes the model, the builder's files and our artifacts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+    set_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    config = LlamaConfig(
+        hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM, intermediate_size=HIDDEN, vocab_size=WORDS, tie_word_embeddings=True, rope_parameters=rope,
+        max_position_embeddings=CAPACITY, bos_token_id=0, eos_token_id=0, initializer_range=0.04,
+    )  # fmt: skip
+    LlamaForCausalLM(config).eval().save_pretrained(folder / "hf")
+    tokenizer = Tokenizer(models.BPE(vocab={f"<{i}>": i for i in range(WORDS)}, merges=[]))  # the builder wants one
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<0>", bos_token="<0>").save_pretrained(folder / "hf")
+    for form, options in (("fp32", []), ("int4", ["int4_accuracy_level=4", "int4_block_size=32"])):
+        words = ["-i", folder / "hf", "-o", folder / form, "-p", form, "-e", "cpu", "-c", folder / "cache"]
+        extra = ["--extra_options", "prune_lm_head=true", *options]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", *map(str, words), *extra]
+        subprocess.run(builder, check=True, env=environment, capture_output=True)
+    for name in candidates:
+        if name in ARTIFACTS:
+            _compile(folder, name)
+
+
+def _compile(folder: Path, name: str) -> None:
+    import onnx
+
+    import mhsa_compile as mhsa
+
+    file, weights = ARTIFACTS[name]
+    model = onnx.load(folder / file / "model.onnx")
+    for value in (*model.graph.input, *model.graph.output):  # a cache of one capacity, whose heads have a size
+        dims = value.type.tensor_type.shape.dim
+        if value.name.startswith(("past", "present")):
+            dims[3].dim_value = HEAD_DIM
+        if value.name.startswith("present"):
+            dims[2].dim_param = "past_sequence_length"
+    del model.graph.value_info[:]
+    for suffix, dims in (("", {}), ("-1", {"sequence_length": 1})):
+        artifact = mhsa.compile(model, dims={"batch_size": 1, **dims}, weights=weights, in_place=True, check=False)
+        artifact.save(folder / f"{name.removeprefix('mhsa-')}{suffix}.mhsa")
+
+
+def measure(figures: Figures, candidates: list[str], count: int, folder: Path) -> None:
+    with ExitStack() as stack:
+        serve = {name: [__file__, "--serve", name, str(folder), str(figures.threads)] for name in candidates}
+        ready, figures.missing = started(stack, serve)
+        for situation in SITUATIONS:
+            for name, times in rounds(ready, Turn(situation, 0), count):
+                figures.seconds.setdefault(name, {}).setdefault(situation, []).append(times.calls[0])
+        expected = np.load(folder / f"torch-float32.{FIRST_LOGITS}")
+        for candidate in ready:
+            logits = np.load(folder / f"{candidate.name}.{FIRST_LOGITS}")
+            figures.logits[candidate.name] = float(np.abs(logits - expected).max() / expected.std())
+            figures.mebibytes[candidate.name] = float((folder / f"{candidate.name}.mebibytes").read_text())
+
+
+def table(figures: Figures) -> Table:
+    """Tokens a second."""
+    shown = Table("tokens a second", *SITUATIONS, "logits", "MiB at most")
+    for name, row in figures.seconds.items():
+        rates = [f"{1 / median(row[situation]):.0f}" for situation in SITUATIONS]
+        shown.add_row(name, *rates, f"{figures.logits[name]:.1e}", f"{figures.mebibytes[name]:.0f}")
+    return shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--candidate", nargs="+", default=list(ENGINES), choices=list(ENGINES), metavar="NAME")
+    parser.add_argument("--threads", type=int, default=host.allowed_cpus())
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="Keep what is prepared here, and take it from here if it is there.")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    names = list(dict.fromkeys(["torch-float32", *options.candidate]))  # what logits are held against
+    packages = ("mhsa-compile", "apache-tvm", "torch", "transformers", "onnxruntime", "onnxruntime-genai")
+    versions = {package: installed_version(package) for package in packages}
+    figures = Figures(host.cpu_model(), versions, date.today(), options.threads)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        if not (folder / "hf").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            subprocess.run([sys.executable, __file__, "--prepare", str(folder), *names], check=True)
+        measure(figures, names, options.turns, folder)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(table(figures))
+    for name, words in figures.missing.items():
+        console.print(f"{name}: {words}")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        who, place, count = sys.argv[2:]
+        answer_turns(opened(who, Path(place), int(count)), lambda turn, engine: _take(Path(place), who, turn, engine))
+    elif sys.argv[1:2] == ["--prepare"]:
+        prepare(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        sys.exit(main())
