@@ -20,6 +20,27 @@ def rewritten(function: Any, *changes: Callable[[Nodes], None]) -> Any:
     return tvm.ir.load_json(json.dumps(graph))
 
 
+def at_any_address(nodes: Nodes) -> None:
+    """Aligns every buffer to one element; that is part of a buffer's type, which stands wherever the buffer does.
+
+    TVM takes an array to begin with a cache line, and LLVM makes loads of that, which fault elsewhere. NumPy's large
+    arrays begin 16 bytes behind one: a call would have to copy each of them first. Loads of any address cost nothing
+    more.
+    """
+    for node in nodes:
+        if node["type"] == "tirx.BufferType":
+            dtype = tvm.DataType(nodes[node["data"]["dtype"]]["data"]["dtype"])
+            node["data"]["data_alignment"] = (dtype.bits * dtype.lanes + 7) // 8
+
+
+def without_scopes(nodes: Nodes) -> None:
+    """Gives another name to what TVM writes around the loops of its scatters, and what its generator of code then warns
+    of, on stderr."""
+    for node in nodes:
+        if node["type"] == "ffi.String" and node["data"] == "pragma_scope":
+            node["data"] = "scope"
+
+
 _CARRIERS = {"float16": "int16", "float32": "int32", "float64": "int64", "int32": "float32", "int64": "float64"}
 
 
