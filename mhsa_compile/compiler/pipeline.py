@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from mhsa_compile.compiler import proof, tvm_compiler
 from mhsa_compile.compiler.cache import artifact_store
-from mhsa_compile.compiler.cache.cache_key import CacheRequest
-from mhsa_compile.compiler.cache.lookup import CacheLookup
+from mhsa_compile.compiler.cache.lookup import CacheLookup, CacheRequest
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
 from mhsa_compile.files import atomic_write, places, user_folders

@@ -25,13 +25,14 @@ from mhsa_compile.runtime.array_memory import (
     as_tvm_strides,
     bfloat16_to_numpy,
     exportable,
+    follower,
     is_plain_tensor,
     is_torch,
+    may_be_followed,
     overlap,
     to_torch,
 )
 from mhsa_compile.runtime.artifact.manifest import Dims, TensorInfo
-from mhsa_compile.runtime.followed_tensors import follower, may_be_followed
 from mhsa_compile.runtime.misfits import shape_text, shapes_of
 from mhsa_compile.runtime.symbolic_dims import is_expression, size_of, value_of
 from mhsa_compile.spec.outputs import together

@@ -29,7 +29,7 @@ from mhsa_compile import __version__
 from mhsa_compile.cli.app import app
 from mhsa_compile.cli.commands import compile, doctor
 from mhsa_compile.cli.common import arrays
-from mhsa_compile.cli.common.spec_flags import SpecFlags
+from mhsa_compile.cli.common.options import SpecFlags
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.hardware import environment, host, profile
 from mhsa_compile.records import record_files

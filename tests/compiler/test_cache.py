@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 import mhsa_compile as mhsa
 from mhsa_compile.cli.app import app
 from mhsa_compile.compiler import pipeline
-from mhsa_compile.compiler.cache import artifact_store, cache_key
-from mhsa_compile.compiler.cache.cache_key import CacheRequest
+from mhsa_compile.compiler.cache import artifact_store, lookup
+from mhsa_compile.compiler.cache.lookup import CacheRequest
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.errors import InputError
 from mhsa_compile.frontend.export.export import export
@@ -289,10 +289,10 @@ def test_the_key_holds_what_the_bytes_hang_on(monkeypatch: pytest.MonkeyPatch) -
     ]
     assert len(set(keys)) == len(keys)
     assert key() == key(MultiHeadAttention(SPEC)) == key(dims={})
-    monkeypatch.setattr(cache_key, "_sources", lambda: b"another checkout")
+    monkeypatch.setattr(lookup, "_sources", lambda: b"another checkout")
     assert key() not in keys
     monkeypatch.undo()
-    monkeypatch.setattr(cache_key.environment, "installed_version", lambda name: "9.9")
+    monkeypatch.setattr(lookup.environment, "installed_version", lambda name: "9.9")
     assert key() not in keys
 
 
