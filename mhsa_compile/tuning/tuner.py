@@ -1,6 +1,7 @@
 """Tuning all operations of a source: each has its share of the time, its search, and at the end its record.
 
-    report = tune(pipeline.operations(spec, dims=dims), profile, session, Request(sizes, records, storage, seconds=60))
+    ops = pipeline.import_source(spec, dims=dims).ops
+    report = tune(ops, profile, session, Request(sizes, records, storage, seconds=60))
 
 An operation's share is in proportion to its default time. They go from the cheapest to the dearest, so that what one
 does not need is left to those that matter more. A record is written as soon as its operation is confirmed, and what
