@@ -29,6 +29,7 @@ from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayer
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.torch_attention import LayerForward
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
+from mhsa_compile.integrations.weight_state import ReplacedForward
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
@@ -279,12 +280,12 @@ def _replace_linears(model: nn.Module, profile: TargetProfile, report: Accelerat
 
 def _put_forward(
     layer: nn.Module,
-    forward: LayerForward | LinearForward | EncoderForward | EncoderLayerForward,
+    forward: ReplacedForward[Any, Any] | EncoderForward | EncoderLayerForward,
     report: AccelerationReport,
 ) -> None:
     vars(layer)["forward"] = forward
     report.undo.append(partial(_forget_forward, layer))
-    if isinstance(forward, LayerForward | LinearForward):
+    if isinstance(forward, ReplacedForward):
         report.on_refresh.append(forward.forget)
 
 
