@@ -17,8 +17,8 @@ import torch
 
 import mhsa_compile as mhsa
 from mhsa_bench.peers import iree, onnxruntime, openvino, registry, torch_compile, torch_eager
-from mhsa_bench.peers.fastest import Fastest
 from mhsa_bench.peers.peer import WRONG, Problem
+from mhsa_bench.peers.registry import Fastest
 from mhsa_compile.bench import accuracy
 from mhsa_compile.compiler import package
 from mhsa_compile.errors import InputError, ModelError
