@@ -18,10 +18,11 @@ import onnx
 import onnx.parser
 import pytest
 import typer.main
-from onnx import TensorProto, helper
+from onnx import helper
 from safetensors.numpy import load_file, save_file
 from support.command import mhsa, refused
 from support.cuda.made_up_gpus import B200, H200, MadeUp
+from support.onnx_models import model_of
 from support.records_made import made
 from typer.testing import CliRunner
 
@@ -316,17 +317,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_blocks_that_are_not_fused_are_named(tmp_path: Path) -> None:
     """Softmax over scores that were multiplied by a mask: attention, but not in a form that the operator has."""
-    names = {"q": ["B", 2, "L", 8], "k": ["B", 2, 8, "L"], "v": ["B", 2, "L", 8], "m": ["B", 2, "L", "L"]}
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in names.items()]
+    inputs = {"q": ["B", 2, "L", 8], "k": ["B", 2, 8, "L"], "v": ["B", 2, "L", 8], "m": ["B", 2, "L", "L"]}
     nodes = [
         helper.make_node("MatMul", ["q", "k"], ["scores"]),
         helper.make_node("Mul", ["scores", "m"], ["gated"], name="gate"),
         helper.make_node("Softmax", ["gated"], ["weights"], name="weigh"),
         helper.make_node("MatMul", ["weights", "v"], ["y"]),
     ]
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, names["q"])
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(helper.make_graph(nodes, "g", inputs, [y]), opset_imports=opsets), tmp_path / "m.onnx")
+    onnx.save(model_of(nodes, inputs, {"y": inputs["q"]}, opset=17), tmp_path / "m.onnx")
     result = mhsa("compile", tmp_path / "m.onnx", "-o", tmp_path / "m.mhsa")
     assert result.exit_code == 0, result.output
     assert "0 of 1 attention blocks fused" in result.stdout
@@ -544,12 +542,8 @@ def test_a_bench_shows_a_table(compiled: Path) -> None:
 def test_symbols_of_other_names_have_their_sizes_by_dim(tmp_path: Path) -> None:
     """An ONNX model made elsewhere: its inputs are not called x, and its symbols not B and L."""
     folder, dims = tmp_path / "m.mhsa", ["batch", 2, "seq", 8]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name in ("query", "key", "y")]
-    graph = helper.make_graph(
-        [helper.make_node("Attention", ["query", "key", "key"], ["y"])], "g", values[:2], values[2:]
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
-    onnx.save(model, tmp_path / "m.onnx")
+    node = helper.make_node("Attention", ["query", "key", "key"], ["y"])
+    onnx.save(model_of([node], {"query": dims, "key": dims}, {"y": dims}, opset=23), tmp_path / "m.onnx")
     assert "such as seq=128, got 'seq=0'" in refused(
         mhsa("compile", tmp_path / "m.onnx", "--dim", "seq=0", "-o", folder)
     )

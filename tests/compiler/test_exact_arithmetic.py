@@ -3,14 +3,15 @@ numbers beyond 32 and 64 bits wrap as NumPy's do, whatever reads them next, and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pytest
 import tvm
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from support.onnx_models import model_of
 from tvm import te, tirx
 
 import mhsa_compile as mhsa
@@ -34,16 +35,6 @@ def chained(name: str, chain: Chain) -> list[NodeProto]:
         nodes.append(helper.make_node(kind, [value if one == "_" else one for one in inputs], [result], **to))
         value = result
     return nodes
-
-
-def model_of(
-    inputs: Iterable[ValueInfoProto], nodes: Iterable[NodeProto], outputs: dict[str, int], constants: dict[str, Any]
-) -> ModelProto:
-    """`outputs` are types of elements by name."""
-    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
-    values = [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs.items()]
-    graph = helper.make_graph(list(nodes), "g", list(inputs), values, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
 
 def outputs_of(model: ModelProto, **arrays: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -89,9 +80,11 @@ FLOATS: dict[str, Chain] = {
 
 
 def _floats(rows: str | int) -> ModelProto:
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [rows, 8])
-    kinds = {name: TensorProto.BOOL if FLOATS[name][-1][0] == "Not" else TensorProto.FLOAT for name in FLOATS}
-    return model_of([x], [node for name in FLOATS for node in chained(name, FLOATS[name])], kinds, CONSTANTS)
+    outputs = {
+        name: (TensorProto.BOOL if chain[-1][0] == "Not" else TensorProto.FLOAT, None) for name, chain in FLOATS.items()
+    }
+    nodes = [node for name in FLOATS for node in chained(name, FLOATS[name])]
+    return model_of(nodes, {"x": [rows, 8]}, outputs, CONSTANTS, opset=18)
 
 
 def _wrong_floats(rows: str | int) -> set[str]:
@@ -159,11 +152,12 @@ def _wrong_whole_numbers(kind: str, chains: Collection[str]) -> set[str]:
     numbers = {"zero": 0, "two": 2, "seven": 7, "prime": 1000000007, "many": most - 3}
     x = np.array([[0, 1, 5, -1, -7, most, most - 1, most // 2 + 1, least, least + 1]], kind)
     w = np.array([[1, most, least, 5, least, 4, most, 1, most, 1234567]], kind)
-    inputs = [helper.make_tensor_value_info(value, code, ["n", x.shape[1]]) for value in "xw"]
+    inputs = dict.fromkeys("xw", (code, ["n", x.shape[1]]))
     flags = ("Greater", "Less")
-    kinds = {name: TensorProto.BOOL if WHOLE[name][-1][0] in flags else code for name in chains}
+    outputs = {name: (TensorProto.BOOL if WHOLE[name][-1][0] in flags else code, None) for name in chains}
     constants = {name: np.array(number, kind) for name, number in numbers.items()} | {"axis": np.array([1])}
-    model = model_of(inputs, [node for name in chains for node in chained(name, WHOLE[name])], kinds, constants)
+    nodes = [node for name in chains for node in chained(name, WHOLE[name])]
+    model = model_of(nodes, inputs, outputs, constants, opset=18)
     values = zip(chains, outputs_of(model, x=x, w=w), strict=True)
     return {name for name, (one, other) in values if not np.array_equal(one, other)}
 
@@ -221,14 +215,14 @@ def test_indices_are_right_and_tvm_alone_gets_some_wrong() -> None:
 
 @pytest.mark.parametrize("length", [8, 5])
 def test_repeated_rows_are_reversed(length: int) -> None:
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", length])
     constants = {"twice": [1, 2], "last": [-1], "before": [-99], "axis": [1], "back": [-1]}
     nodes = [
         helper.make_node("Tile", ["x", "twice"], ["t"]),
         helper.make_node("Slice", ["t", "last", "before", "axis", "back"], ["y"]),
         helper.make_node("ArgMin", ["t"], ["place"], axis=1, select_last_index=1),
     ]
-    model = model_of([x], nodes, {"y": TensorProto.FLOAT, "place": TensorProto.INT64}, constants)
+    outputs = {"y": None, "place": (TensorProto.INT64, None)}
+    model = model_of(nodes, {"x": ["N", length]}, outputs, constants, opset=18)
     data = np.random.default_rng(0).standard_normal((4, length)).astype(np.float32)
     for result, expected in outputs_of(model, x=data):
         assert np.array_equal(result, expected)

@@ -13,8 +13,9 @@ import pytest
 import torch
 import tvm
 import tvm_ffi
-from onnx import TensorProto, helper
+from onnx import helper
 from support.kernel_runs import call, vector_machine
+from support.onnx_models import model_of
 from torch.nn import functional
 from tvm import relax, te
 
@@ -262,10 +263,7 @@ def test_reshapes_between_sizes_that_nobody_can_show_to_be_equal_are_views() -> 
     nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Shape", ["w"], ["sizes"])]
     nodes.append(helper.make_node("Reshape", ["r", "sizes"], ["y"]))
     nodes.append(helper.make_node("Relu", ["y"], ["z"]))
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["a", "b", "c"])]
-    inputs.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, ["d", "e", "f", "g"]))
-    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    model = model_of(nodes, {"x": ["a", "b", "c"], "w": ["d", "e", "f", "g"]}, {"z": None}, opset=18)
     with pytest.warns(UserWarning, match="no attention"):
         module = pipeline.import_source(model).module
     assert not [name for name in cpu_schedule.primitives(module, load_profile("x86-64-v3")) if "reshape" in name]
