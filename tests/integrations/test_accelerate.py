@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -176,21 +176,15 @@ def test_several_threads_get_what_one_gets() -> None:
     mhsa.accelerate(model)
     with torch.no_grad():
         expected = [model(x, x, x, need_weights=False)[0] for x in inputs]
-    wrong = []
 
     def call(number: int) -> None:
         x = inputs[number]
         with torch.no_grad():
             for _ in range(20):
-                if not torch.equal(model(x, x, x, need_weights=False)[0], expected[number]):
-                    wrong.append(number)
+                assert torch.equal(model(x, x, x, need_weights=False)[0], expected[number])
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        list(pool.map(call, range(len(inputs))))
 
 
 @pytest.mark.thorough
