@@ -3,19 +3,20 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
-
-DTYPES = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32, "float16": TensorProto.FLOAT16}
 
 
 def along_all_axes(op: str, shape: tuple, dtype: str, **attributes: int) -> onnx.ModelProto:
     """One graph with an output for each axis."""
     axes = range(len(shape))
     nodes = [helper.make_node(op, ["x", f"axis{i}"], [f"y{i}"], **attributes) for i in axes]
-    value, constants = (DTYPES[dtype], shape), {f"axis{i}": np.array(i) for i in axes}
+    value, constants = (
+        (helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape),
+        {f"axis{i}": np.array(i) for i in axes},
+    )
     return model_of(nodes, {"x": value}, {f"y{i}": value for i in axes}, constants, opset=26)
 
 

@@ -62,31 +62,15 @@ def hold(model: nn.Module, call: Callable[[nn.Module, torch.dtype], Any]) -> Non
     assert [set(vars(module)) for module in model.modules()] == names
 
 
+@pytest.mark.thorough_but("weights")
 @pytest.mark.parametrize(
     ("batch_first", "cross", "given"),
     [
         (True, False, {}),
-        pytest.param(
-            False,
-            False,
-            {"key_padding_mask": hidden_tail(L, 3), "average_attn_weights": False},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            False, True, {"key_padding_mask": hidden_tail(S, 2), "need_weights": False}, marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            True,
-            False,
-            {"attn_mask": torch.ones(L, L).triu(1).bool(), "is_causal": True, "need_weights": False},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            True,
-            True,
-            {"attn_mask": torch.randn(B * H, L, S, generator=torch.Generator().manual_seed(2))},
-            marks=pytest.mark.thorough,
-        ),
+        (False, False, {"key_padding_mask": hidden_tail(L, 3), "average_attn_weights": False}),
+        (False, True, {"key_padding_mask": hidden_tail(S, 2), "need_weights": False}),
+        (True, False, {"attn_mask": torch.ones(L, L).triu(1).bool(), "is_causal": True, "need_weights": False}),
+        (True, True, {"attn_mask": torch.randn(B * H, L, S, generator=torch.Generator().manual_seed(2))}),
     ],
     ids=["weights", "padding", "cross", "causal", "float"],
 )
