@@ -18,6 +18,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from gpu_bench.problem import GpuProblem
 from mhsa_bench.peers.torch_compile import flex_rule
+from mhsa_bench.peers.torch_eager import folded_core
 from mhsa_compile.errors import InputError, ModelError
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,11 +69,7 @@ def folded(problem: GpuProblem) -> Core:
     if problem.workload.L != 1 or spec.num_kv_heads == spec.num_heads or problem.visible is not None:
         raise ModelError("peer", "one query, several heads on one key/value head, no mask", "something else")
 
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = q.reshape(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        return scaled_dot_product_attention(rows, k, v, scale=spec.scale).reshape(*q.shape[:3], -1)
-
-    return core
+    return partial(folded_core, spec)
 
 
 def flex(problem: GpuProblem, compile: Callable[..., Any] = torch.compile) -> Core:

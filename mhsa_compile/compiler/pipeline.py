@@ -341,10 +341,7 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
 def _versions(profile: TargetProfile) -> dict[str, str]:
     names = ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")
     numbers = {name: environment.installed_version(name) or environment.UNKNOWN for name in names}
-    if isinstance(profile, CudaProfile):
-        compiler, number = cuda_compiler.compiler()
-        numbers[compiler] = number
-    return numbers
+    return numbers | cuda_compiler.versions(profile)
 
 
 def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:

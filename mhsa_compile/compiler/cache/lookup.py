@@ -27,7 +27,7 @@ from mhsa_compile.compiler.cache import artifact_store
 from mhsa_compile.compiler.cache.artifact_store import MakeWeights, Turn
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.hardware import environment
-from mhsa_compile.hardware.profile import CudaProfile, TargetProfile
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.records.record import Record, encoded
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
@@ -55,7 +55,9 @@ class CacheRequest:
 
     def key(self, *parts: bytes) -> str:
         """The key of a source, which is given as `parts`, compiled as asked."""
-        rest = _encoded([self.profile, self.weights, _versions(self.profile), self.outputs, self.check])
+        versions = {name: environment.installed_version(name) for name in _DISTRIBUTIONS}
+        versions |= cuda_compiler.versions(self.profile)
+        rest = _encoded([self.profile, self.weights, versions, self.outputs, self.check])
         digest = hashlib.sha256()
         for part in (*parts, _sources(), *map(encoded, self.records), rest):
             digest.update(hashlib.sha256(part).digest())
@@ -75,14 +77,6 @@ class CacheRequest:
 
 def _encoded(value: Any) -> bytes:
     return msgspec.json.encode(value, order="deterministic")
-
-
-def _versions(profile: TargetProfile) -> dict[str, str | None]:
-    numbers = {name: environment.installed_version(name) for name in _DISTRIBUTIONS}
-    if isinstance(profile, CudaProfile):
-        compiler, number = cuda_compiler.compiler()
-        numbers[compiler] = number
-    return numbers
 
 
 @functools.cache
