@@ -8,20 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from support.command import mhsa, refused
 
 import mhsa_compile as mhsa_library
-from mhsa_compile.cli.app import app
-
-
-def mhsa(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(result: Result) -> str:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == "" and "Traceback" not in result.stderr
-    return result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ class _Runner:
         only now and then, and memory may have been written by the others."""
         self.share = max(self.share, job.error_share(self.output.numpy()))
         if self.share > 1:
-            raise _Refused(Failure(WRONG, f"its error is {self.share:.3g} times the budget"))
+            raise _NotTimed(Failure(WRONG, f"its error is {self.share:.3g} times the budget"))
 
     def turn(self) -> float:
         """The median seconds of a call. How many there are follows from the turn before."""
@@ -156,10 +156,10 @@ def _module(remote: Any, name: str, candidate: Candidate) -> Any:
     except (RPCError, AttributeError) as error:
         if _is_timeout(error):
             raise
-        raise _Refused(Failure(BUILD, f"the device cannot load it: {last_words(error)}")) from None
+        raise _NotTimed(Failure(BUILD, f"the device cannot load it: {last_words(error)}")) from None
 
 
-class _Refused(RuntimeError):
+class _NotTimed(RuntimeError):
     """A candidate that the device cannot load, or whose output is over the error budget."""
 
     def __init__(self, failure: Failure) -> None:
@@ -174,7 +174,7 @@ def _blame(position: int) -> Iterator[None]:
 
     try:
         yield
-    except _Refused as error:
+    except _NotTimed as error:
         raise Fault(position, error.failure) from None
     except RuntimeError as error:
         if _is_timeout(error):
