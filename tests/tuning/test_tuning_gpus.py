@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.cuda.needs_compiler import needs_compiler
+from support.cuda.cuda_compiler import needs_compiler
 from support.gpu_tuning import OP
 from support.made_session import DEVICE, MadeSession, built
 
