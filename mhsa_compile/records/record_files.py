@@ -6,7 +6,7 @@ that line and no other (`append_log`). A line that is no record is named, never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +39,12 @@ class Flaw:
     error: RecordsError | None
 
 
-RecordLines = list[tuple[bytes, Record]]
-"""The lines of a file that are records, and those."""
-
-
 def read(path: Path) -> Contents:
     """What a file holds. Raises RecordsError for a line that is no record: it is someone else's, or was edited."""
     records, flaws = examine(path)
-    _check(flaws)
+    for flaw in flaws:
+        if flaw.error is not None:
+            raise flaw.error
     return Contents(tuple(records), bool(flaws))
 
 
@@ -98,11 +96,16 @@ def merge_into(path: Path, more: Iterable[Record]) -> list[Record]:
     """
     best: list[Record] = []
 
-    def change(rows: RecordLines) -> list[bytes]:
+    def change(lines: list[bytes], tail: bytes) -> list[bytes]:
+        rows, flaws = _sorted_out(path, lines, tail)
+        for flaw in flaws:
+            if flaw.error is not None:
+                raise flaw.error
         best.extend(merge_best([*(record for _, record in rows), *more]))
         return [encoded(record) for record in best]
 
-    _change(path, change)
+    with _room_for(path):
+        append_log.rewrite(path, change)
     return best
 
 
@@ -112,8 +115,12 @@ def state_microarchitecture(path: Path, name: str, cpu: str | None) -> int:
     was."""
     count = 0
 
-    def change(rows: RecordLines) -> list[bytes]:
+    def change(lines: list[bytes], tail: bytes) -> list[bytes]:
         nonlocal count
+        rows, flaws = _sorted_out(path, lines, tail)
+        for flaw in flaws:
+            if flaw.error is not None:
+                raise flaw.error
         untold = [does_not_tell(record) and cpu in (None, record.device.cpu) for _, record in rows]
         own_devices = [record.device for (_, record), is_untold in zip(rows, untold, strict=True) if is_untold]
         devices = {(device.cpu, device.l1d_kib, device.l2_kib) for device in own_devices}
@@ -128,27 +135,9 @@ def state_microarchitecture(path: Path, name: str, cpu: str | None) -> int:
             _stated(record, name) if is_untold else line for (line, record), is_untold in zip(rows, untold, strict=True)
         ]
 
-    _change(path, change)
-    return count
-
-
-def _check(flaws: Iterable[Flaw]) -> None:
-    """Raises RecordsError for the first line that is none, and not just torn."""
-    for flaw in flaws:
-        if flaw.error is not None:
-            raise flaw.error
-
-
-def _change(path: Path, change: Callable[[RecordLines], list[bytes]]) -> None:
-    """Writes a file of records anew. Raises RecordsError where a line is wrong, and leaves the file as it was."""
-
-    def changed(lines: list[bytes], tail: bytes) -> list[bytes]:
-        rows, flaws = _sorted_out(path, lines, tail)
-        _check(flaws)
-        return change(rows)
-
     with _room_for(path):
-        append_log.rewrite(path, changed)
+        append_log.rewrite(path, change)
+    return count
 
 
 def _stated(record: Record, name: str) -> bytes:
@@ -172,7 +161,7 @@ def repair(path: Path, rejected: Path) -> list[Flaw]:
     return flaws
 
 
-def _sorted_out(path: Path, lines: list[bytes], tail: bytes) -> tuple[RecordLines, list[Flaw]]:
+def _sorted_out(path: Path, lines: list[bytes], tail: bytes) -> tuple[list[tuple[bytes, Record]], list[Flaw]]:
     """(the lines that are records, and those; the lines that are none). Empty lines are nothing."""
     rows, flaws = [], []
     for number, line in enumerate([*lines, tail], 1):
