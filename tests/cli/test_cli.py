@@ -192,6 +192,7 @@ def test_doctor_sees_a_cache_folder_that_cannot_be_made(monkeypatch: pytest.Monk
     assert str(tmp_path / "zig") in findings["cache folder"]["found"]
 
 
+SPEC = ("--embed-dim", 64, "--num-heads", 8)
 BAD_COMPILES = {
     "no source": ([], "an .onnx file, a spec .toml, or --embed-dim and --num-heads"),
     "half a spec": (["--embed-dim", 64], "only --embed-dim"),
@@ -199,40 +200,34 @@ BAD_COMPILES = {
     "source of another kind": (["model.pt"], "'model.pt'"),
     "source that is not there": (["absent.onnx"], "'absent.onnx'"),
     "D not divisible by H": (["--embed-dim", 64, "--num-heads", 5], "embed_dim"),
-    "H not divisible by G": (["--embed-dim", 64, "--num-heads", 8, "--num-kv-heads", 3], "num_kv_heads"),
-    "unknown target": (["--embed-dim", 64, "--num-heads", 8, "--target", "znver6"], "znver5"),
-    "causal without lengths": (
-        ["--embed-dim", 64, "--num-heads", 8, "--kv-embed-dim", 32, "--causal", "true"],
-        "bottom_right",
-    ),
-    "flag out of its choices": (["--embed-dim", 64, "--num-heads", 8, "--causal", "left"], "top_left"),
-    "dtype": (["--embed-dim", 64, "--num-heads", 8, "--dtype", "float64"], "'bfloat16'"),
-    "window of one side": (["--embed-dim", 64, "--num-heads", 8, "--window", "256"], "(left, right)"),
-    "window of words": (["--embed-dim", 64, "--num-heads", 8, "--window", "256,none"], "LEFT,RIGHT, such as 256,0"),
-    "negative window": (["--embed-dim", 64, "--num-heads", 8, "--window", "-2,0"], "-1 for unbounded"),
-    "unknown pattern": (["--embed-dim", 64, "--num-heads", 8, "--static-mask", "bigbrd"], "Did you mean 'bigbird'"),
+    "H not divisible by G": ([*SPEC, "--num-kv-heads", 3], "num_kv_heads"),
+    "unknown target": ([*SPEC, "--target", "znver6"], "znver5"),
+    "causal without lengths": ([*SPEC, "--kv-embed-dim", 32, "--causal", "true"], "bottom_right"),
+    "flag out of its choices": ([*SPEC, "--causal", "left"], "top_left"),
+    "dtype": ([*SPEC, "--dtype", "float64"], "'bfloat16'"),
+    "window of one side": ([*SPEC, "--window", "256"], "(left, right)"),
+    "window of words": ([*SPEC, "--window", "256,none"], "LEFT,RIGHT, such as 256,0"),
+    "negative window": ([*SPEC, "--window", "-2,0"], "-1 for unbounded"),
+    "unknown pattern": ([*SPEC, "--static-mask", "bigbrd"], "Did you mean 'bigbird'"),
     "pattern out of range": (
-        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "longformer:window=3"],
+        [*SPEC, "--static-mask", "longformer:window=3"],
         "longformer.window: expected an even number",
     ),
-    "softcap": (["--embed-dim", 64, "--num-heads", 8, "--softcap", "-1"], "softcap: expected a positive finite"),
-    "rope of words": (["--embed-dim", 64, "--num-heads", 8, "--rope", "theta=big"], "FIELD=VALUE"),
-    "unknown field of rope": (["--embed-dim", 64, "--num-heads", 8, "--rope", "thta=1"], "Did you mean 'theta'"),
-    "cache without causality": (["--embed-dim", 64, "--num-heads", 8, "--kv-cache"], "--causal true"),
+    "softcap": ([*SPEC, "--softcap", "-1"], "softcap: expected a positive finite"),
+    "rope of words": ([*SPEC, "--rope", "theta=big"], "FIELD=VALUE"),
+    "unknown field of rope": ([*SPEC, "--rope", "thta=1"], "Did you mean 'theta'"),
+    "cache without causality": ([*SPEC, "--kv-cache"], "--causal true"),
     "positions beyond rope's": (
-        ["--embed-dim", 64, "--num-heads", 8, "--rope", "max_length=32", "--length", 33],
+        [*SPEC, "--rope", "max_length=32", "--length", 33],
         "L of at most the spec's rope.max_length = 32",
     ),
-    "two masks": (
-        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4", "--mask", "bool"],
-        "one mask, constant or of the call",
-    ),
+    "two masks": ([*SPEC, "--static-mask", "strided:stride=4", "--mask", "bool"], "one mask, constant or of the call"),
     "static mask of free lengths": (
-        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4"],
+        [*SPEC, "--static-mask", "strided:stride=4"],
         "expected fixed lengths, as the spec's static_mask is laid out at compile time, got L left symbolic",
     ),
-    "weights": (["--embed-dim", 64, "--num-heads", 8, "--weights", "int4"], "'int8'"),
-    "length below one": (["--embed-dim", 64, "--num-heads", 8, "--length", 0], "--length"),
+    "weights": ([*SPEC, "--weights", "int4"], "'int8'"),
+    "length below one": ([*SPEC, "--length", 0], "--length"),
 }
 
 
