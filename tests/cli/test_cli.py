@@ -20,7 +20,7 @@ import pytest
 import typer.main
 from onnx import helper
 from safetensors.numpy import load_file, save_file
-from support.command import mhsa, refused
+from support.command import mhsa, printed, printed_json, refused
 from support.cuda.made_up_gpus import B200, H200, MadeUp
 from support.onnx_models import model_of
 from support.records_made import made
@@ -96,7 +96,7 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_targets_are_listed() -> None:
-    listed = json.loads(mhsa("targets", "--json").stdout)
+    listed = printed_json("targets")
     assert [target["name"] for target in listed] == list(profile.profile_names())
     table = mhsa("targets").stdout
     assert all(name in table for name in profile.profile_names())
@@ -107,7 +107,7 @@ def test_native_is_printed_as_a_file_to_save(tmp_path: Path) -> None:
     assert tomllib.loads(text)["hardware"]["cores"] == host.allowed_cpus()
     saved = tmp_path / "mine.toml"
     saved.write_text(text)
-    assert json.loads(mhsa("targets", saved, "--json").stdout)["name"] == "mine"
+    assert printed_json("targets", saved)["name"] == "mine"
 
 
 def test_this_machine_is_detected_and_written(tmp_path: Path) -> None:
@@ -320,10 +320,9 @@ def test_blocks_that_are_not_fused_are_named(tmp_path: Path) -> None:
         helper.make_node("MatMul", ["weights", "v"], ["y"]),
     ]
     onnx.save(model_of(nodes, inputs, {"y": inputs["q"]}, opset=17), tmp_path / "m.onnx")
-    result = mhsa("compile", tmp_path / "m.onnx", "-o", tmp_path / "m.mhsa")
-    assert result.exit_code == 0, result.output
-    assert "0 of 1 attention blocks fused" in result.stdout
-    assert "weigh (decomposed), not fused: Mul 'gate' scales by something that is not one constant" in result.stdout
+    result = printed("compile", tmp_path / "m.onnx", "-o", tmp_path / "m.mhsa")
+    assert "0 of 1 attention blocks fused" in result
+    assert "weigh (decomposed), not fused: Mul 'gate' scales by something that is not one constant" in result
 
 
 def test_a_report_of_many_operations_fits_on_a_screen() -> None:
@@ -349,8 +348,8 @@ def test_a_report_of_many_operations_fits_on_a_screen() -> None:
 def test_an_artifact_is_profiled(compiled: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     arguments = ("profile", compiled, "--dim", "B=2", "--length", 7, "--seconds", 0.01)
-    described = json.loads(mhsa(*arguments, "--trace", trace, "--json").stdout)
-    ops = {op["name"] for op in json.loads(mhsa("inspect", compiled, "--json").stdout)["manifest"]["ops"]}
+    described = printed_json(*arguments, "--trace", trace)
+    ops = {op["name"] for op in printed_json("inspect", compiled)["manifest"]["ops"]}
     assert {op["name"] for op in described["ops"]} == ops
     assert all(op["share_of_limit"] > 0 for op in described["ops"])
     events = json.loads(trace.read_text())["traceEvents"]
@@ -365,7 +364,7 @@ def test_an_artifact_is_profiled(compiled: Path, tmp_path: Path) -> None:
 
 
 def test_an_artifact_is_inspected(compiled: Path) -> None:
-    described = json.loads(mhsa("inspect", compiled, "--json").stdout)
+    described = printed_json("inspect", compiled)
     assert described["hashes_ok"]
     assert {info["name"] for info in described["manifest"]["inputs"]} == {"x", "mask"}
     assert described["bytes"].keys() == described["manifest"]["files"].keys()
@@ -379,16 +378,12 @@ def test_an_artifact_is_inspected(compiled: Path) -> None:
 
 
 def test_an_artifact_is_verified(compiled: Path) -> None:
-    result = mhsa("verify", compiled, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["ok"]
+    assert printed_json("verify", compiled)["ok"]
 
 
 def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path: Path) -> None:
     out = tmp_path / "y.npz"
-    result = mhsa("run", compiled, "--batch", 2, "--length", 1, "-o", out, "--json")
-    assert result.exit_code == 0, result.output
-    described = json.loads(result.stdout)["outputs"][0]
+    described = printed_json("run", compiled, "--batch", 2, "--length", 1, "-o", out)["outputs"][0]
     with np.load(out) as outputs:
         y = outputs["y"]
     assert described["dims"] == [2, 1, 32] and (described["min"], described["max"]) == (y.min(), y.max())
@@ -405,7 +400,7 @@ def test_keys_and_values_of_two_inputs_from_flags_to_a_run(tmp_path: Path) -> No
     flags = ["--embed-dim", 32, "--num-heads", 4, "--kv-embed-dim", 13, "--v-embed-dim", 7, "--mask", "key_padding"]
     result = mhsa("compile", *flags, "-o", folder)
     assert result.exit_code == 0, result.output
-    described = json.loads(mhsa("inspect", folder, "--json").stdout)["manifest"]
+    described = printed_json("inspect", folder)["manifest"]
     assert {info["name"]: info["dims"] for info in described["inputs"]} == {
         "x": ["B", "L", 32], "key": ["B", "S", 13], "value": ["B", "S", 7], "mask": ["B", "S"],
     }  # fmt: skip
@@ -419,8 +414,7 @@ def test_keys_and_values_of_two_inputs_from_flags_to_a_run(tmp_path: Path) -> No
     assert np.load(out)["y"].shape == (2, 5, 32)
     message = refused(mhsa("run", folder, *given, "--input", f"value={tmp_path / 'key.npy'}", "-o", out))
     assert "'value'" in message and "(B, S, 7)" in message
-    verified = mhsa("verify", folder, "--json")
-    assert verified.exit_code == 0 and json.loads(verified.stdout)["ok"]
+    assert printed_json("verify", folder)["ok"]
     message = refused(mhsa("compile", *flags[:4], "--v-embed-dim", 7, "-o", tmp_path / "other"))
     assert "v_embed_dim: expected None without kv_embed_dim" in message
 
@@ -520,17 +514,14 @@ def test_force_replaces_an_artifact(compiled: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_bench_reports_every_peer(compiled: Path) -> None:
-    result = mhsa("bench", compiled, "--against", "torch", "--length", 16, "--seconds", 0.1, "--json")
-    assert result.exit_code == 0, result.output
-    (report,) = json.loads(result.stdout).values()
+    (report,) = printed_json("bench", compiled, "--against", "torch", "--length", 16, "--seconds", 0.1).values()
     assert len(report["rows"]) == 2
 
 
 @pytest.mark.thorough
 def test_a_bench_shows_a_table(compiled: Path) -> None:
-    result = mhsa("bench", compiled, "--against", "torch,openvino", "--length", 16, "--seconds", 0.1, "--dim", "B=2")
-    assert result.exit_code == 0, result.output
-    assert "B=2" in result.stdout and "GFLOP/s" in result.stdout and "mhsa_compile" in result.stdout
+    result = printed("bench", compiled, "--against", "torch,openvino", "--length", 16, "--seconds", 0.1, "--dim", "B=2")
+    assert "B=2" in result and "GFLOP/s" in result and "mhsa_compile" in result
 
 
 @pytest.mark.thorough
@@ -545,13 +536,11 @@ def test_symbols_of_other_names_have_their_sizes_by_dim(tmp_path: Path) -> None:
     assert mhsa("compile", tmp_path / "m.onnx", "--dim", "batch=1", "-o", folder).exit_code == 0
     assert "State it: --dim seq=N" in refused(mhsa("run", folder))
     assert "a symbol of the inputs: seq, got 'batch'" in refused(mhsa("run", folder, "--dim", "batch=1"))
-    ran = json.loads(mhsa("run", folder, "--dim", "seq=7", "--json").stdout)
+    ran = printed_json("run", folder, "--dim", "seq=7")
     assert ran["outputs"][0]["dims"] == [1, 2, 7, 8]
     assert "expected sizes for seq, got none" in mhsa("bench", folder).stderr
     assert "expected sizes for batch, seq, got none" in refused(mhsa("bench", tmp_path / "m.onnx"))
-    result = mhsa("bench", folder, "--dim", "seq=7", "--against", "onnxruntime", "--seconds", 0.1, "--json")
-    assert result.exit_code == 0, result.output
-    (report,) = json.loads(result.stdout).values()
+    (report,) = printed_json("bench", folder, "--dim", "seq=7", "--against", "onnxruntime", "--seconds", 0.1).values()
     assert (report["dims"], report["dtype"], report["floor"]) == ({"seq": 7}, "float32", None)
 
 
@@ -582,7 +571,7 @@ def test_outputs_of_the_layers_of_a_file(tmp_path: Path) -> None:
     assert "Leave one of them out" in refused(mhsa("compile", file, "--outputs", "lse", "--embed-dim", 8, "-o", out))
     assert "'lse@0'" in refused(mhsa("compile", spec, "--outputs", "y,lse@0", "-o", out))
     assert mhsa("compile", file, "--outputs", "entropy,weights@0", "-o", out).exit_code == 0
-    held = json.loads(mhsa("inspect", out, "--json").stdout)["manifest"]
+    held = printed_json("inspect", out)["manifest"]
     assert [info["name"] for info in held["outputs"]] == ["y", "layer0_entropy", "layer0_weights"]
     assert [block["name"] for block in held["attention"]] == ["y"] and "layer" in mhsa("inspect", out).stdout
     assert mhsa("run", out, "--dim", "B=2", "--dim", "L=5", "-o", tmp_path / "all.npz").exit_code == 0
