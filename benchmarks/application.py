@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from processes import WARM_UP, Times, Turn, answer_turns, in_turn, rounds, started, timed_calls
+from processes import WARM_UP, Times, Turn, answer_turns, in_turn, one_caller, rounds, started, timed_calls
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -130,9 +130,7 @@ def _opened(candidate: str, folder: Path, sizes: dict[str, int], threads: int) -
 def _take(turn: Turn, calls: Sequence[Callable[[], Any]], threads: int) -> Times:
     between = _between(turn.situation, threads)
     if turn.callers == 1:
-        begin = time.perf_counter()
-        times = timed_calls(turn.seconds, in_turn(calls), between)
-        return Times(times, (len(times) + WARM_UP) / (time.perf_counter() - begin))
+        return one_caller(turn.seconds, calls, between)
     samples: list[list[float]] = []
     barrier = threading.Barrier(turn.callers + 1)
 

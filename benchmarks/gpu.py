@@ -22,8 +22,7 @@ from pathlib import Path
 
 import msgspec
 from gpu_bench import bench
-from gpu_bench.report import Figures, GpuResult, Machine
-from gpu_bench.table import text
+from gpu_bench.report import Figures, GpuResult, Machine, text
 from gpu_bench.workloads import WORKLOADS, choose
 
 import mhsa_compile as mhsa

@@ -42,6 +42,7 @@ from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.records import record_files
+from mhsa_compile.runtime.array_memory import aligned_copy
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 
@@ -78,7 +79,7 @@ def main() -> None:
     calls[META] = stock
     if options.untouched:
         calls[UNTOUCHED] = vm(relax.build(block, target))
-    inputs = [{"x": aligned(random_inputs(artifact.manifest, {}, seed)["x"])} for seed in range(4)]
+    inputs = [{"x": aligned_copy(random_inputs(artifact.manifest, {}, seed)["x"])} for seed in range(4)]
     rows = timed(calls, artifact, inputs, given, options.timing)
     model = "XGBoost" if find_spec("xgboost") else "random"
     title = (
@@ -205,15 +206,6 @@ def with_schedules(block: tvm.IRModule, database: Any, target: Any) -> Any:
 def vm(executable: Any) -> Callable[[np.ndarray], np.ndarray]:
     run = relax.VirtualMachine(executable, tvm.cpu())["main"]
     return lambda x: run(tvm.runtime.from_dlpack(x)).numpy()
-
-
-def aligned(array: np.ndarray) -> np.ndarray:
-    """A copy that begins with a cache line, as TVM wants arrays that it reads in place."""
-    room = np.empty(array.nbytes + 64, np.uint8)
-    first = -room.ctypes.data % 64
-    found = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
-    found[...] = array
-    return found
 
 
 def timed(

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from processes import WARM_UP, Times, Turn, answer_turns, in_turn, rounds, started, timed_calls
+from processes import Turn, answer_turns, one_caller, rounds, started
 from rich.console import Console
 from rich.table import Table
 
@@ -160,12 +159,6 @@ OPENERS: dict[str, Callable[..., list[Any]]] = {
 }
 
 
-def _take(turn: Turn, calls: Sequence[Callable[[], Any]]) -> Times:
-    begin = time.perf_counter()
-    times = timed_calls(turn.seconds, in_turn(calls))
-    return Times(times, (len(times) + WARM_UP) / (time.perf_counter() - begin))
-
-
 # The process that asks
 
 
@@ -247,7 +240,7 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         who, which, place, count = sys.argv[2:]
-        answer_turns(opened(who, which, Path(place), int(count)), _take)
+        answer_turns(opened(who, which, Path(place), int(count)), lambda turn, calls: one_caller(turn.seconds, calls))
     elif sys.argv[1:2] == ["--prepare"]:
         prepare(sys.argv[2], Path(sys.argv[3]))
     else:

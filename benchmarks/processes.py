@@ -73,6 +73,13 @@ def timed_calls(seconds: float, call: Callable[[], Any], between: Callable[[], A
     raise AssertionError
 
 
+def one_caller(seconds: float, calls: Sequence[Callable[[], Any]], between: Callable[[], Any] = lambda: None) -> Times:
+    """A turn of one caller, who makes the calls in turn."""
+    begin = time.perf_counter()
+    times = timed_calls(seconds, in_turn(calls), between)
+    return Times(times, (len(times) + WARM_UP) / (time.perf_counter() - begin))
+
+
 # The process that asks
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from layer_times import layer_times
+from head_counts import layer_times
 
 import mhsa_compile as mhsa
 from mhsa_compile import analysis

@@ -40,11 +40,9 @@ class Model:
 class _Called(nn.Module):
     """A model called by the names of its inputs; its last hidden state."""
 
-    def __init__(
-        self, model: nn.Module, names: tuple[str, ...], result: str = "last_hidden_state", **more: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, names: tuple[str, ...], **more: Any) -> None:
         super().__init__()
-        self.model, self.names, self.result, self.more = model.eval(), names, result, more
+        self.model, self.names, self.more = model.eval(), names, more
 
     def forward(self, *tensors: Tensor) -> Tensor:
         made: Tensor = self.model(**dict(zip(self.names, tensors, strict=True)), **self.more).last_hidden_state
@@ -118,15 +116,8 @@ def _whisper(attention: str, layers: int | None) -> nn.Module:
 
 def _t5(attention: str, layers: int | None) -> nn.Module:
     """A T5 with random weights. SDPA is eager here: T5's does not export (a view of strides that do not fit)."""
-    encoder = _made(
-        "T5EncoderModel",
-        "eager" if attention == "sdpa" else attention,
-        layers or 6,
-        "num_layers",
-        d_kv=64,
-        d_ff=2048,
-        num_heads=8,
-    )
+    attention = "eager" if attention == "sdpa" else attention
+    encoder = _made("T5EncoderModel", attention, layers or 6, "num_layers", d_kv=64, d_ff=2048, num_heads=8)
     return _Called(encoder, ("input_ids", "attention_mask"))
 
 

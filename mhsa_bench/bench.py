@@ -14,9 +14,8 @@ from statistics import median
 
 import numpy as np
 
-from mhsa_bench.peers import registry
-from mhsa_bench.peers.ours import Compiled
 from mhsa_bench.peers.peer import Opened, Peer, Problem
+from mhsa_bench.peers.registry import Compiled, find
 from mhsa_bench.report import BenchReport, BenchRow, Floor
 from mhsa_compile.bench.timing import INPUT_SETS, Call, interleave, spread, tasks, workers_apart
 from mhsa_compile.errors import InputError
@@ -73,7 +72,7 @@ def bench(
     Raises InputError, InstallationError and, for our own side, what `load` raises.
     """
     threads = host.thread_count(threads)
-    peers = registry.find(against)
+    peers = find(against)
     environment.check_tvm_pair()
     from mhsa_bench import roofline  # PyTorch, TVM
     from mhsa_compile.bench import accuracy

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mhsa_analysis.head_diversity import HeadDiversity
     from mhsa_analysis.head_report import HeadReport
     from mhsa_analysis.head_statistics import HeadStatistics
+    from mhsa_analysis.layer_weights import principal_angles, subspace_overlap
     from mhsa_analysis.model_layers import TrainedLayer, trained_layers
-    from mhsa_analysis.mutual_information import gaussian_information
+    from mhsa_analysis.moments import gaussian_information
     from mhsa_analysis.pruned_layer import pruned
     from mhsa_analysis.pruning import PruningPlan
-    from mhsa_analysis.subspaces import principal_angles, subspace_overlap
 
 __all__ = [
     "HeadDiversity",
@@ -43,10 +43,10 @@ _PLACES = {
     "HeadStatistics": "head_statistics",
     "PruningPlan": "pruning",
     "TrainedLayer": "model_layers",
-    "gaussian_information": "mutual_information",
-    "principal_angles": "subspaces",
+    "gaussian_information": "moments",
+    "principal_angles": "layer_weights",
     "pruned": "pruned_layer",
-    "subspace_overlap": "subspaces",
+    "subspace_overlap": "layer_weights",
     "trained_layers": "model_layers",
 }
 """The file that defines each public name."""

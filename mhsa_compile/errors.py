@@ -22,7 +22,9 @@ these in `foreign_errors`.
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 
 CALL_REFUSED = "mhsa.InputError"
 """The kind under which compiled code raises what becomes an InputError. Its text is three lines: the argument, what was
@@ -35,6 +37,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else json.dumps(c)[1:-1] for c in text)
+
+
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """A next step: the choice that is spelled much like `word`, or `otherwise`."""
+    near = difflib.get_close_matches(word, list(choices), n=1)
+    return f"Did you mean {near[0]!r}?" if near else otherwise
 
 
 class MhsaError(Exception):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_bench import artifact_cache, peers, roofline
-from gpu_bench.problem import GpuProblem, draw, first
+from gpu_bench import artifact_cache, peers
+from gpu_bench.problem import Ceiling, GpuProblem, draw, first, large_copy, matrix_product
 from gpu_bench.report import OURS, Ceilings, GpuResult, GpuRow, Machine, Sample, rows
 from gpu_bench.timing import Call, Stopwatch, interleave
 from gpu_bench.workloads import work
@@ -107,11 +107,11 @@ def timed(
     contenders: Sequence[Prepared | GpuRow],
     ops: Iterable[OpReport],
     options: Options,
-    limits: tuple[roofline.Ceiling, roofline.Ceiling] | None = None,
+    limits: tuple[Ceiling, Ceiling] | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> GpuResult:
     """Times all candidates in turns, the ceilings among them."""
-    matrix, copy = limits or (roofline.matrix(options.device), roofline.copy(options.device))
+    matrix, copy = limits or (matrix_product(options.device), large_copy(options.device))
     running = [candidate for candidate in contenders if isinstance(candidate, Prepared)]
     turns = [*(candidate.calls for candidate in running), [matrix.call], [copy.call]]
     *times, matrix_times, copy_times = interleave(turns, options.seconds, stopwatch)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from gpu_bench.problem import GpuProblem
+from mhsa_bench.peers.torch_compile import flex_rule
+from mhsa_bench.peers.torch_eager import folded_core
 from mhsa_compile.errors import InputError, ModelError
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -67,11 +69,7 @@ def folded(problem: GpuProblem) -> Core:
     if problem.workload.L != 1 or spec.num_kv_heads == spec.num_heads or problem.visible is not None:
         raise ModelError("peer", "one query, several heads on one key/value head, no mask", "something else")
 
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = q.reshape(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        return scaled_dot_product_attention(rows, k, v, scale=spec.scale).reshape(*q.shape[:3], -1)
-
-    return core
+    return partial(folded_core, spec)
 
 
 def flex(problem: GpuProblem, compile: Callable[..., Any] = torch.compile) -> Core:
@@ -80,28 +78,14 @@ def flex(problem: GpuProblem, compile: Callable[..., Any] = torch.compile) -> Co
 
     spec, L, S = problem.workload.spec, problem.workload.L, problem.workload.S
     blocks = None
-    if (rule := _rule(problem)) is not None:
-        blocks = create_block_mask(rule, None, None, L, S, device=problem.device)
+    pairs = None if spec.static_mask is None else problem.visible
+    if pairs is not None or spec.band is not None:
+        blocks = create_block_mask(flex_rule(spec.band, L, S, pairs), None, None, L, S, device=problem.device)
     is_grouped = spec.num_kv_heads != spec.num_heads
     compiled: Core = compile(
         partial(flex_attention, block_mask=blocks, scale=spec.scale, enable_gqa=is_grouped), dynamic=False
     )
     return compiled
-
-
-def _rule(problem: GpuProblem) -> Callable[..., Tensor] | None:
-    """Which pairs are seen, as FlexAttention asks for it."""
-    spec, S = problem.workload.spec, problem.workload.S
-    if spec.static_mask is not None:
-        visible = problem.visible
-        assert visible is not None
-        return lambda b, h, i, j: visible[i, j]
-    if spec.band is None:
-        return None
-    left, right, alignment = spec.band
-    offset = S - problem.workload.L if alignment == "bottom_right" else 0
-    before, after = (S if size < 0 else size for size in (left, right))
-    return lambda b, h, i, j: (j <= i + offset + after) & (j >= i + offset - before)
 
 
 def flash_package(module: str, problem: GpuProblem) -> list[Call]:

@@ -71,24 +71,22 @@ def flex_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     spec, (L, S) = problem.spec, (problem.sizes["L"], problem.sizes["S"])
     if problem.visible is None or spec.mask is not None:
         raise ModelError("peer", "a constant mask: FlexAttention is for those", "none, or one of the call")
-    if spec.static_mask is not None:
-        visible_pairs = to_torch(problem.visible)
-
-        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return visible_pairs[i, j]
-    else:
-        assert spec.band is not None
-        left, right, alignment = spec.band
-        offset = S - L if alignment == "bottom_right" else 0
-        before, after = (S if size < 0 else size for size in (left, right))
-
-        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (j <= i + offset + after) & (j >= i + offset - before)
-
-    blocks = create_block_mask(visible, None, None, L, S, device="cpu")
+    pairs = None if spec.static_mask is None else to_torch(problem.visible)
+    blocks = create_block_mask(flex_rule(spec.band, L, S, pairs), None, None, L, S, device="cpu")
     is_grouped = spec.num_kv_heads != spec.num_heads
     core = partial(flex_attention, block_mask=blocks, scale=spec.scale, enable_gqa=is_grouped)
     return with_projections(problem, core)
+
+
+def flex_rule(band: tuple[int, int, str] | None, L: int, S: int, pairs: Tensor | None) -> Callable[..., Tensor]:
+    """What is seen, by FlexAttention's way to ask: `pairs` (L, S), where a constant mask says it, else the band."""
+    if pairs is not None:
+        return lambda b, h, i, j: pairs[i, j]
+    assert band is not None
+    left, right, alignment = band
+    offset = S - L if alignment == "bottom_right" else 0
+    before, after = (S if size < 0 else size for size in (left, right))
+    return lambda b, h, i, j: (j <= i + offset + after) & (j >= i + offset - before)
 
 
 FORMS = (

@@ -16,6 +16,8 @@ from mhsa_compile.verification.random_inputs import Arrays
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from mhsa_compile.spec.attention_spec import AttentionSpec
+
 
 class TorchEager:
     """Fused projections and one way to write the core, in inference mode.
@@ -83,17 +85,18 @@ def sdpa_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
 
 def folded_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     """Attention for decoding that reads keys and values once: its queries are the query heads of a key/value head."""
-    from torch.nn.functional import scaled_dot_product_attention
-
     spec = problem.spec
     if spec.num_kv_heads == spec.num_heads or problem.sizes["L"] != 1 or problem.is_masked:
         raise ModelError("peer", "one query, several heads on one key/value head, no mask", "something else")
 
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = q.reshape(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        return scaled_dot_product_attention(rows, k, v, scale=spec.scale).reshape(*q.shape[:3], -1)
+    return with_projections(problem, partial(folded_core, spec))
 
-    return with_projections(problem, core)
+
+def folded_core(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    rows = q.reshape(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
+    return scaled_dot_product_attention(rows, k, v, scale=spec.scale).reshape(*q.shape[:3], -1)
 
 
 def with_projections(problem: Problem, core: Callable[..., Tensor]) -> Callable[..., Tensor]:

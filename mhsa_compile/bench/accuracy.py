@@ -9,7 +9,6 @@ Notation: B batch, L query length, S key length, D embed, H heads, F value head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
 from mhsa_compile.nn.score_features import EagerScoring
 from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.semantics import visible_keys
 from mhsa_compile.verification.error_budget import budget, in_float64, max_error, share_of_budget
 from mhsa_compile.verification.oracle.evaluate import eager, oracle
 from mhsa_compile.verification.random_inputs import Arrays
@@ -32,18 +32,8 @@ ROWS = 64
 """Query rows that are sampled; all of them where there are no more."""
 
 _PLAIN = {
-    *(
-        "embed_dim",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "v_head_dim",
-        "kv_embed_dim",
-        "v_embed_dim",
-        "bias",
-        "dtype",
-    ),
-    *("causal", "window", "static_mask", "mask", "scale", "outputs"),
+    *("embed_dim", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "kv_embed_dim", "v_embed_dim", "bias"),
+    *("dtype", "causal", "window", "static_mask", "mask", "scale", "outputs"),
 }
 """Fields of a spec that the sampled rows know, and peers, which are written after it."""
 
@@ -118,7 +108,10 @@ def _sampled_rows(L: int, seed: int) -> list[int]:
 
 def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> np.ndarray:
     """Rows of one batch entry's output, at the dtype of the arrays, PyTorch's arithmetic: (n, D) or (H, n, F)."""
-    tensor = partial(_tensor, arrays, entry)
+
+    def tensor(name: str) -> Tensor:
+        return to_torch(arrays[name][entry : entry + 1])
+
     if "q" in arrays:
         q, k, v = tensor("q")[:, :, rows], tensor("k"), tensor("v")
     else:
@@ -130,10 +123,6 @@ def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> n
     visible, bias = _visible_and_bias(spec, arrays, entry, rows, L, k.shape[2])
     y = attend(q, k, v, EagerScoring(visible, bias), spec.head_dim**-0.5 if spec.scale is None else spec.scale)
     return to_numpy((y if "q" in arrays else _linear(arrays, "out", y.transpose(1, 2).flatten(2)))[0])
-
-
-def _tensor(arrays: Arrays, entry: int, name: str) -> Tensor:
-    return to_torch(arrays[name][entry : entry + 1])
 
 
 def _linear(arrays: Arrays, part: str, x: Tensor) -> Tensor:
@@ -148,7 +137,10 @@ def _visible_and_bias(
     """What these queries see, bool, and what is added to their scores; broadcastable to (1, H, n, S)."""
     stated = []
     if spec.band is not None:
-        stated.append(np.concatenate([_band_row(L, S, row, *spec.band) for row in rows]))
+        left, right, alignment = spec.band
+        first, last = visible_keys(L, S, left, right, from_end=alignment == "bottom_right")
+        keys = np.arange(S)
+        stated.append((first[rows, np.newaxis] <= keys) & (keys < last[rows, np.newaxis]))
     if spec.static_mask is not None:
         stated.append(np.concatenate([spec.static_mask.rows(row, row + 1, L, S) for row in rows]))
     bias, mask = None, arrays.get("mask")
@@ -160,15 +152,3 @@ def _visible_and_bias(
         bias = to_torch(mask) if spec.mask == "additive" else None
         stated += [] if spec.mask == "additive" else [mask]
     return (to_torch(np.logical_and.reduce(np.broadcast_arrays(*stated))) if stated else None), bias
-
-
-def _band_row(L: int, S: int, row: int, left: int, right: int, alignment: str) -> np.ndarray:
-    """The row (1, S) of a band that says what one query sees, without the rest of the (L, S) array."""
-    place = row + (S - L if alignment == "bottom_right" else 0)
-    keys = np.arange(S)
-    visible = np.ones((1, S), np.bool_)
-    if left >= 0:
-        visible &= keys >= place - left
-    if right >= 0:
-        visible &= keys <= place + right
-    return visible

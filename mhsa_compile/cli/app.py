@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from mhsa_compile.cli.commands import (
     bench,
-    bundle,
     cache,
     compile,
     devices,
@@ -37,7 +36,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile.profile,
     "heads": heads.heads,
     "bench": bench.bench,
-    "bundle": bundle.bundle,
+    "bundle": devices.bundle,
     "serve": devices.serve,
     "measure": devices.measure,
     "tune": tune.tune,

@@ -17,15 +17,15 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.compiler.bound_linears import with_bound_linears
+from mhsa_compile.compiler.calls import calls, symbol_of, with_calls
 from mhsa_compile.compiler.codegen.build import LoweredModule
 from mhsa_compile.compiler.derived_weights import DERIVE, with_derived_weights
 from mhsa_compile.compiler.epilogues import with_epilogues
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
-from mhsa_compile.compiler.products import with_products
+from mhsa_compile.compiler.own_operations import with_own_operations
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
 from mhsa_compile.compiler.slow_operations import slow_operations
-from mhsa_compile.compiler.softmaxes import with_softmaxes
 from mhsa_compile.compiler.weight_binding import Bound, add_bind_functions
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
@@ -86,8 +86,7 @@ def prepare(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
         return bool(kernels_for(op, profile)[0])
 
     floats = with_derived_weights(_with_float_weights(once, takes))
-    linears = with_epilogues(with_bound_linears(floats, takes), takes)
-    return with_softmaxes(with_products(linears, takes), takes)
+    return with_own_operations(with_epilogues(with_bound_linears(floats, takes), takes), takes)
 
 
 def _with_float_weights(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
@@ -131,19 +130,15 @@ def _report(name: str, op: Op, outcome: _Chosen | str) -> OpReport:
 def _write_out(module: Any, plain: dict[str, Op]) -> Any:
     """The module with its `plain` operations written out in TVM's own."""
 
-    @mutator
-    class PlainCalls(PyExprMutator):  # type: ignore[misc]
-        def visit_call_(self, call: Any) -> Any:
-            name = str(call.args[0].global_symbol) if call.op == tvm.ir.Op.get("relax.call_dps_packed") else ""
-            if name not in plain:
-                return super().visit_call_(call)
-            form = plain_form(plain[name])
-            assert form is not None  # _choose saw to it
-            return form(self.builder_, plain[name], [self.visit_expr(value) for value in call.args[1].fields])
+    def written_out(builder: Any, call: Any) -> Any:
+        op = plain.get(symbol_of(call))
+        if op is None:
+            return call
+        form = plain_form(op)
+        assert form is not None  # _choose saw to it
+        return form(builder, op, list(call.args[1].fields))
 
-    rewrite = PlainCalls(module)
-    rewrite.builder_.update_func(module.get_global_var(MAIN), rewrite.visit_expr(module[MAIN]))
-    return rewrite.builder_.get()
+    return with_calls(module, written_out, MAIN)
 
 
 def _with_kernels(
@@ -207,25 +202,14 @@ def _without_unused(params: Any, body: Any) -> Any:
     return relax.analysis.remove_all_unused(relax.Function([*params, *free], body, body.ty)).body
 
 
-def _calls(body: Any, *, nested: bool = False) -> list[tuple[Any, bool]]:
-    """(a call, whether it stands in a branch of an If) of a function's body, in order."""
-    calls = []
-    for value in (binding.value for block in body.blocks for binding in block.bindings):
-        if isinstance(value, relax.Call):
-            calls.append((value, nested))
-        elif isinstance(value, relax.If):
-            calls += [*_calls(value.true_branch, nested=True), *_calls(value.false_branch, nested=True)]
-    return calls
-
-
 def _weights_of(main: Any, choices: dict[str, _Chosen]) -> dict[str, list[Any]]:
     """For each operation with a kernel, what it takes behind what a call computes: of a linear, its weights and
     biases."""
-    dps = tvm.ir.Op.get("relax.call_dps_packed")
     weights = {}
-    for call in (call for call, _ in _calls(main.body) if call.op == dps):
-        name, inputs = str(call.args[0].global_symbol), list(call.args[1].fields)
-        op = choices[name].op
+    for call, name in ((call, symbol_of(call)) for call, _ in calls(main.body)):
+        if name not in choices:
+            continue
+        op, inputs = choices[name].op, list(call.args[1].fields)
         weights[name] = inputs[len(_computed(op, inputs)) : len(inputs) - len(_operands(op, inputs))]
     return weights
 
@@ -234,13 +218,19 @@ def _fallbacks(main: Any, choices: dict[str, _Chosen]) -> list[OpReport]:
     """The operators that TVM's own lowering will run, and what `masks` adds; not those that make a weight to pack."""
     ours = {"relax.call_dps_packed", "relax.reshape"}
     bound = _only_packed(main, {name: choice.op for name, choice in choices.items() if choice.emitted.pack is not None})
-    calls = [(call, nested) for call, nested in _calls(main.body) if call not in bound]
-    others = [(c, nested) for c, nested in calls if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
-    names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c, _ in others]
-    notes = ["no kernel claims it" + (", in a branch of an If" if nested else "") for _, nested in others]
+    unclaimed = [(c, nested) for c, nested in calls(main.body) if c not in bound and isinstance(c.op, tvm.ir.Op)]
+    others = [(c, nested) for c, nested in unclaimed if c.op.name not in ours]
+    notes = {False: "no kernel claims it", True: "no kernel claims it, in a branch of an If"}
     return [
-        OpReport(f"fallback_{i}", name.removeprefix("relax."), "tvm", {}, "fallback", note)
-        for i, (name, note) in enumerate(zip(names, notes, strict=True))
+        OpReport(
+            f"fallback_{i}",
+            (symbol_of(c) or str(c.op.name)).removeprefix("relax."),
+            "tvm",
+            {},
+            "fallback",
+            notes[nested],
+        )
+        for i, (c, nested) in enumerate(others)
     ]
 
 

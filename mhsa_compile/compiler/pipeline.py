@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mhsa_compile.compiler import proof, tvm_compiler
 from mhsa_compile.compiler.cache import artifact_store
-from mhsa_compile.compiler.cache.cache_key import CacheRequest
-from mhsa_compile.compiler.cache.lookup import CacheLookup
+from mhsa_compile.compiler.cache.lookup import CacheLookup, CacheRequest
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
 from mhsa_compile.files import atomic_write, places, user_folders
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from mhsa_compile.compiler.codegen.build import LoweredModule
     from mhsa_compile.frontend.canonicalize.canonicalize import Canonical
     from mhsa_compile.frontend.relax.imported_module import ImportedModule
-    from mhsa_compile.kernels.interface.ops import Op
     from mhsa_compile.spec.attention_spec import AttentionSpec
     from mhsa_compile.spec.outputs import LayerWord
 
@@ -166,34 +164,18 @@ def compile(
         return artifact
 
 
-def operations(
-    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
-    *,
-    dims: Mapping[str, int] | None = None,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
-    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
-    weights: str | None = None,
-) -> dict[str, Op]:
-    """What a source asks of the kernels, by name; arguments and errors as `compile`."""
-    module = import_source(
-        source, dims=dims, example_inputs=example_inputs, dynamic_shapes=dynamic_shapes, weights=weights
-    )
-    return module.ops
-
-
 def import_source(
     source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
     *,
     dims: Mapping[str, int] | None = None,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
-    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | None = None,
 ) -> ImportedModule:
-    """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
+    """A source before it meets a target: its operations, and a module of them and of what no kernel claims. Arguments
+    and errors as `compile`."""
     few_bits = int4_weights(weights)
     environment.check_compiler()
     user_folders.let_tvm_load()
-    read = read_source(source, dims, example_inputs, dynamic_shapes)
+    read = read_source(source, dims, None)
     canonical = _canonical(read)
     if few_bits is not None:
         canonical, weights = _with_int4_weights(canonical, few_bits), None
@@ -245,35 +227,39 @@ class _Code:
 
     def scheduled(self, imported: ImportedModule) -> LoweredModule:
         """Its operations with kernels and configs. Raises BuildError and ModelError."""
-        try:
-            with reading(BuildError, "model", "operations that have code on this target", _REPORT):
-                return self._schedule(imported)
-        except BuildError as error:
-            self._name_node(error, lambda part: self._schedule(_parsed(part, self.weights)))
+        with self._node_named("operations that have code on this target", self._schedule_part):
+            return self._schedule(imported)
 
     def build(self, scheduled: LoweredModule, path: Path) -> None:
         """The library of it, in a file. Raises BuildError and ModelError."""
         from mhsa_compile.compiler.codegen.build import build
 
-        try:
-            with reading(BuildError, "model", "code for this target", _REPORT):
-                build(scheduled, self.profile, path)
-        except BuildError as error:
-            self._name_node(error, lambda part: build(self._schedule(_parsed(part, self.weights)), self.profile, path))
+        with self._node_named(
+            "code for this target", lambda part: build(self._schedule_part(part), self.profile, path)
+        ):
+            build(scheduled, self.profile, path)
+
+    def _schedule_part(self, part: onnx.ModelProto) -> LoweredModule:
+        return self._schedule(_parsed(part, self.weights))
 
     def _schedule(self, imported: ImportedModule) -> LoweredModule:
         from mhsa_compile.compiler import lower
 
         return lower.schedule(imported, self.profile, self.shelf)
 
-    def _name_node(self, error: BuildError, compiles: Callable[[onnx.ModelProto], object]) -> NoReturn:
-        """Raises what a user can act on: the node's name, or else the error as it is."""
+    @contextmanager
+    def _node_named(self, expected: str, compiles: Callable[[onnx.ModelProto], object]) -> Iterator[None]:
+        """Raises what a user can act on: the name of the node that has no code, or else the error as it is."""
         from mhsa_compile.compiler.failing_node import failing_node, refusal
 
-        cause = error.__cause__
-        if isinstance(cause, Exception) and (node := failing_node(self.model, compiles)) is not None:
-            raise refusal(node, cause) from error
-        raise error
+        try:
+            with reading(BuildError, "model", expected, _REPORT):
+                yield
+        except BuildError as error:
+            cause = error.__cause__
+            if isinstance(cause, Exception) and (node := failing_node(self.model, compiles)) is not None:
+                raise refusal(node, cause) from error
+            raise
 
 
 def _write_weights(folder: Path, read: Source, weights: Sequence[str], *, with_source: bool) -> None:
@@ -366,10 +352,7 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
 def _versions(profile: TargetProfile) -> dict[str, str]:
     names = ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")
     numbers = {name: environment.installed_version(name) or environment.UNKNOWN for name in names}
-    if isinstance(profile, CudaProfile):
-        compiler, number = cuda_compiler.compiler()
-        numbers[compiler] = number
-    return numbers
+    return numbers | cuda_compiler.versions(profile)
 
 
 def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:

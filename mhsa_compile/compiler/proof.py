@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mhsa_compile.errors import BuildError, InputError, MhsaError, MismatchError
+from mhsa_compile.errors import BuildError, MhsaError, MismatchError
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.hardware import environment
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import SOURCE, Check
 
@@ -29,12 +29,7 @@ _REPORT = (
 def is_on(check: bool | None) -> bool:
     """Whether what is compiled is checked: as asked, else unless MHSA_CHECK=0 is in the environment. Raises
     InputError."""
-    if check is not None:
-        return check
-    switch = os.environ.get(SWITCH, "1")
-    if switch not in ("", "0", "1"):
-        raise InputError(f"environment variable {SWITCH}", "0 (off) or 1 (on)", repr(switch))
-    return switch != "0"
+    return environment.leaves_on(SWITCH) if check is None else check
 
 
 def check_source(

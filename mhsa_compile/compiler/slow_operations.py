@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 from tvm.ir import Expr
 
+from mhsa_compile.compiler.calls import calls, symbol_of
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, LinearOp, Op, ProductOp, RecurrenceOp
@@ -51,12 +52,12 @@ def slow_operations(module: Any, imported: ImportedModule, profile: CpuProfile) 
     runs, times = Counter[str](), dict[str, _Time]()
     functions = {str(v.name_hint): f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
     narrow = _narrow(module["main"].body, functions)
-    for call in _calls(module["main"].body):
+    for call, _ in calls(module["main"].body):
         if call.op == tvm.ir.Op.get("relax.call_dps_packed"):
-            op = imported.ops.get(str(call.args[0].global_symbol))
+            op = imported.ops.get(symbol_of(call))
             kernels += _START + (0.0 if op is None else _kernel_cycles(op, call, sizes, profile))
         elif isinstance(call.op, tvm.ir.Op) and call.op.name in _CALLS:
-            name = str(call.args[0].name_hint)
+            name = symbol_of(call)
             one, all_ = _loops_time(functions[name], call, sizes, profile, narrow), times.setdefault(name, _Time())
             all_.predicted, all_.limit = all_.predicted + one.predicted, all_.limit + one.limit
             runs[name] += 1
@@ -110,16 +111,6 @@ def _narrow(body: Any, functions: Mapping[str, Any]) -> dict[Any, str]:
             if whole and "int" in str(buffers[-1].dtype):
                 dtypes[binding.var] = min(whole, key=lambda dtype: tvm.DataType(dtype).bits)
     return dtypes
-
-
-def _calls(body: Any) -> Iterator[Any]:
-    """The calls of a function's body and of the branches of its Ifs, in order."""
-    for value in (binding.value for block in body.blocks for binding in block.bindings):
-        if isinstance(value, relax.Call):
-            yield value
-        elif isinstance(value, relax.If):
-            yield from _calls(value.true_branch)
-            yield from _calls(value.false_branch)
 
 
 def _kernel_cycles(op: Op, call: Any, sizes: Mapping[str, int], profile: CpuProfile) -> float:

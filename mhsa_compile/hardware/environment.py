@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from mhsa_compile.errors import InstallationError
+from mhsa_compile.errors import InputError, InstallationError
 from mhsa_compile.files.input_files import text_or_nothing
 from mhsa_compile.version import __version__
 
@@ -29,6 +29,14 @@ _FITTING_TVM_FFI = re.compile(r"0\.1\.14\.post\d+")
 
 RUNTIME_ALONE = "TVM_USE_RUNTIME_LIB"
 """The variable of the environment by which TVM, where it is 1 at the import, is its runtime without the compiler."""
+
+
+def leaves_on(switch: str) -> bool:
+    """Whether a variable of the environment is not 0, which switches something off. Raises InputError."""
+    value = os.environ.get(switch, "1")
+    if value not in ("", "0", "1"):
+        raise InputError(f"environment variable {switch}", "0 (off) or 1 (on)", repr(value))
+    return value != "0"
 
 
 @contextmanager

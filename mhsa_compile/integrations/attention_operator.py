@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.errors import InputError, OutputError
-from mhsa_compile.integrations.attention_check import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.call_table import TABLE, CallPlan
+from mhsa_compile.integrations.first_calls import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.weight_state import no_room
 
 NAME = "mhsa::attention"

@@ -5,7 +5,7 @@ Notation: B batch, L query length, S key length, D embed, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,13 +16,8 @@ from mhsa_compile.conversion.from_torch import from_torch, join_masks
 from mhsa_compile.errors import ModelError
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.call_context import why_not_numbers
-from mhsa_compile.integrations.first_calls import FirstCalls
-from mhsa_compile.integrations.weight_state import BoundWeights
+from mhsa_compile.integrations.weight_state import ReplacedForward
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
-from mhsa_compile.runtime.compiled_attention import CompiledAttention
-
-LoadAttention = Callable[[MultiHeadAttention, Mapping[str, Any]], CompiledAttention]
-"""The artifact of a module's spec, with these weights."""
 
 
 class CallKind(NamedTuple):
@@ -88,22 +83,8 @@ def _shapes(layer: nn.MultiheadAttention) -> dict[str, tuple[int, ...]]:
     return {f"{name}_proj_weight": (D, size) for name, size in separate.items()} | {"out_proj.weight": (D, D)}
 
 
-class LayerForward:
-    """The forward of one layer. Weights are bound for each kind of call when it is first met, and again when they
-    changed. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
-
-    def __init__(
-        self, layer: nn.MultiheadAttention, load: LoadAttention, left: Callable[[str], None], first_calls: FirstCalls
-    ) -> None:
-        self._layer, self._load, self._left, self._first_calls = layer, load, left, first_calls
-        self._bound = BoundWeights[CallKind](self._weights, self._why_unbound, self._bind)
-
-    def __reduce__(self) -> Any:  # a copy binds its own weights
-        return type(self), (self._layer, self._load, self._left, self._first_calls)
-
-    def forget(self) -> None:
-        """Lets go of the bound weights: the next call binds them again."""
-        self._bound.forget()
+class LayerForward(ReplacedForward[CallKind, tuple[Tensor, Tensor | None]]):
+    """The forward of one layer."""
 
     def __call__(
         self,
@@ -118,19 +99,17 @@ class LayerForward:
     ) -> tuple[Tensor, Tensor | None]:
         """Computes what `nn.MultiheadAttention.forward` does, but that a query which sees no key gets zeros before the
         output projection, not NaN. Raises InputError in training and where a gradient is wanted."""
-        layer = self._layer
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if is_recorded():  # what PyTorch does is as right
-            return type(layer).forward(layer, *arguments)
+            return self._by_pytorch(*arguments)
         why = self._why_not(*arguments)
         if not why:
-            check_inference(layer, "query", query, key, value, attn_mask, *self._weights())
+            check_inference(self._layer, "query", query, key, value, attn_mask, *self._weights())
             result = self._compute(*arguments)
             why = result if isinstance(result, str) else self._why_not_result(result, arguments)
             if not why and not isinstance(result, str):
                 return result
-        self._left(why)
-        return type(layer).forward(layer, *arguments)
+        return self._by_pytorch(*arguments, why=why)
 
     def _why_not_result(self, result: tuple[Tensor, Tensor | None], arguments: tuple[Any, ...]) -> str:
         """Why a result is not to be had; "" if it may, as far as the first call of its kind tells."""
@@ -140,8 +119,7 @@ class LayerForward:
         ours = [tensor for tensor in result if tensor is not None]
 
         def theirs() -> list[Tensor]:
-            results = type(self._layer).forward(self._layer, *arguments)
-            return [tensor for tensor in results if tensor is not None]
+            return [tensor for tensor in self._by_pytorch(*arguments) if tensor is not None]
 
         return self._first_calls.check(kind, ours, theirs)
 
@@ -165,10 +143,8 @@ class LayerForward:
         mask: Tensor | None,
         *rest: bool,
     ) -> str:
-        if self._first_calls.wrong:
-            return self._first_calls.wrong
-        if type(self._layer) is not nn.MultiheadAttention:
-            return f"a layer that became a {type(self._layer).__name__}"
+        if why := self._why_changed():
+            return why
         if self._layer.add_zero_attn:
             return "add_zero_attn, which became true"
         if why := why_not_numbers(query, key, value, padding, mask):
@@ -212,7 +188,7 @@ class LayerForward:
         full = (inputs[0].shape[0], layer.num_heads, inputs[0].shape[1], keys.shape[1])
         mask = join_masks(None if causal else attn_mask, key_padding_mask, full, query.dtype)
         kind = None if mask is None else "bool" if mask.dtype == torch.bool else "additive"
-        compiled = self._bound.get(CallKind(layer.num_heads, len(inputs), kind, causal, need_weights))
+        compiled = self._compiled(CallKind(layer.num_heads, len(inputs), kind, causal, need_weights))
         if isinstance(compiled, str):
             return compiled
         results: Any = compiled(*inputs, *([] if mask is None else [mask]))
@@ -224,9 +200,9 @@ class LayerForward:
             return y.squeeze(0), None if weights is None else weights.squeeze(0)
         return y if layer.batch_first else y.transpose(0, 1), weights
 
-    def _bind(self, kind: CallKind) -> CompiledAttention:
+    def _source(self, kind: CallKind) -> tuple[MultiHeadAttention, Mapping[str, Any]]:
         module = self._module(kind)
-        return self._load(module, weights(module))
+        return module, weights(module)
 
     def _module(self, kind: CallKind) -> MultiHeadAttention:
         causal = "top_left" if kind.causal else None

@@ -8,7 +8,7 @@ Notation: R rows, which are all axes of x but the last; I, O features in and out
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.integrations.first_calls import FirstCalls
-from mhsa_compile.integrations.weight_state import BoundWeights
+from mhsa_compile.integrations.weight_state import ReplacedForward
 from mhsa_compile.nn.int4_blocks import Int4Blocks, in_blocks, rounded
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.spec.weight_words import Int4Weights
@@ -39,10 +39,6 @@ class LinearKind(NamedTuple):
     has_bias: bool
     is_transposed: bool
     form: Int4Weights | None
-
-
-LoadLinear = Callable[[LinearKind, Mapping[str, Any]], CompiledAttention]
-"""The artifact for a kind of linear, with these weights."""
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -92,50 +88,43 @@ def graph_of(kind: LinearKind) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=11)
 
 
-class LinearForward:
-    """The forward of one linear. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
+class LinearForward(ReplacedForward[LinearKind, Tensor]):
+    """The forward of one linear. `form` is what its weights become when they are bound; None: they stay."""
 
     def __init__(
         self,
         layer: Any,
-        load: LoadLinear,
+        load: Callable[..., CompiledAttention],
         left: Callable[[str], None],
         first_calls: FirstCalls,
-        form: Int4Weights | None = None,
+        form: Int4Weights | None,
     ) -> None:
-        self._layer, self._class, self._load, self._left = layer, type(layer), load, left
-        self._first_calls, self._form = first_calls, form
-        self._bound = BoundWeights[LinearKind](self._weights, lambda: "", self._bind)
+        super().__init__(layer, load, left, first_calls)
+        self._form = form
 
-    def __reduce__(self) -> Any:  # a copy binds its own weights
-        return type(self), (self._layer, self._load, self._left, self._first_calls, self._form)
-
-    def forget(self) -> None:
-        """Lets go of the bound weights: the next call binds them again."""
-        self._bound.forget()
+    def __reduce__(self) -> Any:
+        forward, arguments = super().__reduce__()
+        return forward, (*arguments, self._form)
 
     def __call__(self, input: Tensor) -> Tensor:
         """x (..., I) -> y (..., O). Raises InputError in training and where a gradient is wanted."""
         if is_recorded():  # what PyTorch does is as right
             return self._by_pytorch(input)
         if why := self._why_not(input):
-            self._left(why)
-            return self._by_pytorch(input)
+            return self._by_pytorch(input, why=why)
         check_inference(self._layer, "input", input, *self._weights())
         kind = self._kind()
         rows = input.reshape(-1, kind.I)
         if not len(rows):
             return self._by_pytorch(input)
-        compiled = self._bound.get(kind)
+        compiled = self._compiled(kind)
         if isinstance(compiled, str):
-            self._left(compiled)
-            return self._by_pytorch(input)
+            return self._by_pytorch(input, why=compiled)
         with torch.no_grad():
             y: Tensor = compiled(rows)
         y = y.view(*input.shape[:-1], kind.O)
         if why := self._first_calls.check((kind, len(rows) == 1), [y], lambda: [self._expected(input)]):
-            self._left(why)
-            return self._by_pytorch(input)
+            return self._by_pytorch(input, why=why)
         return y
 
     def _expected(self, input: Tensor) -> Tensor:
@@ -145,10 +134,7 @@ class LinearForward:
         weight, bias = self._weights()
         assert weight is not None
         rows = rounded(input, self._form.block) if self._form.rounds_x else input
-        return nn.functional.linear(rows, self._blocks(weight).floats(input.shape[-1]), bias)
-
-    def _by_pytorch(self, input: Tensor) -> Tensor:
-        y: Tensor = type(self._layer).forward(self._layer, input)
+        y: Tensor = nn.functional.linear(rows, self._blocks(weight).floats(input.shape[-1]), bias)
         return y
 
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -157,11 +143,7 @@ class LinearForward:
 
     def _why_not(self, input: Tensor) -> str:
         """Why PyTorch is to compute a call; "" if an artifact can."""
-        if self._first_calls.wrong:
-            return self._first_calls.wrong
-        if type(self._layer) is not self._class:
-            return f"a layer that became a {type(self._layer).__name__}"
-        if why := why_not_numbers(input):
+        if why := self._why_changed() or why_not_numbers(input):
             return why
         weight, bias = self._weights()
         if bias is None and getattr(self._layer, "bias", None) is not None:
@@ -185,12 +167,12 @@ class LinearForward:
         inputs, outputs = weight.shape if is_transposed else reversed(weight.shape)
         return LinearKind(inputs, outputs, bias is not None, is_transposed, self._form)
 
-    def _bind(self, kind: LinearKind) -> CompiledAttention:
+    def _source(self, kind: LinearKind) -> tuple[LinearKind, dict[str, Tensor]]:
         names = ("weight", "bias") if kind.has_bias else ("weight",)
         arrays = {name: getattr(self._layer, name).detach() for name in names}
         if kind.form is not None:
             arrays |= self._blocks(arrays.pop("weight")).named("weight")
-        return self._load(kind, arrays)
+        return kind, arrays
 
     def _blocks(self, weight: Tensor) -> Int4Blocks:
         """The weight in four bits."""

@@ -4,7 +4,7 @@ PyTorch counts writes in a tensor's version. Past that counter write its fused o
 (libraries that merge adapters do), NumPy's views, and inference tensors, which have none. So a sample of the numbers is
 compared as well: SAMPLES of them, at a step that no row and no column of a matrix escapes for long.
 
-A layer's weights are bound to an artifact for each kind of call when it is first met, and again once they changed.
+What replaces a layer's forward, `ReplacedForward`, asks it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.errors import OutputError
+from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 SAMPLES = 256
@@ -34,6 +35,7 @@ _MOST_SAMPLES, _LEAST_SAMPLES = 4096, 16
 
 _address, _version = Tensor.data_ptr, operator.attrgetter("_version")
 Kind = TypeVar("Kind", bound=Hashable)
+Result = TypeVar("Result")
 
 
 class WeightStates:
@@ -117,31 +119,62 @@ def no_room(error: OutputError) -> str:
     return f"no room for what is compiled ({error.argument}: {error.got})"
 
 
-class BoundWeights(Generic[Kind]):
-    """What a layer's calls run on. Any number of threads may ask at once; one of them binds.
+class ReplacedForward(Generic[Kind, Result]):
+    """The forward of a layer whose calls run on artifacts. Weights are bound for each kind of call when it is first
+    met, and again when they changed. Calls that an artifact has no form for are PyTorch's: `left` is told the reason.
 
-    weights   gives the layer's weights as they are now; None stands for one that it lacks
-    why_not   says why an artifact cannot have them; "" if it can. It is asked where they are new
-    bind      loads the artifact for a kind of call with these weights
+    `load` gives the artifact for what `_source` says of a kind, with these weights. Any number of threads may call at
+    once; one of them binds.
     """
 
     def __init__(
-        self,
-        weights: Callable[[], Iterable[Tensor | None]],
-        why_not: Callable[[], str],
-        bind: Callable[[Kind], CompiledAttention],
+        self, layer: Any, load: Callable[..., CompiledAttention], left: Callable[[str], None], first_calls: FirstCalls
     ) -> None:
-        self._weights, self._why_not, self._bind = weights, why_not, bind
+        self._layer, self._class, self._load = layer, type(layer), load
+        self._left, self._first_calls = left, first_calls
         self._lock = threading.Lock()
         self._bound: tuple[WeightStates, dict[Kind, CompiledAttention | str]] = (WeightStates(), {})
 
-    def get(self, kind: Kind) -> CompiledAttention | str:
+    def __reduce__(self) -> Any:  # a copy binds its own weights
+        return type(self), (self._layer, self._load, self._left, self._first_calls)
+
+    def forget(self) -> None:
+        """Lets go of what is bound: the next call binds the weights again."""
+        with self._lock:
+            self._bound = (WeightStates(), {})
+
+    def _by_pytorch(self, *arguments: Any, why: str = "") -> Result:
+        """What PyTorch's own forward gives, which is left the call for a reason that counts."""
+        if why:
+            self._left(why)
+        result: Result = type(self._layer).forward(self._layer, *arguments)
+        return result
+
+    def _weights(self) -> tuple[Tensor | None, ...]:
+        """The layer's weights as they are now; None stands for one that it lacks."""
+        raise NotImplementedError
+
+    def _why_unbound(self) -> str:
+        """Why an artifact cannot have the weights as they are now; "" if it can. It is asked where they are new."""
+        return ""
+
+    def _source(self, kind: Kind) -> tuple[Any, Mapping[str, Any]]:
+        """What is compiled for a kind of call, and the weights by their names in it."""
+        raise NotImplementedError
+
+    def _why_changed(self) -> str:
+        """Why PyTorch is to compute all calls; "" if the layer is what it was, and none of its calls was wrong."""
+        if self._first_calls.wrong or type(self._layer) is self._class:
+            return self._first_calls.wrong
+        return f"a layer that became a {type(self._layer).__name__}"
+
+    def _compiled(self, kind: Kind) -> CompiledAttention | str:
         """The artifact for this kind of call, with the weights as they are now; or why none can have them.
 
         Where no file can grow, which compiling and loading need, a warning says so, and so it stays until the weights
         change or are forgotten: to try with each call would cost seconds.
         """
-        weights = tuple(self._weights())
+        weights = self._weights()
         states, artifacts = self._bound
         if kind in artifacts and states.hold(weights):
             return artifacts[kind]
@@ -149,7 +182,7 @@ class BoundWeights(Generic[Kind]):
         with self._lock, torch.random.fork_rng(devices=()), torch.device("cpu"):
             states, artifacts = self._bound
             if not states.hold(weights):
-                if reason := self._why_not():
+                if reason := self._why_unbound():
                     return reason
                 states, artifacts = WeightStates(weights), {}
             if kind not in artifacts:
@@ -159,14 +192,9 @@ class BoundWeights(Generic[Kind]):
 
     def _bound_or_why(self, kind: Kind) -> CompiledAttention | str:
         try:
-            return self._bind(kind)
+            return self._load(*self._source(kind))
         except OutputError as error:
             why = no_room(error)
             rest = "PyTorch computes such calls until the weights change or report.refresh() is called"
             warnings.warn(f"{why}; {rest}. {error.next_step}", stacklevel=5)
             return why
-
-    def forget(self) -> None:
-        """Lets go of what is bound: the next call binds the weights again."""
-        with self._lock:
-            self._bound = (WeightStates(), {})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, SpecError
-from mhsa_compile.files.free_memory import require_memory
+from mhsa_compile.files.room import require_memory
 from mhsa_compile.nn import onnx_symbolic
 from mhsa_compile.nn.functional import attention, rotate, to_numpy, written
 from mhsa_compile.nn.score_features import FEATURES, FeatureTensors

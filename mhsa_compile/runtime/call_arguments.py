@@ -5,7 +5,6 @@ An array is a NumPy array or a torch tensor here; others come in through DLPack 
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mhsa_compile.errors import InputError
+from mhsa_compile.errors import InputError, did_you_mean
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.runtime import tvm_runtime
 from mhsa_compile.runtime.array_memory import (
@@ -25,13 +24,14 @@ from mhsa_compile.runtime.array_memory import (
     as_tvm_strides,
     bfloat16_to_numpy,
     exportable,
+    follower,
     is_plain_tensor,
     is_torch,
+    may_be_followed,
     overlap,
     to_torch,
 )
 from mhsa_compile.runtime.artifact.manifest import Dims, TensorInfo
-from mhsa_compile.runtime.followed_tensors import follower, may_be_followed
 from mhsa_compile.runtime.misfits import shape_text, shapes_of
 from mhsa_compile.runtime.symbolic_dims import is_expression, size_of, value_of
 from mhsa_compile.spec.outputs import together
@@ -421,9 +421,8 @@ class Signature:
                     hint = f"Bind another one: mhsa.load(artifact, weights={{{name!r}: array, ...}})."
                     got = "a weight of the model, which was bound when it was loaded"
                     raise InputError(f"input {name!r}", f"one of {names}", got, hint)
-                near = difflib.get_close_matches(name, self._names, n=1)
-                hint = f"Did you mean {near[0]!r}?" if near else _FIXED
-                raise InputError(f"input {name!r}", f"one of {names}", "an input that the artifact does not take", hint)
+                got, hint = "an input that the artifact does not take", did_you_mean(name, self._names, _FIXED)
+                raise InputError(f"input {name!r}", f"one of {names}", got, hint)
             if name in values:
                 raise InputError(f"input {name!r}", "one value", "one by position and one by name")
             values[name] = value

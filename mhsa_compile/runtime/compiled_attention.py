@@ -23,10 +23,10 @@ from mhsa_compile.files.foreign_errors import entry_point, reading, refusal_of
 from mhsa_compile.files.opened_once import HashedFile
 from mhsa_compile.hardware import host
 from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
+from mhsa_compile.runtime.array_memory import is_torch
 from mhsa_compile.runtime.artifact.artifact import Artifact, open_artifact, stored_weights
 from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
 from mhsa_compile.runtime.artifact.manifest import MODULE, WEIGHTS, Manifest, TensorInfo
-from mhsa_compile.runtime.bound_call import BoundCall
 from mhsa_compile.runtime.call_arguments import Argument, Signature, Sizes
 from mhsa_compile.runtime.cuda_arguments import DeviceSignature, DeviceWeight
 from mhsa_compile.runtime.cuda_launch import Launches
@@ -341,6 +341,48 @@ class CompiledAttention:
         rows += [("runs on", f"{self.device}, {self.threads} threads"), ("kernels", kernels)]
         spec = self.manifest.spec
         return card("CompiledAttention", rows) if spec is None else picture_of("CompiledAttention", spec, more=rows)
+
+
+PlainCall = Callable[[Sequence[Any], Sizes, Sequence[Any]], Any]
+
+
+class BoundCall:
+    """A call of the same arrays again and again: checked once, then only run. Several threads may run one at once.
+    `run(arrays, sizes, values)` is the call itself; it wants `lock()` held.
+
+        run = attention.bind(x, mask=mask)
+        for batch in batches:
+            x[...] = batch                 # each run reads what is in the arrays then
+            y = run()
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        run: PlainCall,
+        lock: Callable[[], Any],
+        values: Sequence[Any],
+        arrays: Sequence[Any],
+        sizes: Sizes,
+    ) -> None:
+        """`arrays` are `values` as a signature made them ready. Raises InputError for some that would be copied."""
+        self._copies = signature.copies(values, arrays)
+        self._signature, self._run, self._lock, self._sizes = signature, run, lock, sizes
+        self._values, self._arrays = list(values), list(arrays)
+        self._bounded, self._empty = signature.has_bounds, 0 in sizes.values()
+        adopt = tvm_runtime.start().ffi.from_dlpack
+        self._tensors = [array if is_torch(array) or 0 in array.shape else adopt(array) for array in arrays]
+
+    def __call__(self) -> Any:
+        """What the attention itself returns. Raises InputError for numbers in the arrays that are out of bounds now."""
+        for value, copy in self._copies:
+            copy[...] = value
+        if self._bounded:
+            self._signature.check_values(self._arrays, self._sizes)
+        with self._lock():
+            if self._empty and (nothing := self._signature.empty_results(self._values, self._sizes)) is not None:
+                return nothing
+            return self._run(self._tensors, self._sizes, self._values)
 
 
 class _Threads(threading.local):

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -188,13 +189,9 @@ class _Library:
         code = library.cuInit(0)
         if code not in (0, _NO_DEVICE):
             raise InstallationError("NVIDIA driver", "one that starts", self._message(code), "Does nvidia-smi work?")
-        version = ctypes.c_int()
-        self._check(library.cuDriverGetVersion(ctypes.byref(version)))
-        self.cuda = (version.value // 1000, version.value % 1000 // 10)
-        count = ctypes.c_int()
-        if not code:
-            self._check(library.cuDeviceGetCount(ctypes.byref(count)))
-        self.count = count.value
+        version = self._number(library.cuDriverGetVersion)
+        self.cuda = (version // 1000, version % 1000 // 10)
+        self.count = 0 if code else self._number(library.cuDeviceGetCount)
 
     def gpu(self, index: int) -> Gpu:
         name = ctypes.create_string_buffer(256)
@@ -223,15 +220,17 @@ class _Library:
         self._check(self._library.cuStreamGetDevice(ctypes.c_void_p(stream), ctypes.byref(device)))
         return device.value
 
-    def _device(self, index: int) -> ctypes.c_int:
-        device = ctypes.c_int()
-        self._check(self._library.cuDeviceGet(ctypes.byref(device), index))
-        return device
+    def _device(self, index: int) -> int:
+        return self._number(self._library.cuDeviceGet, index)
 
     def _attribute(self, index: int, which: int) -> int:
-        value = ctypes.c_int()
-        self._check(self._library.cuDeviceGetAttribute(ctypes.byref(value), which, self._device(index)))
-        return value.value
+        return self._number(self._library.cuDeviceGetAttribute, which, self._device(index))
+
+    def _number(self, ask: Callable[..., int], *of: int) -> int:
+        """What a function of the driver writes to its first argument."""
+        number = ctypes.c_int()
+        self._check(ask(ctypes.byref(number), *of))
+        return number.value
 
     def _check(self, result: int) -> None:
         if result:

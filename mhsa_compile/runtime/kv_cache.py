@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mhsa_compile.errors import InputError, InstallationError
-from mhsa_compile.files.free_memory import require_memory
+from mhsa_compile.files.room import require_memory
 from mhsa_compile.runtime.array_memory import aligned_zeros
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.cuda_arguments import torch_of_cuda

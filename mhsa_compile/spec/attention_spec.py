@@ -5,7 +5,6 @@ Notation: B batch, L query length, S key length, D embed, H heads, G key/value h
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from mhsa_compile.errors import SpecError
+from mhsa_compile.errors import SpecError, did_you_mean
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.spec.checks import (
@@ -33,6 +32,7 @@ from mhsa_compile.spec.mask_patterns import AnyPattern, BlockDiagonal, Pattern, 
 from mhsa_compile.spec.outputs import checked_outputs, split_words
 from mhsa_compile.spec.position_encoding import Rope, checked_rope, parse_rope
 from mhsa_compile.spec.score_functions import ScoreFunction, checked_function
+from mhsa_compile.spec.semantics import visible_keys
 
 if TYPE_CHECKING:
     import numpy as np
@@ -382,12 +382,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Pairs that a band and a constant mask leave, counted without an L x S array."""
         import numpy as np  # what only reads a spec does not load it
 
-        first, last = np.zeros(L, np.int64), np.full(L, S, np.int64)  # of the keys that each query sees
-        if self.band is not None:
-            left, right, alignment = self.band
-            place = np.arange(L) + (S - L if alignment == "bottom_right" else 0)
-            first = first if left < 0 else np.clip(place - left, 0, S)
-            last = last if right < 0 else np.clip(place + right + 1, 0, S)
+        left, right, alignment = self.band or (-1, -1, "top_left")
+        first, last = visible_keys(L, S, left, right, from_end=alignment == "bottom_right")
         if self.static_mask is None:
             return int(np.maximum(last - first, 0).sum())
         keys, pairs = np.arange(S), 0
@@ -415,8 +411,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         known = cls.__struct_fields__
         for key in fields:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"Did you mean {near[0]!r}?" if near else f"The fields are {', '.join(known)}."
+                hint = did_you_mean(str(key), known, f"The fields are {', '.join(known)}.")
                 raise SpecError(origin, "fields of AttentionSpec", f"the unknown field {key!r}", hint)
         for key in ("embed_dim", "num_heads"):
             if key not in fields:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 
-from mhsa_compile.errors import SpecError
+from mhsa_compile.errors import SpecError, did_you_mean
 
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST = 2**31 - 1
@@ -64,16 +63,16 @@ def checked_flag(name: str, value: object) -> bool:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value is None or value in choices:
         return
-    near = difflib.get_close_matches(value_text(value).strip("'"), choices, n=1)
     expected = ", ".join(f'"{choice}"' for choice in choices)
-    raise SpecError(name, f"None, {expected}", value_text(value), f'Did you mean "{near[0]}"?' if near else "")
+    text = value_text(value)
+    raise SpecError(name, f"None, {expected}", text, did_you_mean(text.strip("'"), choices))
 
 
 def check_dtype(dtype: object) -> None:
     if dtype not in DTYPES:
-        near = difflib.get_close_matches(value_text(dtype).strip("'"), DTYPES, n=1)
-        hint = f'Did you mean "{near[0]}"?' if near else ""
-        raise SpecError("dtype", " or ".join(f'"{name}"' for name in DTYPES), value_text(dtype), hint)
+        text = value_text(dtype)
+        expected = " or ".join(f'"{name}"' for name in DTYPES)
+        raise SpecError("dtype", expected, text, did_you_mean(text.strip("'"), DTYPES))
 
 
 def checked_window(window: object) -> tuple[int, int] | None:

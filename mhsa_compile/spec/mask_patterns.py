@@ -6,14 +6,13 @@ True takes part. Query i and key i stand at the same place of the sequence. Nota
 from __future__ import annotations
 
 import base64
-import difflib
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mhsa_compile.errors import InputError, SpecError
+from mhsa_compile.errors import InputError, SpecError, did_you_mean
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.spec.checks import LARGEST, value_text
 
@@ -275,14 +274,12 @@ def pattern(fields: Mapping[str, Any]) -> Pattern:
     values = dict(fields)
     name = values.pop("kind", None)
     if not isinstance(name, str) or name not in KINDS:
-        near = difflib.get_close_matches(str(name), KINDS, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(str(name), KINDS)
         raise SpecError("static_mask", f"a kind among {', '.join(KINDS)}", repr(name), hint)
     kind = KINDS[name]
     names = kind.__struct_fields__
     if unknown := [field for field in values if field not in names]:
-        near = difflib.get_close_matches(str(unknown[0]), names, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(str(unknown[0]), names)
         raise SpecError(name, f"fields among {', '.join(names)}", f"the unknown {unknown[0]!r}", hint)
     required = names[: len(names) - len(kind.__struct_defaults__)]
     if missing := [field for field in required if field not in values]:

@@ -24,7 +24,6 @@ Notation: B batch, L query length, S key length, H heads, F value head dim.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +31,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mhsa_compile.errors import SpecError
+from mhsa_compile.errors import SpecError, did_you_mean
 
 _KINDS = ("y", "heads", "lse", "entropy", "top_k", "weights")
 _OF_LAYERS = '"weights", "entropy@3", "top_k:5@-1", "weights:heads=0,3,rows=0,-1@0"'
@@ -114,8 +113,7 @@ def _texts(words: object, examples: str) -> list[str] | tuple[str, ...]:
 
 def _check_kind(kind: str, examples: str) -> None:
     if kind not in _KINDS:
-        near = difflib.get_close_matches(kind, _KINDS, n=1)
-        raise SpecError("outputs", f"some of {examples}", repr(kind), f"Did you mean {near[0]!r}?" if near else "")
+        raise SpecError("outputs", f"some of {examples}", repr(kind), did_you_mean(kind, _KINDS))
 
 
 def _spelling(word: str, num_heads: int | None) -> str:

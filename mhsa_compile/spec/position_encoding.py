@@ -5,14 +5,13 @@ Notation: H heads.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mhsa_compile.errors import SpecError
+from mhsa_compile.errors import SpecError, did_you_mean
 from mhsa_compile.spec.checks import check_choice, check_positive_int, checked_flag, checked_positive_float, value_text
 
 if TYPE_CHECKING:  # what only reads a spec does not load NumPy
@@ -175,8 +174,7 @@ def checked_rope(value: object) -> Rope | None:
         known = Rope.__struct_fields__
         for name in value:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"Did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(str(name), known)
                 raise SpecError("rope", f"fields among {', '.join(known)}", f"the unknown {name!r}", hint)
         return Rope(**value)
     if not isinstance(value, Rope):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class BandMeaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,12 +62,17 @@ class Semantics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def visible_pairs(self, L: int, S: int) -> int:
         """The number of pairs of a query and a key that places leave."""
-        import numpy as np  # what only reads a manifest does not load it
-
         if self.band is None:
             return L * S
-        left, right = self.band.left, self.band.right
-        place = np.arange(L) + (S - L if self.from_end else 0)
-        first = np.zeros(L, np.int64) if left is None else np.clip(place - left, 0, S)
-        last = np.full(L, S) if right is None else np.clip(place + right + 1, 0, S)
-        return int(np.maximum(last - first, 0).sum())
+        left, right = (-1 if side is None else side for side in (self.band.left, self.band.right))
+        first, last = visible_keys(L, S, left, right, from_end=self.from_end)
+        return int((last - first).clip(0).sum())
+
+
+def visible_keys(L: int, S: int, left: int, right: int, *, from_end: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(the first key that each query sees by its place, the one behind the last); -1 is unbounded."""
+    import numpy as np  # what only reads a manifest or a spec does not load it
+
+    place = np.arange(L) + (S - L if from_end else 0)
+    first = np.zeros(L, np.int64) if left < 0 else np.clip(place - left, 0, S)
+    return first, np.full(L, S, np.int64) if right < 0 else np.clip(place + right + 1, 0, S)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import msgspec
 
@@ -19,7 +18,6 @@ from mhsa_compile.errors import BuildError, BundleError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.ops import Op
-from mhsa_compile.records import record_files
 from mhsa_compile.records.record import isa_of
 from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import work_bundle, work_results
@@ -38,11 +36,10 @@ from mhsa_compile.tuning.tasks import (
     TaskResult,
     TuningReport,
     TuningTask,
-    identity_of,
+    keep,
     not_measured,
-    record_of,
     source_digest,
-    task_result,
+    study_of,
     tasks_of,
 )
 from mhsa_compile.tuning.tuner import built
@@ -74,8 +71,8 @@ def pack(
     with work_bundle.create(path, order) as add:
         for task in tasks:
             tell(f"build {task.kind} {task.sizes}")
-            space = Space.of(task.op, profile)
-            with _study(storage, task, space, profile, threads, request, source) as study:
+            with study_of(task, profile, storage, request, source, threads=threads, device=None) as study:
+                space = study.space
                 candidates = _candidates(space, _points(study, request))
             labels = tuple(_label(point) for point in candidates)
             everyone = built(space, space.default), *candidates.values()
@@ -98,8 +95,8 @@ def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path
     storage = open_storage(request.storage)
     report = []
     for task in tasks:
-        space = Space.of(task.op, profile)
-        with _study(storage, task, space, profile, results.order.threads, request, source) as study:
+        threads = results.order.threads
+        with study_of(task, profile, storage, request, source, threads=threads, device=None) as study:
             own = [_of_task(results, place) for place, _ in _places(task, request)]
             report.append(_unpacked(task, study, own, profile, results, request))
     return TuningReport(tuple(report), monotonic() - began)
@@ -128,13 +125,6 @@ def _of_task(results: Results, place: str) -> dict[Point, Measurement]:
 
 def _label(point: Point) -> str:
     return msgspec.json.encode(plain(point)).decode()
-
-
-def _study(
-    storage: Any, task: TuningTask, space: Space, profile: TargetProfile, threads: int, request: Request, source: str
-) -> Study:
-    identity = identity_of(task, profile, threads=threads, device=None, name=request.study, source=source)
-    return Study(storage, identity, space, seed=request.seed)
 
 
 def _points(study: Study, request: Request) -> list[Point]:
@@ -193,8 +183,7 @@ def _unpacked(
     lasting = {point: pair for point, pair in pairs.items() if all(_lasts(point, one) for one in others)}
     result = _best(space, *both, lasting, study)
     on = MeasuredOn(profile, results.order.threads, results.device)
-    record_files.append(request.records, record_of(task, result, on))
-    return task_result(task, study, result)
+    return keep(task, study, result, on, request)
 
 
 def _both(pair: Measurement) -> tuple[Timing, Timing] | None:

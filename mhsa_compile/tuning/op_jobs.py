@@ -206,15 +206,9 @@ class _AttentionJob:
 
     def _pairs(self) -> int:
         """Visible pairs of a head, over the batch, as far as they are known when it is compiled."""
-        pairs, window = self.op.pairs, self.op.window
-        if pairs is not None:
-            return int(pairs.mean(axis=0).sum()) * self.B
-        if window is None:
-            return self.B * self.L * self.S
-        place = np.arange(self.L) + (self.S - self.L if self.op.from_end else 0)
-        first = 0 * place if window.left is None else np.maximum(0, place - window.left)
-        last = 0 * place + self.S - 1 if window.right is None else np.minimum(self.S - 1, place + window.right)
-        return int(np.maximum(0, last - first + 1).sum()) * self.B
+        pairs = self.op.pairs
+        count = self.op.semantics("").visible_pairs(self.L, self.S) if pairs is None else pairs.mean(axis=0).sum()
+        return int(count) * self.B
 
 
 def _visible(stated: list[np.ndarray]) -> Tensor | None:

@@ -18,10 +18,12 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.hardware import environment
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.ops import Op
+from mhsa_compile.records import record_files
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record, for_record, isa_of
-from mhsa_compile.tuning.search.sampler import Trial, TrialResult
+from mhsa_compile.tuning.search.sampler import TrialResult
 from mhsa_compile.tuning.search.search import SearchResult
+from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study import Study, StudyIdentity, digest
 
 
@@ -146,10 +148,18 @@ def source_digest(tasks: list[TuningTask]) -> str:
     return digest([[task.kind, task.key, task.sizes] for task in tasks])
 
 
-def identity_of(
-    task: TuningTask, profile: TargetProfile, *, threads: int, device: Device | None, name: str | None, source: str
-) -> StudyIdentity:
-    """What the study of an operation is about. `device` is None for one that nobody knows yet."""
+def study_of(
+    task: TuningTask,
+    profile: TargetProfile,
+    storage: Any,
+    request: Request,
+    source: str,
+    *,
+    threads: int,
+    device: Device | None,
+) -> Study:
+    """The study of an operation. `source` is the digest of all that is tuned with it, `device` None for one that nobody
+    knows yet."""
     about = {
         "op": task.kind,
         "key": task.key,
@@ -159,7 +169,8 @@ def identity_of(
         "device": msgspec.to_builtins(device),
         "kernels": _kernels(),
     }
-    return StudyIdentity(f"{name}.{task.names[0]}" if name else None, about, source)
+    name = f"{request.study}.{task.names[0]}" if request.study else None
+    return Study(storage, StudyIdentity(name, about, source), Space.of(task.op, profile), seed=request.seed)
 
 
 @cache
@@ -180,33 +191,9 @@ class MeasuredOn:
     versions: dict[str, str] = field(default_factory=environment.versions)
 
 
-def record_of(task: TuningTask, result: SearchResult, on: MeasuredOn) -> Record:
-    """The record of an operation that a kernel of ours computes."""
-    best = result.point
-    return make_record(
-        result.best, on, op=task.kind, key=task.key, sizes=task.sizes, kernel=best.kernel, config=best.config
-    )
-
-
-def make_record(
-    result: TrialResult,
-    on: MeasuredOn,
-    *,
-    op: str,
-    key: dict[str, Any],
-    sizes: dict[str, int],
-    kernel: str,
-    config: dict[str, int],
-    trace: str = "",
-) -> Record:
-    """The record of what was found, as of now; the keywords are fields of it."""
+def make_record(result: TrialResult, on: MeasuredOn, **fields: Any) -> Record:
+    """The record of what was found, as of now; `fields` are those that say what of, and what computes it."""
     return Record(
-        op=op,
-        key=key,
-        sizes=sizes,
-        kernel=kernel,
-        config=config,
-        trace=trace,
         median_us=result.us,
         spread=result.spread,
         default_us=result.default_us,
@@ -216,26 +203,28 @@ def make_record(
         device=for_record(on.device, on.profile),
         versions=on.versions,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **fields,
     )
 
 
-def task_result(task: TuningTask, study: Study, result: SearchResult) -> TaskResult:
-    best = result.best
-    return TaskResult(
-        names=task.names,
-        op=task.kind,
-        sizes=task.sizes,
-        kernel=result.point.kernel,
-        config=result.point.config,
+def keep(task: TuningTask, study: Study, result: SearchResult, on: MeasuredOn, request: Request) -> TaskResult:
+    """Writes the record of an operation that a kernel of ours computes. Raises RecordsError."""
+    best, point = result.best, result.point
+    record = make_record(
+        best, on, op=task.kind, key=task.key, sizes=task.sizes, kernel=point.kernel, config=point.config
+    )
+    record_files.append(request.records, record)
+    return _task_result(
+        task,
+        study,
+        point,
         default_us=best.default_us,
         best_us=best.default_us * best.score,
         speedup=1 / best.score,
         noise=result.noise,
         failures=result.failures,
         stopped=result.stopped,
-        space=len(study.space.points),
-        study=study.name,
-        history=history(result.trials),
+        history=tuple(t.result.score if isinstance(t.result, TrialResult) else None for t in result.trials),
         error_share=best.error_share,
         found_us=None if result.swept is None else best.default_us * result.swept.score,
     )
@@ -243,23 +232,18 @@ def task_result(task: TuningTask, study: Study, result: SearchResult) -> TaskRes
 
 def not_measured(task: TuningTask, study: Study, why: str) -> TaskResult:
     """The default config, with nothing measured that could be compared with it."""
-    default = study.space.default
+    nothing: dict[str, Any] = {"default_us": 0.0, "best_us": 0.0, "speedup": 1.0, "noise": 0.0, "failures": {}}
+    return _task_result(task, study, study.space.default, stopped=why, **nothing)
+
+
+def _task_result(task: TuningTask, study: Study, point: Point, **fields: Any) -> TaskResult:
     return TaskResult(
         names=task.names,
         op=task.kind,
         sizes=task.sizes,
-        kernel=default.kernel,
-        config=default.config,
-        default_us=0.0,
-        best_us=0.0,
-        speedup=1.0,
-        noise=0.0,
-        failures={},
-        stopped=why,
+        kernel=point.kernel,
+        config=point.config,
         space=len(study.space.points),
         study=study.name,
+        **fields,
     )
-
-
-def history(trials: tuple[Trial, ...]) -> tuple[float | None, ...]:
-    return tuple(trial.result.score if isinstance(trial.result, TrialResult) else None for trial in trials)

@@ -1,6 +1,7 @@
 """Tuning all operations of a source: each has its share of the time, its search, and at the end its record.
 
-    report = tune(pipeline.operations(spec, dims=dims), profile, session, Request(sizes, records, storage, seconds=60))
+    ops = pipeline.import_source(spec, dims=dims).ops
+    report = tune(ops, profile, session, Request(sizes, records, storage, seconds=60))
 
 An operation's share is in proportion to its default time. They go from the cheapest to the dearest, so that what one
 does not need is left to those that matter more. A record is written as soon as its operation is confirmed, and what
@@ -20,7 +21,6 @@ from mhsa_compile.compiler.selection.op_key import elsewhere
 from mhsa_compile.hardware import environment
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.ops import Op
-from mhsa_compile.records import record_files
 from mhsa_compile.records.record import isa_of
 from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import sessions
@@ -28,7 +28,6 @@ from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.measure.sessions import Session
 from mhsa_compile.tuning.search.search import FINALISTS, LAST, Progress, Search, Unmeasurable
 from mhsa_compile.tuning.search.space import Point, Space
-from mhsa_compile.tuning.search.study import Study
 from mhsa_compile.tuning.search.study_storage import open_storage
 from mhsa_compile.tuning.search.warm_start import first_guesses
 from mhsa_compile.tuning.tasks import (
@@ -37,11 +36,10 @@ from mhsa_compile.tuning.tasks import (
     TaskResult,
     TuningReport,
     TuningTask,
-    identity_of,
+    keep,
     not_measured,
-    record_of,
     source_digest,
-    task_result,
+    study_of,
     tasks_of,
 )
 
@@ -123,12 +121,9 @@ class _Tuning:
 
     def _prepared(self, storage: Any, state: TaskState) -> Search:
         task = state.task
-        space = Space.of(task.op, self.profile)
         threads, device = self.session.threads, self.session.device
-        identity = identity_of(
-            task, self.profile, threads=threads, device=device, name=self.request.study, source=self.source
-        )
-        study = Study(storage, identity, space, seed=self.request.seed)
+        study = study_of(task, self.profile, storage, self.request, self.source, threads=threads, device=device)
+        space = study.space
 
         def tell(progress: Progress) -> None:
             state.progress = progress
@@ -165,8 +160,7 @@ class _Tuning:
         self._say()
         result = search.confirm(reason, before)
         on = MeasuredOn(self.profile, self.session.threads, self.session.device, self.versions)
-        record_files.append(request.records, record_of(state.task, result, on))
-        self._done(state, task_result(state.task, search.study, result))
+        self._done(state, keep(state.task, search.study, result, on, request))
 
     def _done(self, state: TaskState, result: TaskResult) -> None:
         state.phase, state.result = "done", result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ def first_difference(original: onnx.ModelProto, output: str, compile: Compile) -
     then the other evaluator is at fault. A part of the graph that ends in a value may be compiled otherwise than the
     whole of it, so that a part which is right proves nothing of the rest.
     """
-    nodes = _ancestors(original, output)
+    nodes = _ancestors(original.graph.node, {output})
     if _differs(original, nodes, compile) is _ACQUITTED:
         return None
     right, wrong = -1, len(nodes) - 1
@@ -52,14 +52,14 @@ def first_difference(original: onnx.ModelProto, output: str, compile: Compile) -
     return f"the first node whose value differs is {last} or one of the {wrong - right - 1} before it"
 
 
-def _ancestors(model: onnx.ModelProto, output: str) -> list[onnx.NodeProto]:
-    """The nodes that an output depends on, in the graph's order."""
-    names, nodes = {output}, []
-    for node in reversed(model.graph.node):
+def _ancestors(nodes: Sequence[onnx.NodeProto], names: set[str]) -> list[onnx.NodeProto]:
+    """The nodes, of these, that the values of some names depend on, in their order."""
+    names, ancestors = set(names), []
+    for node in reversed(nodes):
         if names & set(node.output):
-            nodes.append(node)
-            names.update(_read(node))
-    return nodes[::-1]
+            ancestors.append(node)
+            names |= _read(node)
+    return ancestors[::-1]
 
 
 def _read(node: onnx.NodeProto) -> set[str]:
@@ -78,7 +78,7 @@ def _differs(original: onnx.ModelProto, nodes: list[onnx.NodeProto], compile: Co
     part.CopyFrom(original)
     del part.graph.node[:], part.graph.output[:], part.graph.value_info[:]
     last = nodes[-1]
-    part.graph.node.extend(_cut(nodes))
+    part.graph.node.extend(_ancestors(nodes, set(last.output)))
     names = set().union(*map(_read, part.graph.node))
     for field in (part.graph.input, part.graph.initializer):
         entries = [entry for entry in field if entry.name in names]
@@ -99,15 +99,6 @@ def _differs(original: onnx.ModelProto, nodes: list[onnx.NodeProto], compile: Co
     if not outcome.against:
         return None
     return _ACQUITTED if evaluators.has_runtime else _RIGHT
-
-
-def _cut(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    names, ancestors = set(nodes[-1].output), []
-    for node in reversed(nodes):
-        if names & set(node.output):
-            ancestors.append(node)
-            names |= _read(node)
-    return ancestors[::-1]
 
 
 def _title(node: onnx.NodeProto) -> str:

@@ -58,15 +58,8 @@ def test_padding_is_a_mask_of_the_call(name: str) -> None:
     checked(layers)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Bert",
-        pytest.param("GPT2", marks=pytest.mark.thorough),
-        pytest.param("Gemma2", marks=pytest.mark.thorough),
-        pytest.param("Llama", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough_but("Bert")
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "Gemma2", "Llama"])
 def test_weights_are_the_models_own(name: str) -> None:
     """The weights are held against `output_attentions` of transformers itself, eager: nothing of ours is in that."""
     model, inputs = built(name, FAMILIES[name]), given(name, 2, 9, hidden=3)

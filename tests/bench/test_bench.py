@@ -13,8 +13,8 @@ import pytest
 import mhsa_compile as mhsa
 from mhsa_bench.bench import _floor, bench
 from mhsa_bench.peers import registry
-from mhsa_bench.peers.ours import Compiled
 from mhsa_bench.peers.peer import DTYPES, WRONG, Problem
+from mhsa_bench.peers.registry import Compiled
 from mhsa_bench.plots import bench_plots, figure
 from mhsa_bench.report import BenchReport, BenchRow, Floor
 from mhsa_compile.bench import accuracy

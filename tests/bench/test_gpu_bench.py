@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_bench import artifact_cache, bench, peers, roofline, table
-from gpu_bench.problem import GpuProblem, draw
-from gpu_bench.report import OURS, Ceilings, Figures, GpuResult, GpuRow, Machine, Sample, rows
+from gpu_bench import artifact_cache, bench, peers
+from gpu_bench.problem import Ceiling, GpuProblem, draw, large_copy, matrix_product
+from gpu_bench.report import OURS, Ceilings, Figures, GpuResult, GpuRow, Machine, Sample, rows, text
 from gpu_bench.timing import BURST, LEAST_ROUNDS, MOST_CALLS, interleave
 from gpu_bench.workloads import GROUPS, WORKLOADS, CallWork, choose, work
 
@@ -198,7 +198,7 @@ def test_a_table_names_the_device_and_the_date() -> None:
     good = result([ran(OURS, 1600), ran("flash", 2000), missing, ran("flex", 1840)])
     alone = result([GpuRow(OURS, missing="no kernel"), ran("flash", 1000)], "e128-8k-causal")
     wrong = result([ran(OURS, 100, error=1.5), ran("flex", 250)], "window256-16k")
-    shown = table.text(figures(good, alone, wrong, decode1x8k="the driver went away"))
+    shown = text(figures(good, alone, wrong, decode1x8k="the driver went away"))
     assert shown == TABLE
 
 
@@ -213,7 +213,7 @@ def test_what_is_published_again_is_the_same_table(tmp_path: Path, capsys: pytes
     (tmp_path / "figures.json").write_bytes(gpu.written(found))
     code = gpu.main(["--read", str(tmp_path / "figures.json"), "--text", str(tmp_path / "table.txt")])
     assert code == 0
-    assert capsys.readouterr().out == table.text(found) == (tmp_path / "table.txt").read_text()
+    assert capsys.readouterr().out == text(found) == (tmp_path / "table.txt").read_text()
 
 
 @pytest.mark.parametrize("bad", [{}, {"error": 1.5}, {"missing": True}])
@@ -467,7 +467,7 @@ def test_inputs_go_beyond_the_cache() -> None:
 
 
 def test_the_ceilings_count_what_they_do() -> None:
-    product, copied = roofline.matrix("cpu", 64), roofline.copy("cpu", 4096)
+    product, copied = matrix_product("cpu", 64), large_copy("cpu", 4096)
     assert (product.amount, copied.amount) == (2 * 64**3, 2 * 4096)
     assert product.call().shape == (64, 64) and copied.call().shape == (4096,)
 
@@ -480,7 +480,7 @@ def test_all_of_it_together_with_a_made_up_gpu() -> None:
         MISSING,
         bench.Prepared("SDPA flash", [watch.call("flash", 3e-3)], 0.6),
     ]
-    limits = (roofline.Ceiling(watch.call("matrix", 1e-3), 10**12), roofline.Ceiling(watch.call("copy", 1e-3), 10**9))
+    limits = (Ceiling(watch.call("matrix", 1e-3), 10**12), Ceiling(watch.call("copy", 1e-3), 10**9))
     ops = [OpReport("op_0", "attention", "cuda.attention", {"rows": 128}, "default")]
     options = bench.Options("cuda-sm90a", seconds=0.0)
     found = bench.timed(BY_NAME["e128-8k"], prepared, ops, options, limits, watch)

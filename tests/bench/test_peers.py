@@ -17,8 +17,8 @@ import torch
 
 import mhsa_compile as mhsa
 from mhsa_bench.peers import iree, onnxruntime, openvino, registry, torch_compile, torch_eager
-from mhsa_bench.peers.fastest import Fastest
 from mhsa_bench.peers.peer import WRONG, Problem
+from mhsa_bench.peers.registry import Fastest
 from mhsa_compile.bench import accuracy
 from mhsa_compile.compiler import package
 from mhsa_compile.errors import InputError, ModelError
@@ -160,14 +160,8 @@ def test_quick_forms_compute_the_rest_or_refuse(pair, name, problem):
     assert outcome(*pair, problem(name)) == expected
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [
-        pytest.param(5, "core-static", marks=pytest.mark.thorough),
-        (4, "core-decode"),
-        pytest.param(0, "core-static", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough_but("4-core-decode")
+@pytest.mark.parametrize(("form", "name"), [(5, "core-static"), (4, "core-decode"), (0, "core-static")])
 def test_compiled_forms_serve_their_purpose(form, name, problem):
     assert outcome(torch_compile, torch_compile.FORMS[form], problem(name)) == "right"
 

@@ -164,7 +164,7 @@ def tuning(kills: int, seed: int, folder: Path) -> Tuned:
     tempfile.tempdir = str(folder)  # what the killed leave there goes with it
     search.FIRST = search.LAST = 0.05  # seconds: how fast it is is not looked at, and more runs come to their end
     draw, tally, profile = random.Random(seed), Tuned(), detect()
-    ops = pipeline.operations(AttentionSpec(embed_dim=32, num_heads=2), dims={"B": 1, "L": 17})
+    ops = pipeline.import_source(AttentionSpec(embed_dim=32, num_heads=2), dims={"B": 1, "L": 17}).ops
     ops = dict([*ops.items()][:2])  # a linear layer and attention
     records = folder / "tuned.jsonl"
 

@@ -9,6 +9,7 @@ Sizes are large: what is small is computed by one thread. Exits with 1 if any ca
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mhsa_compile as mhsa
+from campaigns.same_code_artifacts import FALLBACKS, SPECS, Beside
 from mhsa_compile import masks
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.verification import repeated_runs
@@ -42,18 +44,6 @@ class Case:
     source: Any
     options: dict[str, Any]
     lengths: tuple[int, ...] = SIZES
-
-
-class Beside(nn.Module):
-    """Attention, and a function of its result that no kernel claims."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], *layers: nn.Module) -> None:
-        super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
-        return self.function(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
 
 
 class EagerCausal(nn.Module):
@@ -78,28 +68,17 @@ class PixelsThenAttention(nn.Module):
         return F.scaled_dot_product_attention(y, y, y)[:, 0]
 
 
-def with_layer(layer: nn.Module) -> Beside:
-    return Beside(layer, layer)
-
-
 RULES: dict[str, Callable[[], nn.Module]] = {
-    "softmax": lambda: Beside(lambda y: y.softmax(-1)),
+    **{name: functools.partial(make, 128) for name, make in FALLBACKS.items()},
     "softmax along another axis": lambda: Beside(lambda y: y.softmax(1)),
-    "layer norm": lambda: with_layer(nn.LayerNorm(128)),
     "root mean square": lambda: Beside(lambda y: y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()),
-    "gelu": lambda: Beside(F.gelu),
     "gelu by tanh": lambda: Beside(lambda y: F.gelu(y, approximate="tanh")),
     "silu": lambda: Beside(F.silu),
-    "sums": lambda: Beside(lambda y: y - y.sum(-1, keepdim=True)),
-    "sums along another axis": lambda: Beside(lambda y: y - y.sum(1, keepdim=True)),
     "largest": lambda: Beside(lambda y: y - y.amax(-1, keepdim=True)),
     "running sums": lambda: Beside(lambda y: y.cumsum(1)),
     "choice": lambda: Beside(lambda y: torch.where(y > 0, y, y.exp() - 1)),
-    "joined": lambda: Beside(lambda y: torch.cat([y, y.flip(-1)], -1)),
-    "product of activations": lambda: Beside(lambda y: y @ y.transpose(1, 2)),
     "product, channels first": lambda: Beside(lambda y: y.transpose(1, 2) @ y),
-    "product of bfloat16": lambda: Beside(lambda y: y @ y.transpose(1, 2)),
-    "convolution": lambda: Beside(lambda y: F.conv1d(y.transpose(1, 2), torch.ones(128, 1, 3), padding=1, groups=128)),
+    "product of bfloat16": lambda: FALLBACKS["product of activations"](128),
 }
 
 
@@ -109,25 +88,9 @@ def rules() -> Iterator[Case]:
         yield Case("rules", name, make().eval(), {"example_inputs": (torch.randn(2, 7, 128).to(dtype),)})
 
 
-SPECS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"causal": True, "window": (64, 0)},
-    "bool mask": {"mask": "bool"},
-    "additive mask": {"mask": "additive"},
-    "key padding, causal": {"mask": "key_padding", "causal": True},
-    "grouped heads, rope": {"num_kv_heads": 2, "rope": True, "causal": True},
-    "softcap, ALiBi, sinks": {"softcap": 30.0, "alibi": True, "sinks": True},
-    "cross": {"kv_embed_dim": 96, "causal": "bottom_right"},
-    "cache": {"kv_cache": True, "causal": True, "rope": True},
-    "inside": {"causal": True, "outputs": ("y", "lse", "entropy", "top_k:3", "weights", "heads")},
-    "bfloat16": {"dtype": "bfloat16", "causal": True},
-    "float16": {"dtype": "float16"},
-}
-
-
 def kernels() -> Iterator[Case]:
-    for name, fields in SPECS.items():
+    of_plain_options = {name: fields for name, fields in SPECS.items() if not {"dims", "weights"} & fields.keys()}
+    for name, fields in of_plain_options.items():
         yield Case("kernels", name, mhsa.AttentionSpec(embed_dim=256, num_heads=8, **fields), {})
     plain = mhsa.AttentionSpec(embed_dim=256, num_heads=8)
     yield Case("kernels", "eight bits", plain, {"weights": "int8"})

@@ -18,10 +18,11 @@ import onnx
 import onnx.parser
 import pytest
 import typer.main
-from onnx import TensorProto, helper
+from onnx import helper
 from safetensors.numpy import load_file, save_file
-from support.command import mhsa, refused
+from support.command import mhsa, printed, printed_json, refused
 from support.cuda.made_up_gpus import B200, H200, MadeUp
+from support.onnx_models import model_of
 from support.records_made import made
 from typer.testing import CliRunner
 
@@ -29,7 +30,7 @@ from mhsa_compile import __version__
 from mhsa_compile.cli.app import app
 from mhsa_compile.cli.commands import compile, doctor
 from mhsa_compile.cli.common import arrays
-from mhsa_compile.cli.common.spec_flags import SpecFlags
+from mhsa_compile.cli.common.options import SpecFlags
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.hardware import environment, host, profile
 from mhsa_compile.records import record_files
@@ -95,7 +96,7 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_targets_are_listed() -> None:
-    listed = json.loads(mhsa("targets", "--json").stdout)
+    listed = printed_json("targets")
     assert [target["name"] for target in listed] == list(profile.profile_names())
     table = mhsa("targets").stdout
     assert all(name in table for name in profile.profile_names())
@@ -106,7 +107,7 @@ def test_native_is_printed_as_a_file_to_save(tmp_path: Path) -> None:
     assert tomllib.loads(text)["hardware"]["cores"] == host.allowed_cpus()
     saved = tmp_path / "mine.toml"
     saved.write_text(text)
-    assert json.loads(mhsa("targets", saved, "--json").stdout)["name"] == "mine"
+    assert printed_json("targets", saved)["name"] == "mine"
 
 
 def test_this_machine_is_detected_and_written(tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ def test_doctor_sees_a_cache_folder_that_cannot_be_made(monkeypatch: pytest.Monk
     assert str(tmp_path / "zig") in findings["cache folder"]["found"]
 
 
+SPEC = ("--embed-dim", 64, "--num-heads", 8)
 BAD_COMPILES = {
     "no source": ([], "an .onnx file, a spec .toml, or --embed-dim and --num-heads"),
     "half a spec": (["--embed-dim", 64], "only --embed-dim"),
@@ -198,40 +200,34 @@ BAD_COMPILES = {
     "source of another kind": (["model.pt"], "'model.pt'"),
     "source that is not there": (["absent.onnx"], "'absent.onnx'"),
     "D not divisible by H": (["--embed-dim", 64, "--num-heads", 5], "embed_dim"),
-    "H not divisible by G": (["--embed-dim", 64, "--num-heads", 8, "--num-kv-heads", 3], "num_kv_heads"),
-    "unknown target": (["--embed-dim", 64, "--num-heads", 8, "--target", "znver6"], "znver5"),
-    "causal without lengths": (
-        ["--embed-dim", 64, "--num-heads", 8, "--kv-embed-dim", 32, "--causal", "true"],
-        "bottom_right",
-    ),
-    "flag out of its choices": (["--embed-dim", 64, "--num-heads", 8, "--causal", "left"], "top_left"),
-    "dtype": (["--embed-dim", 64, "--num-heads", 8, "--dtype", "float64"], "'bfloat16'"),
-    "window of one side": (["--embed-dim", 64, "--num-heads", 8, "--window", "256"], "(left, right)"),
-    "window of words": (["--embed-dim", 64, "--num-heads", 8, "--window", "256,none"], "LEFT,RIGHT, such as 256,0"),
-    "negative window": (["--embed-dim", 64, "--num-heads", 8, "--window", "-2,0"], "-1 for unbounded"),
-    "unknown pattern": (["--embed-dim", 64, "--num-heads", 8, "--static-mask", "bigbrd"], "Did you mean 'bigbird'"),
+    "H not divisible by G": ([*SPEC, "--num-kv-heads", 3], "num_kv_heads"),
+    "unknown target": ([*SPEC, "--target", "znver6"], "znver5"),
+    "causal without lengths": ([*SPEC, "--kv-embed-dim", 32, "--causal", "true"], "bottom_right"),
+    "flag out of its choices": ([*SPEC, "--causal", "left"], "top_left"),
+    "dtype": ([*SPEC, "--dtype", "float64"], "'bfloat16'"),
+    "window of one side": ([*SPEC, "--window", "256"], "(left, right)"),
+    "window of words": ([*SPEC, "--window", "256,none"], "LEFT,RIGHT, such as 256,0"),
+    "negative window": ([*SPEC, "--window", "-2,0"], "-1 for unbounded"),
+    "unknown pattern": ([*SPEC, "--static-mask", "bigbrd"], "Did you mean 'bigbird'"),
     "pattern out of range": (
-        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "longformer:window=3"],
+        [*SPEC, "--static-mask", "longformer:window=3"],
         "longformer.window: expected an even number",
     ),
-    "softcap": (["--embed-dim", 64, "--num-heads", 8, "--softcap", "-1"], "softcap: expected a positive finite"),
-    "rope of words": (["--embed-dim", 64, "--num-heads", 8, "--rope", "theta=big"], "FIELD=VALUE"),
-    "unknown field of rope": (["--embed-dim", 64, "--num-heads", 8, "--rope", "thta=1"], "Did you mean 'theta'"),
-    "cache without causality": (["--embed-dim", 64, "--num-heads", 8, "--kv-cache"], "--causal true"),
+    "softcap": ([*SPEC, "--softcap", "-1"], "softcap: expected a positive finite"),
+    "rope of words": ([*SPEC, "--rope", "theta=big"], "FIELD=VALUE"),
+    "unknown field of rope": ([*SPEC, "--rope", "thta=1"], "Did you mean 'theta'"),
+    "cache without causality": ([*SPEC, "--kv-cache"], "--causal true"),
     "positions beyond rope's": (
-        ["--embed-dim", 64, "--num-heads", 8, "--rope", "max_length=32", "--length", 33],
+        [*SPEC, "--rope", "max_length=32", "--length", 33],
         "L of at most the spec's rope.max_length = 32",
     ),
-    "two masks": (
-        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4", "--mask", "bool"],
-        "one mask, constant or of the call",
-    ),
+    "two masks": ([*SPEC, "--static-mask", "strided:stride=4", "--mask", "bool"], "one mask, constant or of the call"),
     "static mask of free lengths": (
-        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4"],
+        [*SPEC, "--static-mask", "strided:stride=4"],
         "expected fixed lengths, as the spec's static_mask is laid out at compile time, got L left symbolic",
     ),
-    "weights": (["--embed-dim", 64, "--num-heads", 8, "--weights", "int4"], "'int8'"),
-    "length below one": (["--embed-dim", 64, "--num-heads", 8, "--length", 0], "--length"),
+    "weights": ([*SPEC, "--weights", "int4"], "'int8'"),
+    "length below one": ([*SPEC, "--length", 0], "--length"),
 }
 
 
@@ -316,21 +312,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_blocks_that_are_not_fused_are_named(tmp_path: Path) -> None:
     """Softmax over scores that were multiplied by a mask: attention, but not in a form that the operator has."""
-    names = {"q": ["B", 2, "L", 8], "k": ["B", 2, 8, "L"], "v": ["B", 2, "L", 8], "m": ["B", 2, "L", "L"]}
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in names.items()]
+    inputs = {"q": ["B", 2, "L", 8], "k": ["B", 2, 8, "L"], "v": ["B", 2, "L", 8], "m": ["B", 2, "L", "L"]}
     nodes = [
         helper.make_node("MatMul", ["q", "k"], ["scores"]),
         helper.make_node("Mul", ["scores", "m"], ["gated"], name="gate"),
         helper.make_node("Softmax", ["gated"], ["weights"], name="weigh"),
         helper.make_node("MatMul", ["weights", "v"], ["y"]),
     ]
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, names["q"])
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(helper.make_graph(nodes, "g", inputs, [y]), opset_imports=opsets), tmp_path / "m.onnx")
-    result = mhsa("compile", tmp_path / "m.onnx", "-o", tmp_path / "m.mhsa")
-    assert result.exit_code == 0, result.output
-    assert "0 of 1 attention blocks fused" in result.stdout
-    assert "weigh (decomposed), not fused: Mul 'gate' scales by something that is not one constant" in result.stdout
+    onnx.save(model_of(nodes, inputs, {"y": inputs["q"]}, opset=17), tmp_path / "m.onnx")
+    result = printed("compile", tmp_path / "m.onnx", "-o", tmp_path / "m.mhsa")
+    assert "0 of 1 attention blocks fused" in result
+    assert "weigh (decomposed), not fused: Mul 'gate' scales by something that is not one constant" in result
 
 
 def test_a_report_of_many_operations_fits_on_a_screen() -> None:
@@ -356,8 +348,8 @@ def test_a_report_of_many_operations_fits_on_a_screen() -> None:
 def test_an_artifact_is_profiled(compiled: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     arguments = ("profile", compiled, "--dim", "B=2", "--length", 7, "--seconds", 0.01)
-    described = json.loads(mhsa(*arguments, "--trace", trace, "--json").stdout)
-    ops = {op["name"] for op in json.loads(mhsa("inspect", compiled, "--json").stdout)["manifest"]["ops"]}
+    described = printed_json(*arguments, "--trace", trace)
+    ops = {op["name"] for op in printed_json("inspect", compiled)["manifest"]["ops"]}
     assert {op["name"] for op in described["ops"]} == ops
     assert all(op["share_of_limit"] > 0 for op in described["ops"])
     events = json.loads(trace.read_text())["traceEvents"]
@@ -372,7 +364,7 @@ def test_an_artifact_is_profiled(compiled: Path, tmp_path: Path) -> None:
 
 
 def test_an_artifact_is_inspected(compiled: Path) -> None:
-    described = json.loads(mhsa("inspect", compiled, "--json").stdout)
+    described = printed_json("inspect", compiled)
     assert described["hashes_ok"]
     assert {info["name"] for info in described["manifest"]["inputs"]} == {"x", "mask"}
     assert described["bytes"].keys() == described["manifest"]["files"].keys()
@@ -386,16 +378,12 @@ def test_an_artifact_is_inspected(compiled: Path) -> None:
 
 
 def test_an_artifact_is_verified(compiled: Path) -> None:
-    result = mhsa("verify", compiled, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["ok"]
+    assert printed_json("verify", compiled)["ok"]
 
 
 def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path: Path) -> None:
     out = tmp_path / "y.npz"
-    result = mhsa("run", compiled, "--batch", 2, "--length", 1, "-o", out, "--json")
-    assert result.exit_code == 0, result.output
-    described = json.loads(result.stdout)["outputs"][0]
+    described = printed_json("run", compiled, "--batch", 2, "--length", 1, "-o", out)["outputs"][0]
     with np.load(out) as outputs:
         y = outputs["y"]
     assert described["dims"] == [2, 1, 32] and (described["min"], described["max"]) == (y.min(), y.max())
@@ -412,7 +400,7 @@ def test_keys_and_values_of_two_inputs_from_flags_to_a_run(tmp_path: Path) -> No
     flags = ["--embed-dim", 32, "--num-heads", 4, "--kv-embed-dim", 13, "--v-embed-dim", 7, "--mask", "key_padding"]
     result = mhsa("compile", *flags, "-o", folder)
     assert result.exit_code == 0, result.output
-    described = json.loads(mhsa("inspect", folder, "--json").stdout)["manifest"]
+    described = printed_json("inspect", folder)["manifest"]
     assert {info["name"]: info["dims"] for info in described["inputs"]} == {
         "x": ["B", "L", 32], "key": ["B", "S", 13], "value": ["B", "S", 7], "mask": ["B", "S"],
     }  # fmt: skip
@@ -426,8 +414,7 @@ def test_keys_and_values_of_two_inputs_from_flags_to_a_run(tmp_path: Path) -> No
     assert np.load(out)["y"].shape == (2, 5, 32)
     message = refused(mhsa("run", folder, *given, "--input", f"value={tmp_path / 'key.npy'}", "-o", out))
     assert "'value'" in message and "(B, S, 7)" in message
-    verified = mhsa("verify", folder, "--json")
-    assert verified.exit_code == 0 and json.loads(verified.stdout)["ok"]
+    assert printed_json("verify", folder)["ok"]
     message = refused(mhsa("compile", *flags[:4], "--v-embed-dim", 7, "-o", tmp_path / "other"))
     assert "v_embed_dim: expected None without kv_embed_dim" in message
 
@@ -527,42 +514,33 @@ def test_force_replaces_an_artifact(compiled: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_bench_reports_every_peer(compiled: Path) -> None:
-    result = mhsa("bench", compiled, "--against", "torch", "--length", 16, "--seconds", 0.1, "--json")
-    assert result.exit_code == 0, result.output
-    (report,) = json.loads(result.stdout).values()
+    (report,) = printed_json("bench", compiled, "--against", "torch", "--length", 16, "--seconds", 0.1).values()
     assert len(report["rows"]) == 2
 
 
 @pytest.mark.thorough
 def test_a_bench_shows_a_table(compiled: Path) -> None:
-    result = mhsa("bench", compiled, "--against", "torch,openvino", "--length", 16, "--seconds", 0.1, "--dim", "B=2")
-    assert result.exit_code == 0, result.output
-    assert "B=2" in result.stdout and "GFLOP/s" in result.stdout and "mhsa_compile" in result.stdout
+    result = printed("bench", compiled, "--against", "torch,openvino", "--length", 16, "--seconds", 0.1, "--dim", "B=2")
+    assert "B=2" in result and "GFLOP/s" in result and "mhsa_compile" in result
 
 
 @pytest.mark.thorough
 def test_symbols_of_other_names_have_their_sizes_by_dim(tmp_path: Path) -> None:
     """An ONNX model made elsewhere: its inputs are not called x, and its symbols not B and L."""
     folder, dims = tmp_path / "m.mhsa", ["batch", 2, "seq", 8]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name in ("query", "key", "y")]
-    graph = helper.make_graph(
-        [helper.make_node("Attention", ["query", "key", "key"], ["y"])], "g", values[:2], values[2:]
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
-    onnx.save(model, tmp_path / "m.onnx")
+    node = helper.make_node("Attention", ["query", "key", "key"], ["y"])
+    onnx.save(model_of([node], {"query": dims, "key": dims}, {"y": dims}, opset=23), tmp_path / "m.onnx")
     assert "such as seq=128, got 'seq=0'" in refused(
         mhsa("compile", tmp_path / "m.onnx", "--dim", "seq=0", "-o", folder)
     )
     assert mhsa("compile", tmp_path / "m.onnx", "--dim", "batch=1", "-o", folder).exit_code == 0
     assert "State it: --dim seq=N" in refused(mhsa("run", folder))
     assert "a symbol of the inputs: seq, got 'batch'" in refused(mhsa("run", folder, "--dim", "batch=1"))
-    ran = json.loads(mhsa("run", folder, "--dim", "seq=7", "--json").stdout)
+    ran = printed_json("run", folder, "--dim", "seq=7")
     assert ran["outputs"][0]["dims"] == [1, 2, 7, 8]
     assert "expected sizes for seq, got none" in mhsa("bench", folder).stderr
     assert "expected sizes for batch, seq, got none" in refused(mhsa("bench", tmp_path / "m.onnx"))
-    result = mhsa("bench", folder, "--dim", "seq=7", "--against", "onnxruntime", "--seconds", 0.1, "--json")
-    assert result.exit_code == 0, result.output
-    (report,) = json.loads(result.stdout).values()
+    (report,) = printed_json("bench", folder, "--dim", "seq=7", "--against", "onnxruntime", "--seconds", 0.1).values()
     assert (report["dims"], report["dtype"], report["floor"]) == ({"seq": 7}, "float32", None)
 
 
@@ -593,7 +571,7 @@ def test_outputs_of_the_layers_of_a_file(tmp_path: Path) -> None:
     assert "Leave one of them out" in refused(mhsa("compile", file, "--outputs", "lse", "--embed-dim", 8, "-o", out))
     assert "'lse@0'" in refused(mhsa("compile", spec, "--outputs", "y,lse@0", "-o", out))
     assert mhsa("compile", file, "--outputs", "entropy,weights@0", "-o", out).exit_code == 0
-    held = json.loads(mhsa("inspect", out, "--json").stdout)["manifest"]
+    held = printed_json("inspect", out)["manifest"]
     assert [info["name"] for info in held["outputs"]] == ["y", "layer0_entropy", "layer0_weights"]
     assert [block["name"] for block in held["attention"]] == ["y"] and "layer" in mhsa("inspect", out).stdout
     assert mhsa("run", out, "--dim", "B=2", "--dim", "L=5", "-o", tmp_path / "all.npz").exit_code == 0

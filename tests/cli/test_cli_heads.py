@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from support.command import mhsa, printed, printed_json, refused
 
 import mhsa_compile as mhsa_library
-from mhsa_compile.cli.app import app
-
-
-def mhsa(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(result: Result) -> str:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == "" and "Traceback" not in result.stderr
-    return result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +28,13 @@ def test_the_heads_of_an_artifact(artifact: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "mask.npy", np.arange(20) < np.array([[20], [9], [14]]))
     inputs = ("--input", f"x={tmp_path / 'x.npy'}", "--input", f"mask={tmp_path / 'mask.npy'}")
     page = tmp_path / "heads.html"
-    result = mhsa("heads", artifact, *inputs, "--prune", 2, "--html", page, "--json")
-    assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
+    said = printed_json("heads", artifact, *inputs, "--prune", 2, "--html", page)
     (layer,) = said["layers"]
     assert layer["tokens"] == 20 + 9 + 14 and [head["head"] for head in layer["heads"]] == [0, 1, 2, 3]
     assert 0 < said["prune"][0]["refit_error"] < said["prune"][0]["relative_error"] < 1
     assert "Heads of layer.mhsa" in page.read_text()
-    result = mhsa("heads", artifact, "--batch", 2, "--length", 30, "--prune", 1)
-    assert result.exit_code == 0, result.output
-    assert "on random numbers" in result.stdout and "without heads" in result.stdout
+    result = printed("heads", artifact, "--batch", 2, "--length", 30, "--prune", 1)
+    assert "on random numbers" in result and "without heads" in result
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_heads_of_a_model(model: Path, tmp_path: Path) -> None:
     text, page = tmp_path / "text.txt", tmp_path / "heads.html"
     text.write_text("the cat sat on the mat\n\nthe mat sat on the cat\n" * 3)
-    result = mhsa("heads", model, "--text", text, "--html", page, "--json")
-    assert result.exit_code == 0, result.output
-    layers = json.loads(result.stdout)["layers"]
+    layers = printed_json("heads", model, "--text", text, "--html", page)["layers"]
     assert [layer["tokens"] for layer in layers] == [6 * 8] * 2
     assert [len(layer["heads"]) for layer in layers] == [4, 4]
     assert '["[CLS]","the","cat","sat","on","the","mat","[SEP]"]' in page.read_text()
@@ -109,9 +92,8 @@ def test_the_heads_of_a_model_with_a_bias_by_distance(model: Path, tmp_path: Pat
     fields = {"d_model": 24, "d_kv": 6, "d_ff": 32, "num_heads": 4, "num_layers": 1}
     folder, text = other_model(model, tmp_path, "T5", **fields), tmp_path / "text.txt"
     text.write_text("the cat sat on the mat\nthe mat sat\n" * 4)
-    result = mhsa("heads", folder, "--text", text, "--prune", 1)
-    assert result.exit_code == 0, result.output
-    assert "block.0.layer.0.SelfAttention: 52 tokens" in result.stdout and "without heads" in result.stdout
+    result = printed("heads", folder, "--text", text, "--prune", 1)
+    assert "block.0.layer.0.SelfAttention: 52 tokens" in result and "without heads" in result
 
 
 def test_models_that_are_refused(model: Path, tmp_path: Path) -> None:

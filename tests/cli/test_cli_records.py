@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.command import mhsa, refused
+from support.command import mhsa, printed_json, refused
 from support.records_made import DEVICE, made
 
 from mhsa_compile.hardware import data_paths
@@ -40,7 +40,7 @@ def test_a_file_is_listed(tmp_path: Path) -> None:
                  "num_heads=8", "for any", "1,234.50", "a CPU", "(zen4)", "emulated"):  # fmt: skip
         assert cell in table
     assert "mask" not in table and "does not fit" not in table
-    listed = json.loads(mhsa("records", "list", path, "--json").stdout)
+    listed = printed_json("records", "list", path)
     assert [line["file"] for line in listed] == [str(path)] * 2
     assert msgspec.convert([line["record"] for line in listed], list[Record]) == [made(), emulated]
 
@@ -50,7 +50,7 @@ def test_records_of_a_target_are_its_users_and_the_shipped_ones(shipped: Path) -
     assert nothing.exit_code == 0 and "none at" in nothing.stdout
     own = written(data_paths.own_records("znver4"), made("znver4"))
     ours = written(shipped / "znver4.jsonl", made("x86-64-v4"), made("x86-64-v3"))
-    listed = json.loads(mhsa("records", "list", "--target", "znver4", "--json").stdout)
+    listed = printed_json("records", "list", "--target", "znver4")
     assert [(line["file"], bool(line["misfit"])) for line in listed] == [
         (str(own), False), (str(ours), False), (str(ours), True),
     ]  # fmt: skip
@@ -70,7 +70,7 @@ def test_files_are_merged(tmp_path: Path) -> None:
     a = written(tmp_path / "a.jsonl", made(median_us=90.0), made(op="attention"))
     b = written(tmp_path / "b.jsonl", made(median_us=70.0), made("x86-64-v3"))
     c = written(tmp_path / "c.jsonl", made(threads=2))
-    told = json.loads(mhsa("records", "merge", a, b, "-o", c, "--json").stdout)
+    told = printed_json("records", "merge", a, b, "-o", c)
     assert told == {"file": str(c), "records": 4, "read": {str(a): 2, str(b): 2}}
     kept = [made(threads=2), made(median_us=70.0), made(op="attention"), made("x86-64-v3")]
     assert list(record_files.read(c).records) == kept

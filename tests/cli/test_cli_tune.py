@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from support.command import mhsa
+from support.command import mhsa, printed
 
 from mhsa_compile import AttentionSpec
 from mhsa_compile.cli.common.cases import CaseOptions
@@ -36,9 +36,8 @@ def test_a_model_is_tuned_and_compiled_with_what_was_found(tmp_path: Path, monke
     records = tmp_path / "records.jsonl"
     words = ["--batch", 1, "--length", 3, "--kv-length", 7, "--threads", 1, "--against", "", "--trials", 3, "--json"]
     plot = tmp_path / "search.svg"
-    result = mhsa("tune", tmp_path / "core.onnx", "--records", records, "--plot", plot, *words)
-    assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
+    result = printed("tune", tmp_path / "core.onnx", "--records", records, "--plot", plot, *words)
+    said = json.loads(result)
     (source,) = said["sources"].values()
     (op,) = source["ops"]
     assert said["trials"] == op["trials"] == 3 and said["failures"] == 0

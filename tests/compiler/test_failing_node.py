@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.failing_node import failing_node
@@ -16,10 +17,7 @@ N = helper.make_node
 
 
 def model(*nodes: onnx.NodeProto) -> onnx.ModelProto:
-    value = helper.make_tensor_value_info
-    x, g = value("x", TensorProto.FLOAT, [2, 8]), value("g", TensorProto.FLOAT, [2, 8])
-    graph = helper.make_graph(list(nodes), "g", [x, g], [value("y", TensorProto.FLOAT, None)])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    return model_of(nodes, {"x": [2, 8], "g": [2, 8]}, {"y": None}, opset=23)
 
 
 CHAIN = [N("Relu", ["x"], ["a"]), N("Erf", ["x"], ["b"]), N("Exp", ["a"], ["c"]), N("Add", ["b", "c"], ["y"])]

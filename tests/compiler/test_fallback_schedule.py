@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 import torch
 import tvm
 import tvm_ffi
-from onnx import TensorProto, helper
+from onnx import helper
 from support.kernel_runs import call, vector_machine
+from support.onnx_models import model_of
 from torch.nn import functional
 from tvm import relax, te
 
@@ -37,6 +39,33 @@ def built(function: Any) -> Any:
     module = tvm.IRModule({"run": function.with_attr("global_symbol", "run")})
     with pass_context():
         return tvm.compile(module, target=tvm.target.Target(PROFILE.tvm_config()))["run"]
+
+
+def lowered(graph: Callable[[Any], Any], *dims: Any) -> Any:
+    """A module whose `main` takes x, float32, of these dims."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(dims, "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            output = builder.emit_output(builder.emit(graph(x)))
+        builder.emit_func_output(output)
+    return cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
+
+
+def rows_of(graph: Callable[[Any], Any], width: int) -> Any:
+    """The same of x (B, L, width)."""
+    return lowered(graph, te.var("B", "int64"), te.var("L", "int64"), width)
+
+
+def only_function(module: Any) -> Any:
+    (function,) = (one for _, one in module.functions_items() if isinstance(one, tvm.tirx.PrimFunc))
+    return function
+
+
+def main_of(module: Any) -> Any:
+    """`main`, compiled."""
+    with pass_context():
+        return relax.VirtualMachine(relax.build(module, tvm.target.Target(PROFILE.tvm_config())), tvm.cpu())["main"]
 
 
 def applied(formula: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:
@@ -98,15 +127,12 @@ def test_elementary_functions_at_their_ends(formula: Callable[[Any], Any], ends:
 @pytest.mark.parametrize("rows", [7, 1024])
 def test_arithmetic_read_twice(rows: int) -> None:
     """The same names in both places are two values each, also where no choice of threads is left."""
-    builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType((rows, 64), "float32"))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            powers = builder.emit(relax.op.exp(x))
-            output = builder.emit_output(builder.emit(relax.op.multiply(powers, relax.op.subtract(powers, x))))
-        builder.emit_func_output(output)
-    module = cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
-    (function,) = (one for _, one in module.functions_items() if isinstance(one, tvm.tirx.PrimFunc))
+
+    def graph(x: Any) -> Any:
+        powers = relax.op.exp(x)
+        return relax.op.multiply(powers, relax.op.subtract(powers, x))
+
+    function = only_function(lowered(graph, rows, 64))
     values = np.random.default_rng(0).standard_normal((rows, 64)).astype(np.float32)
     powers = np.exp(values.astype(np.float64))
     np.testing.assert_allclose(call(built(function), values, np.empty_like(values)), powers * (powers - values), 1e-5)
@@ -114,19 +140,10 @@ def test_arithmetic_read_twice(rows: int) -> None:
 
 def test_arithmetic_of_arithmetic_compiles_in_no_time() -> None:
     """Three formulas of each other as one expression took TVM more than a minute."""
-    builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType((te.var("n", "int64"), 40), "float32"))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            value = x
-            for operator in (relax.op.tanh, relax.op.erf, relax.op.sigmoid, relax.op.exp, relax.op.log):
-                value = builder.emit(operator(value))
-            output = builder.emit_output(value)
-        builder.emit_func_output(output)
-    module = cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
+    operators = (relax.op.tanh, relax.op.erf, relax.op.sigmoid, relax.op.exp, relax.op.log)
+    module = lowered(lambda x: reduce(lambda value, operator: operator(value), operators, x), te.var("n", "int64"), 40)
     start = time.process_time()
-    with pass_context():
-        run = relax.VirtualMachine(relax.build(module, tvm.target.Target(PROFILE.tvm_config())), tvm.cpu())["main"]
+    run = main_of(module)
     assert time.process_time() - start < 10
     numbers = np.random.default_rng(0).standard_normal((37, 40)).astype(np.float32)
     wide = torch.from_numpy(numbers.astype(np.float64))
@@ -136,16 +153,8 @@ def test_arithmetic_of_arithmetic_compiles_in_no_time() -> None:
 
 def reduced(dims: tuple[int, ...], axes: tuple[int, ...], operator: Any, keepdims: bool) -> Any:
     """The function of a sum of squares or of a maximum, scheduled."""
-    builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType(dims, "float32"))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            elements = builder.emit(relax.op.multiply(x, x)) if operator is relax.op.sum else x
-            output = builder.emit_output(builder.emit(operator(elements, axes, keepdims)))
-        builder.emit_func_output(output)
-    module = cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
-    (function,) = (one for _, one in module.functions_items() if isinstance(one, tvm.tirx.PrimFunc))
-    return function
+    elements = relax.op.square if operator is relax.op.sum else lambda x: x
+    return only_function(lowered(lambda x: operator(elements(x), axes, keepdims), *dims))
 
 
 @pytest.mark.parametrize("keepdims", [False, True])
@@ -167,17 +176,6 @@ def test_large_sums_are_shared_and_in_vectors() -> None:
         loops: list[Any] = []
         tvm_ffi.structural_walk(reduced((64, 512, 64), axes, relax.op.sum, True), (tvm.tirx.For, loops.append))
         assert {tvm.tirx.ForKind.PARALLEL, tvm.tirx.ForKind.VECTORIZED} <= {loop.kind for loop in loops}
-
-
-def lowered(graph: Callable[[Any], Any], width: int) -> Any:
-    """A module whose `main` takes x (B, L, width), float32."""
-    builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType((te.var("B", "int64"), te.var("L", "int64"), width), "float32"))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            output = builder.emit_output(builder.emit(graph(x)))
-        builder.emit_func_output(output)
-    return cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
 
 
 def layer_norm(x: Any) -> Any:
@@ -208,9 +206,7 @@ def test_schedules_change_no_result(name: str) -> None:
     """Widths of whole vectors, of shorter ones and prime; few rows, by one thread, and many."""
     graph, function = GRAPHS[name]
     for width, shapes in ((48, ((2, 3), (5, 79))), (60, ((1, 7),)), (13, ((1, 1), (7, 197)))):
-        with pass_context():
-            target = tvm.target.Target(PROFILE.tvm_config())
-            run = relax.VirtualMachine(relax.build(lowered(graph, width), target), tvm.cpu())["main"]
+        run = main_of(rows_of(graph, width))
         for shape in shapes:
             x = torch.randn((*shape, width), generator=torch.Generator().manual_seed(width))
             expected, yardstick = function(x.double()).numpy(), function(x).numpy()
@@ -221,9 +217,7 @@ def test_schedules_change_no_result(name: str) -> None:
 @pytest.mark.parametrize("axes", [[1], [1, 2], [0, 1, 2]], ids=str)
 def test_numbers_of_sums_over_other_axes_than_a_row(axes: list[int]) -> None:
     """What follows the sums has fewer axes than they, or none; a chain of n additions is off by n roundings at most."""
-    graph = lowered(lambda x: relax.op.sqrt(relax.op.sum(relax.op.abs(x), axis=axes)), 13)
-    with pass_context():
-        run = relax.VirtualMachine(relax.build(graph, tvm.target.Target(PROFILE.tvm_config())), tvm.cpu())["main"]
+    run = main_of(rows_of(lambda x: relax.op.sqrt(relax.op.sum(relax.op.abs(x), axis=axes)), 13))
     for shape in ((1, 1), (7, 19)):
         x = np.random.default_rng(0).standard_normal((*shape, 13)).astype(np.float32)
         sums = np.abs(x).sum(tuple(axes), dtype=np.float64)
@@ -245,14 +239,14 @@ def test_plain_code_behind_loops_has_no_rows() -> None:
 
 @pytest.mark.parametrize("name", ["gelu", "layer_norm"])
 def test_many_rows_are_shared_among_threads(name: str) -> None:
-    script = lowered(GRAPHS[name][0], 48).script()
+    script = rows_of(GRAPHS[name][0], 48).script()
     assert "T.parallel(B * L)" in script
     assert f"> T.int64({cpu_schedule.WORTH_SHARING})" in script
 
 
 def test_a_sum_of_rows_is_several_sums_at_first_where_its_axis_stays() -> None:
     """With a single element it would be a chain of additions, which cannot be a vector."""
-    script = lowered(rms_norm, 48).script()
+    script = rows_of(rms_norm, 48).script()
     assert "_rf = " in script
     assert "T.vectorized(T.int64(8))" in script.split("_rf = ")[1]
 
@@ -262,10 +256,7 @@ def test_reshapes_between_sizes_that_nobody_can_show_to_be_equal_are_views() -> 
     nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Shape", ["w"], ["sizes"])]
     nodes.append(helper.make_node("Reshape", ["r", "sizes"], ["y"]))
     nodes.append(helper.make_node("Relu", ["y"], ["z"]))
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["a", "b", "c"])]
-    inputs.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, ["d", "e", "f", "g"]))
-    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    model = model_of(nodes, {"x": ["a", "b", "c"], "w": ["d", "e", "f", "g"]}, {"z": None}, opset=18)
     with pytest.warns(UserWarning, match="no attention"):
         module = pipeline.import_source(model).module
     assert not [name for name in cpu_schedule.primitives(module, load_profile("x86-64-v3")) if "reshape" in name]

@@ -11,8 +11,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from safetensors.numpy import load_file
+from support.onnx_models import model_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -137,15 +138,11 @@ def test_a_torch_layer_compiles_as_it_is():
 
 def attention_model(path, *, opset=23, ops=(), attributes=None, outputs=("y",), inputs=("q", "k", "v")):
     """q (B, 2, L, 8), k and v (B, 2, S, 8) -> Attention -> `ops`, one after the other."""
-    dims = {"q": ["B", 2, "L", 8], "k": ["B", 2, "S", 8], "v": ["B", 2, "S", 8], "mask": ["L", "S"]}
-    kinds = {"mask": TensorProto.BOOL}
-    values = [helper.make_tensor_value_info(n, kinds.get(n, TensorProto.FLOAT), dims[n]) for n in inputs]
+    queries, keys = ["B", 2, "L", 8], ["B", 2, "S", 8]
+    values = {"q": queries, "k": keys, "v": keys, "mask": (TensorProto.BOOL, ["L", "S"])}
     nodes = [helper.make_node("Attention", list(inputs), ["y0", *outputs[1:]], **(attributes or {}))]
     nodes += [helper.make_node(op, [f"y{i}"], [f"y{i + 1}"]) for i, op in enumerate(ops)]
-    y = helper.make_tensor_value_info(f"y{len(ops)}", TensorProto.FLOAT, ["B", 2, "L", 8])
-    graph = helper.make_graph(nodes, "g", values, [y])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    onnx.save(model, path)
+    onnx.save(model_of(nodes, {name: values[name] for name in inputs}, {f"y{len(ops)}": queries}, opset=opset), path)
     return path
 
 
@@ -274,9 +271,8 @@ def test_code_for_other_machines_is_built_here(tmp_path):
 
 def test_a_model_without_attention_compiles_and_says_so() -> None:
     nodes = [helper.make_node("Gemm", ["x", "weight"], ["z"]), helper.make_node("Relu", ["z"], ["y"])]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["R", 24]) for name in "xy")
-    weight = numpy_helper.from_array(np.random.default_rng(0).standard_normal((24, 24), np.float32), "weight")
-    model = helper.make_model(helper.make_graph(nodes, "g", [x], [y], [weight]), ir_version=10)
+    weight = np.random.default_rng(0).standard_normal((24, 24), np.float32)
+    model = model_of(nodes, {"x": ["R", 24]}, {"y": ["R", 24]}, {"weight": weight})
     for _ in range(2):  # the second one may come from the cache
         with pytest.warns(UserWarning, match=r"holds no attention \(Gemm, Relu\)"):
             artifact = mhsa.compile(model)

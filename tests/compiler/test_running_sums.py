@@ -3,21 +3,21 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
-
-DTYPES = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32, "float16": TensorProto.FLOAT16}
 
 
 def along_all_axes(op: str, shape: tuple, dtype: str, **attributes: int) -> onnx.ModelProto:
     """One graph with an output for each axis."""
     axes = range(len(shape))
     nodes = [helper.make_node(op, ["x", f"axis{i}"], [f"y{i}"], **attributes) for i in axes]
-    infos = [helper.make_tensor_value_info(name, DTYPES[dtype], shape) for name in ("x", *(f"y{i}" for i in axes))]
-    constants = [numpy_helper.from_array(np.array(i), f"axis{i}") for i in axes]
-    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 26)], ir_version=10)
+    value, constants = (
+        (helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape),
+        {f"axis{i}": np.array(i) for i in axes},
+    )
+    return model_of(nodes, {"x": value}, {f"y{i}": value for i in axes}, constants, opset=26)
 
 
 def expected(op: str, x: np.ndarray, axis: int, exclusive: int, reverse: int) -> np.ndarray:

@@ -8,21 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
 
 
 def _model(nodes: list[tuple[str, list[str], list[str]]], outputs: dict[str, int]) -> ModelProto:
-    graph = helper.make_graph(
-        [helper.make_node(kind, inputs, results) for kind, inputs, results in nodes],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 5])],
-        [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs.items()],
-        [numpy_helper.from_array(np.array([3]), "three"), numpy_helper.from_array(np.array(1), "one")],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    made = [helper.make_node(kind, inputs, results) for kind, inputs, results in nodes]
+    values = {name: (kind, None) for name, kind in outputs.items()}
+    return model_of(made, {"x": ["n", 5]}, values, {"three": np.array([3]), "one": np.array(1)}, opset=18)
 
 
 def test_a_fresh_process_has_all_of_them(tmp_path: Path) -> None:

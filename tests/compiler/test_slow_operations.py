@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
+from support.onnx_models import model_of
 from torch import nn
 from typer.testing import CliRunner
 
@@ -20,11 +21,9 @@ from mhsa_compile.runtime.artifact.manifest import Manifest, SlowOperation
 
 def product(kind: int, inner: int = 64, length: int | str = "L") -> onnx.ModelProto:
     """Y = A B of this dtype, by a node named `scores`, and a softmax that no product needs."""
-    a = helper.make_tensor_value_info("a", kind, ["B", length, inner])
-    b = helper.make_tensor_value_info("b", kind, ["B", inner, length])
-    y = helper.make_tensor_value_info("y", kind, ["B", length, length])
-    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["y"], "scores")], "product", [a, b], [y])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    factors = {"a": (kind, ["B", length, inner]), "b": (kind, ["B", inner, length])}
+    node = helper.make_node("MatMul", ["a", "b"], ["y"], "scores")
+    return model_of([node], factors, {"y": (kind, ["B", length, length])}, opset=21)
 
 
 def compiled(source: Any, **options: Any) -> mhsa.Artifact:
@@ -46,10 +45,8 @@ def test_a_product_in_loops_is_named(of_integers: mhsa.Artifact) -> None:
 
 def test_a_product_of_bytes_in_vectors_is_named_too() -> None:
     """Of such as wide as they are summed it would not be: those have no faster instructions."""
-    factors = [helper.make_tensor_value_info(n, TensorProto.INT8, [512, 512]) for n in "ab"]
-    y = helper.make_tensor_value_info("y", TensorProto.INT32, [512, 512])
-    graph = helper.make_graph([helper.make_node("MatMulInteger", ["a", "b"], ["y"])], "product", factors, [y])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    factors, y = dict.fromkeys("ab", (TensorProto.INT8, [512, 512])), (TensorProto.INT32, [512, 512])
+    model = model_of([helper.make_node("MatMulInteger", ["a", "b"], ["y"])], factors, {"y": y}, opset=21)
     (slow,) = compiled(model).manifest.slow
     assert "matmul" in slow.name
     assert compiled(product(TensorProto.INT32, inner=96, length=96), dims={"B": 1}).manifest.slow == ()

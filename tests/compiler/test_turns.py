@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_one_that_hangs_is_waited_for_no_longer_than_is_said(tmp_path: Path, mon
 def test_turns_do_not_overlap(tmp_path: Path) -> None:
     inside, most = 0, 0
 
-    def work() -> None:
+    def work(_: int) -> None:
         nonlocal inside, most
         for _ in range(5):
             turn = Turn(tmp_path, KEY)
@@ -73,11 +74,8 @@ def test_turns_do_not_overlap(tmp_path: Path) -> None:
             inside -= 1
             turn.over()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert most == 1
 
 

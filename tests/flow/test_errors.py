@@ -35,8 +35,8 @@ from mhsa_compile.errors import (
     TargetError,
     printable,
 )
-from mhsa_compile.files import free_memory
 from mhsa_compile.files import input_files as files
+from mhsa_compile.files import room
 from mhsa_compile.files.foreign_errors import entry_point, reading
 from mhsa_compile.frontend.export.source import read_onnx, read_source
 from mhsa_compile.hardware.profile import load_profile
@@ -244,7 +244,7 @@ def test_files_that_are_nested(tmp_path: Path) -> None:
 
 
 def test_what_is_known_to_be_too_large_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(room, "available_memory", lambda: 1 << 20)
     with pytest.raises(ResourceError, match=r"0\.0 GiB are free"):
         mhsa.MultiHeadAttention(AttentionSpec(embed_dim=512, num_heads=4))
 
@@ -268,14 +268,14 @@ def test_memory_that_cannot_be_had_is_said_by_entry_points() -> None:
 
 
 def test_what_a_machine_has(tmp_path: Path) -> None:
-    assert free_memory.available_memory(tmp_path) is None
+    assert room.available_memory(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
-    assert free_memory.available_memory(tmp_path) == 8192
+    assert room.available_memory(tmp_path) == 8192
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("5000\n")
     (tmp_path / "sys/fs/cgroup/memory.current").write_text("1000\n")
-    assert free_memory.available_memory(tmp_path) == 4000
+    assert room.available_memory(tmp_path) == 4000
 
 
 def test_a_reader_keeps_errors_of_ours() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,31 +62,15 @@ def hold(model: nn.Module, call: Callable[[nn.Module, torch.dtype], Any]) -> Non
     assert [set(vars(module)) for module in model.modules()] == names
 
 
+@pytest.mark.thorough_but("weights")
 @pytest.mark.parametrize(
     ("batch_first", "cross", "given"),
     [
         (True, False, {}),
-        pytest.param(
-            False,
-            False,
-            {"key_padding_mask": hidden_tail(L, 3), "average_attn_weights": False},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            False, True, {"key_padding_mask": hidden_tail(S, 2), "need_weights": False}, marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            True,
-            False,
-            {"attn_mask": torch.ones(L, L).triu(1).bool(), "is_causal": True, "need_weights": False},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            True,
-            True,
-            {"attn_mask": torch.randn(B * H, L, S, generator=torch.Generator().manual_seed(2))},
-            marks=pytest.mark.thorough,
-        ),
+        (False, False, {"key_padding_mask": hidden_tail(L, 3), "average_attn_weights": False}),
+        (False, True, {"key_padding_mask": hidden_tail(S, 2), "need_weights": False}),
+        (True, False, {"attn_mask": torch.ones(L, L).triu(1).bool(), "is_causal": True, "need_weights": False}),
+        (True, True, {"attn_mask": torch.randn(B * H, L, S, generator=torch.Generator().manual_seed(2))}),
     ],
     ids=["weights", "padding", "cross", "causal", "float"],
 )
@@ -176,21 +160,15 @@ def test_several_threads_get_what_one_gets() -> None:
     mhsa.accelerate(model)
     with torch.no_grad():
         expected = [model(x, x, x, need_weights=False)[0] for x in inputs]
-    wrong = []
 
     def call(number: int) -> None:
         x = inputs[number]
         with torch.no_grad():
             for _ in range(20):
-                if not torch.equal(model(x, x, x, need_weights=False)[0], expected[number]):
-                    wrong.append(number)
+                assert torch.equal(model(x, x, x, need_weights=False)[0], expected[number])
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        list(pool.map(call, range(len(inputs))))
 
 
 @pytest.mark.thorough

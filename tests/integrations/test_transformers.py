@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -70,20 +70,14 @@ def test_several_threads_get_what_one_gets(llama: Model) -> None:
     llama.set_attn_implementation("mhsa")
     with torch.no_grad():
         expected = [llama(**given).logits for given in inputs]
-    wrong = []
 
     def call(number: int) -> None:
         with torch.no_grad():
             for _ in range(10):
-                if not torch.equal(llama(**inputs[number]).logits, expected[number]):
-                    wrong.append(number)
+                assert torch.equal(llama(**inputs[number]).logits, expected[number])
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        list(pool.map(call, range(len(inputs))))
 
 
 def test_masks_of_four_axes_pass_as_they_are(llama: Model) -> None:

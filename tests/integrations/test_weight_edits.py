@@ -173,13 +173,13 @@ def test_a_layer_that_differs_goes_back_to_pytorch(monkeypatch: pytest.MonkeyPat
     """The control of the check: an artifact that was given other weights."""
     plain = Block().eval()
     model, unchecked = copy.deepcopy(plain), copy.deepcopy(plain)
-    bind = LinearForward._bind
+    bind = LinearForward._bound_or_why
 
     def bound_wrong(self: LinearForward, kind: LinearKind) -> CompiledAttention:
         compiled = bind(self, kind)
-        return lambda rows: compiled(rows) * 1.01  # type: ignore[return-value]
+        return lambda rows: compiled(rows) * 1.01  # type: ignore[operator, return-value]
 
-    monkeypatch.setattr(LinearForward, "_bind", bound_wrong)
+    monkeypatch.setattr(LinearForward, "_bound_or_why", bound_wrong)
     report = mhsa.accelerate(model, linears=True)
     with torch.no_grad():
         with pytest.warns(UserWarning, match="linear: a result is off by"):

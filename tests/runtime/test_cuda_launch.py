@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
@@ -335,16 +336,13 @@ def test_first_calls_of_threads_come_one_after_another(monkeypatch: pytest.Monke
 
     launched = made(monkeypatch, vm)
 
-    def worker() -> None:
+    def worker(_: int) -> None:
         together.wait(timeout=60)
         for length in (1, 2, 1, 2):
             launched.run([torch.randn(length, 8)], {"L": length}, [])
 
-    threads = [threading.Thread(target=worker) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(worker, range(2)))
     assert most == [1, 1, 1, 1] and together.n_waiting == 0 and not together.broken
 
 

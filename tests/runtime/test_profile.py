@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +77,12 @@ def test_every_operation_has_its_row_and_its_work(cross: CompiledAttention) -> N
 def test_calls_are_what_they_were(cross: CompiledAttention) -> None:
     """Calls in other threads are that, too, while one profiles."""
     x, context = random(2, 7, 24), random(2, 11, 10)
-    before, failures = cross(x, context), []
-
-    def call() -> None:
-        for _ in range(50):
-            if not np.array_equal(cross(x, context), before):
-                failures.append(1)
-
-    threads = [threading.Thread(target=call) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(3):
-        cross.profile(x, context, seconds=0.01)
-    for thread in threads:
-        thread.join()
-    assert not failures
+    before = cross(x, context)
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(lambda: [cross(x, context) for _ in range(50)]) for _ in range(2)]
+        for _ in range(3):
+            cross.profile(x, context, seconds=0.01)
+    assert all(np.array_equal(y, before) for result in results for y in result.result())
     assert np.array_equal(cross(x, context), before)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from support.bind_functions import Machine
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.runtime import weight_binding
@@ -49,15 +50,8 @@ def artifact() -> mhsa.Artifact:
         node("Add", ["turned", "first"], ["head"]),
         node("MatMul", [value, "head"], ["y"]),
     ]
-    constants = {"begin": np.array([0]), "end": np.array([1])}
-    graph = helper.make_graph(
-        nodes,
-        "layers",
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", V])],
-        [numpy_helper.from_array(array, name) for name, array in {**drawn(0), **constants}.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    constants = {**drawn(0), "begin": np.array([0]), "end": np.array([1])}
+    model = model_of(nodes, {"ids": (TensorProto.INT64, ["n"])}, {"y": ["n", V]}, constants)
     return mhsa.compile(model, without_attention="accept")
 
 

@@ -98,4 +98,3 @@ def _hostile() -> dict[str, bytes]:
 
 
 HOSTILE = _hostile()
-EMPTY_OF_ANY_SIZE = "a size of 0 beside a huge one"

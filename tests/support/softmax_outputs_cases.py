@@ -17,6 +17,7 @@ from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle.softmax_outputs import collect, softmax_outputs_of_rows
 from support.attention_ops import attention_of, features
+from support.kernel_runs import masked_scores
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -59,33 +60,12 @@ def extras(op: AttentionOp, B: int, S: int) -> list[Array]:
 
 def scores(op: AttentionOp, inputs: Sequence[Array], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(the scores as the softmax takes them, -inf where hidden; the sinks), in PyTorch's arithmetic at `dtype`."""
-    q, k = (to_torch(array).to(dtype) for array in inputs[:2])
-    rest = list(inputs[3:])
+    q, k, _, *rest = inputs
     mask = rest.pop(0) if features(op).mask is not None else None
     lengths, sinks, slopes = (
         rest.pop(0) if getattr(features(op), name) else None for name in ("lengths", "sinks", "slopes")
     )
-    L, S = q.shape[2], k.shape[2]
-    value = (q * op.scale) @ k.repeat_interleave(op.num_heads // op.num_kv_heads, dim=1).transpose(-1, -2)
-    value = torch.tanh(value / features(op).softcap) * features(op).softcap if features(op).softcap else value
-    if clamp := features(op).softclamp:
-        value = clamp * (value / (clamp + value.abs()))
-    count = np.full((1, 1, 1, 1), S) if lengths is None else lengths.reshape(-1, 1, 1, 1)
-    bottom_right = op.window is not None and op.window.alignment == "bottom_right"
-    distance = np.arange(S) - np.arange(L).reshape(1, 1, L, 1) - (count - L if bottom_right else 0)
-    visible = np.broadcast_to(np.arange(S) < count, tuple(value.shape))
-    if op.window is not None:
-        visible = visible & (True if op.window.left is None else -distance <= op.window.left)
-        visible = visible & (True if op.window.right is None else distance <= op.window.right)
-    if op.pairs is not None:
-        visible = visible & op.pairs
-    if slopes is not None:
-        value = value + (to_torch(slopes).double().reshape(-1, 1, 1) * to_torch(distance)).to(dtype)
-    if mask is not None and mask.dtype == np.bool_:
-        visible = visible & mask
-    elif mask is not None:
-        value, visible = value + to_torch(mask).to(dtype), visible & ~np.isneginf(mask)
-    hidden = value.masked_fill(~to_torch(visible), -torch.inf)
+    hidden, _ = masked_scores(op, q, k, mask, lengths, slopes, dtype)
     return hidden, None if sinks is None else to_torch(sinks).to(dtype)
 
 

@@ -12,7 +12,7 @@ import tvm
 from support.attention_ops import attention_of
 
 import mhsa_compile as mhsa
-from mhsa_compile.compiler.pipeline import operations
+from mhsa_compile.compiler.pipeline import import_source
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.errors import BuildError, ModelError
 from mhsa_compile.hardware.profile import detect
@@ -120,7 +120,7 @@ def test_what_cannot_be_built_is_named():
 
 
 def test_the_operations_of_a_source():
-    ops = operations(mhsa.AttentionSpec(embed_dim=24, num_heads=3), dims={"B": 1, "L": 7})
+    ops = import_source(mhsa.AttentionSpec(embed_dim=24, num_heads=3), dims={"B": 1, "L": 7}).ops
     assert sorted(type(op).__name__ for op in ops.values()) == ["AttentionOp", "LinearOp", "LinearOp"]
     for op in ops.values():
         assert job_of(op, {}).budget > 0

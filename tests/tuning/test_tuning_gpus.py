@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.cuda.needs_compiler import needs_compiler
+from support.cuda.cuda_compiler import needs_compiler
 from support.gpu_tuning import OP
 from support.made_session import DEVICE, MadeSession, built
 
@@ -57,15 +57,8 @@ def test_a_search_writes_records_that_compiling_for_that_gpu_uses(request_: Requ
     assert op.kernel in {kernel.name for kernel in KERNELS["cuda"]}
 
 
-@pytest.mark.parametrize(
-    ("made_for", "used_on"),
-    [
-        (HOPPER, AMPERE),
-        pytest.param(AMPERE, HOPPER, marks=pytest.mark.thorough),
-        pytest.param(HOPPER, CPU, marks=pytest.mark.thorough),
-        pytest.param(CPU, HOPPER, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough_but("made_for0-used_on0")
+@pytest.mark.parametrize(("made_for", "used_on"), [(HOPPER, AMPERE), (AMPERE, HOPPER), (HOPPER, CPU), (CPU, HOPPER)])
 def test_a_record_of_another_gpu_or_of_a_cpu_is_never_used(
     request_: Request, made_for: TargetProfile, used_on: TargetProfile
 ):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from support.onnx_models import model_of
 
 from mhsa_compile.verification.oracle import evaluate
 from mhsa_compile.verification.oracle.narrow_weights import narrow_weights, widened_product
@@ -15,11 +16,7 @@ TABLE, SQUARE = rng.standard_normal((300, 256)).astype(np.float32), rng.standard
 
 
 def _model(*nodes: onnx.NodeProto, weights: dict[str, np.ndarray]) -> onnx.ModelProto:
-    inputs = [helper.make_tensor_value_info("ids", TensorProto.INT64, ["B", 3])]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
-    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return model_of(nodes, {"ids": (TensorProto.INT64, ["B", 3])}, {"y": None}, weights)
 
 
 def _chain(kind: type) -> onnx.ModelProto:

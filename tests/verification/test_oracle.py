@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
+from support.onnx_models import model_of
 
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle import attention
@@ -29,10 +30,7 @@ def attention_model(
     while names[-1] not in inputs:
         names.pop()
     node = helper.make_node("Attention", [name if name in inputs else "" for name in names], ["y"], **attributes)
-    graph_inputs = [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()]
-    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    graph = helper.make_graph([node], "attention", graph_inputs, [output])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    return model_of([node], inputs, {"y": None}, opset=opset)
 
 
 def four_dims(mask: bool = False) -> dict[str, tuple[int, list[int | str]]]:
@@ -143,10 +141,8 @@ def test_a_finite_sentinel_in_float16_hides() -> None:
 
 
 def linear_model(kind: int, weight: np.ndarray) -> onnx.ModelProto:
-    tensor = onnx.numpy_helper.from_array(weight, "w")
-    x, y = (helper.make_tensor_value_info(name, kind, ["N", None]) for name in "xy")
-    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "linear", [x], [y], [tensor])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
+    rows = (kind, ["N", None])
+    return model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": rows}, {"y": rows}, {"w": weight}, opset=23)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("float32", TensorProto.FLOAT), ("bfloat16", TensorProto.BFLOAT16)])
@@ -227,16 +223,13 @@ def test_check_and_verdict() -> None:
 def test_constants_inside_the_graph() -> None:
     """Floats are promoted, also in Constant and Cast nodes; integers stay integers."""
     third = onnx.numpy_helper.from_array(np.array(1 / 3, np.float32), "third")
-    axis = onnx.numpy_helper.from_array(np.array([0], np.int64), "axis")
     nodes = [
         helper.make_node("Constant", [], ["c"], value=third),
         helper.make_node("Add", ["x", "c"], ["s"]),
         helper.make_node("Cast", ["s"], ["f"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["f", "axis"], ["y"]),
     ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N"])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, "N"])
-    model = helper.make_model(helper.make_graph(nodes, "constants", [x], [y], [axis]))
+    model = model_of(nodes, {"x": ["N"]}, {"y": [1, "N"]}, {"axis": np.array([0])})
     result = oracle(model, {"x": np.array([1e-9], np.float32)})[0]
     assert result.dtype == np.float64
     assert result[0, 0] == np.float64(np.float32(1e-9)) + np.float64(np.float32(1 / 3))
@@ -289,14 +282,10 @@ def test_a_little_over_budget_is_drawn_again() -> None:
 def filled(fill: float) -> onnx.ModelProto:
     """Attention whose hidden keys have `fill` added to their scores; every seventh row of a boolean mask sees none."""
     four = ["B", 2, "L", 8]
-    values = [onnx.helper.make_tensor_value_info("q", onnx.TensorProto.FLOAT, four),
-              onnx.helper.make_tensor_value_info("mask", onnx.TensorProto.BOOL, ["B", 1, "L", "L"])]  # fmt: skip
-    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, four)
-    constants = [onnx.numpy_helper.from_array(np.float32(value), name) for name, value in (("z", 0), ("f", fill))]
-    nodes = [onnx.helper.make_node("Where", ["mask", "z", "f"], ["bias"]),
-             onnx.helper.make_node("Attention", ["q", "q", "q", "bias"], ["y"])]  # fmt: skip
-    graph = onnx.helper.make_graph(nodes, "g", values, [y], constants)
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)])
+    inputs = {"q": four, "mask": (TensorProto.BOOL, ["B", 1, "L", "L"])}
+    nodes = [helper.make_node("Where", ["mask", "z", "f"], ["bias"]),
+             helper.make_node("Attention", ["q", "q", "q", "bias"], ["y"])]  # fmt: skip
+    return model_of(nodes, inputs, {"y": four}, {"z": np.float32(0), "f": np.float32(fill)}, opset=23)
 
 
 @pytest.mark.parametrize(
@@ -330,9 +319,8 @@ def test_what_minus_infinity_hides_is_judged() -> None:
 def test_a_global_maximum_is_over_all_axes_behind_the_channels_and_keeps_nan(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     x[1, 2, 4] = np.nan
-    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in (("x", shape), ("y", None))]
-    graph = helper.make_graph([helper.make_node("GlobalMaxPool", ["x"], ["y"])], "g", infos[:1], infos[1:])
-    (y,) = oracle(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), {"x": x})
+    model = model_of([helper.make_node("GlobalMaxPool", ["x"], ["y"])], {"x": list(shape)}, {"y": None}, opset=18)
+    (y,) = oracle(model, {"x": x})
     np.testing.assert_array_equal(y.squeeze(), x.reshape(2, 3, -1).max(axis=-1))
 
 
@@ -344,15 +332,9 @@ def test_a_dilated_convolution_reads_its_taps_alone(attributes: dict[str, object
         for shape in ((1, 4, 9), (2, 4 // attributes.get("group", 1), 3))
     )
     x[0, :, 4] = np.nan
-    infos = [
-        helper.make_tensor_value_info(n, TensorProto.DOUBLE, d)
-        for n, d in (("x", x.shape), ("w", w.shape), ("y", None))
-    ]
     node = helper.make_node("Conv", ["x", "w"], ["y"], dilations=[2], **attributes)
-    graph = helper.make_graph([node], "g", infos[:2], infos[2:])
-    (y,) = oracle(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10), {"x": x, "w": w}
-    )
+    inputs = {"x": (TensorProto.DOUBLE, x.shape), "w": (TensorProto.DOUBLE, w.shape)}
+    (y,) = oracle(model_of([node], inputs, {"y": (TensorProto.DOUBLE, None)}, opset=22), {"x": x, "w": w})
     begin, end = {"pads": (1, 2), "auto_pad": (2, 2), "group": (0, 0)}[next(iter(attributes))]
     padded, step, channels = np.pad(x, ((0, 0), (0, 0), (begin, end))), attributes.get("strides", [1])[0], w.shape[1]
     for m in range(2):
@@ -374,11 +356,8 @@ def test_bytes_in_every_opset(opset: int) -> None:
         helper.make_node("QuantizeLinear", ["x", "scales", "zeros"], ["rows"], axis=0),
         helper.make_node("DequantizeLinear", ["rows", "scales", "zeros"], ["z"], axis=0),
     ]
-    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 4]) for name in "xyz"]
     constants = {"scale": np.array(0.5, np.float32), "scales": scales, "zeros": zeros}
-    tensors = [numpy_helper.from_array(array, name) for name, array in constants.items()]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    model = model_of(nodes, {"x": [2, 4]}, {"y": [2, 4], "z": [2, 4]}, constants, opset=opset, ir_version=8)
     y, z = oracle(model, {"x": x})
     np.testing.assert_array_equal(y, [[0, 0, 1.0, 127.5], [0.5, 1.5, 2.5, 0]])
     np.testing.assert_array_equal(z, [[-1, 0, 1.0, 62.0], [0, 2, 2, -8]])

@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.export.export import export
@@ -282,16 +283,10 @@ def foreign(*nodes: onnx.NodeProto, **attributes: int) -> tuple:
     """A graph made elsewhere around one Attention with a boolean mask over (N, T)."""
     four = ["N", 2, "T", 8]
     attention = helper.make_node("Attention", ["q", "q", "q", "wide"], ["a"], **attributes)
-    axes = onnx.numpy_helper.from_array(np.array([1, 2]), "axes")
     unsqueeze = helper.make_node("Unsqueeze", ["attention_mask", "axes"], ["wide"])
-    inputs = [
-        helper.make_tensor_value_info("q", TensorProto.FLOAT, four),
-        helper.make_tensor_value_info("attention_mask", TensorProto.BOOL, ["N", "T"]),
-    ]
+    inputs = {"q": four, "attention_mask": (TensorProto.BOOL, ["N", "T"])}
     last = nodes[-1].output[0] if nodes else "a"
-    output = helper.make_tensor_value_info(last, TensorProto.FLOAT, four)
-    graph = helper.make_graph([unsqueeze, attention, *nodes], "g", inputs, [output], [axes])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
+    model = model_of([unsqueeze, attention, *nodes], inputs, {last: four}, {"axes": np.array([1, 2])}, opset=24)
     band = {"left": None, "right": 0, "alignment": "top_left"} if attributes else None
     return model, manifest(model, None, [meaning(band)])
 

@@ -100,18 +100,31 @@ def bench(
 
 
 def _predict(source: Path | None, request: BenchOptions, stated: dict[str, int]) -> None:
+    """Prints the prediction for each source or workload. Raises InputError, TargetError, InstallationError."""
+    from mhsa_bench.static import llvm_mca
+    from mhsa_compile.hardware.profile import load_cpu_profile
+
     words = request.workload or ([_DEFAULT_WORKLOAD] if source is None else [])
-    cases = CaseOptions(
-        source=source,
-        workloads=words,
-        dtype=request.dtype,
-        stated=stated,
-        symbolic=False,
-        around=False,
-        weights=request.weights,
-        seed=0,
-    )
-    _show_predictions(cases, request.target or data_paths.NATIVE, request.json)
+    options = CaseOptions(source, words, request.dtype, stated, weights=request.weights)
+    profile = load_cpu_profile(request.target or data_paths.NATIVE, "predicting")
+    options.check()
+    llvm_mca.find(profile)  # what is missing is said before PyTorch is loaded
+    sources.require_compiler()
+    from mhsa_bench.static.predict import predict as predict_ops
+    from mhsa_compile.compiler import pipeline
+
+    predictions: dict[str, Prediction] = {}
+    for case in options.cases():
+        with output.stages() as stage:
+            stage(f"predict {case.name}")
+            ops = pipeline.import_source(case.source, dims=case.dims, weights=case.weights).ops
+            predictions[case.name] = predict_ops(ops, profile)
+        if not request.json:
+            _show_prediction(f"{case.name} on {profile.name}", predictions[case.name])
+    if request.json:
+        output.print_json({"target": profile.name, "predictions": predictions})
+    else:
+        output.line(_NOTE)
 
 
 def _check(source: Path | None, request: BenchOptions, stated: dict[str, int]) -> tuple[str, ...]:
@@ -149,18 +162,6 @@ def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], request: Ben
     return reports
 
 
-def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> tuple[Workload, ...]:
-    """The workloads that are asked for, checked before anything is compiled; dims that are stated take the place of the
-    default workload's."""
-    from dataclasses import replace
-
-    from mhsa_compile.bench.workloads import choose
-
-    workloads = tuple(workload.at(dtype or workload.spec.dtype) for workload in choose(words))
-    B, L, S = (_with_defaults(stated)[symbol] for symbol in "BLS")
-    return tuple(replace(workload, B=B, L=L, S=S) for workload in workloads) if stated else workloads
-
-
 def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -> Iterator[_Compiled]:
     """An artifact, or what is compiled for these dims."""
     if places.is_folder(source):
@@ -191,18 +192,24 @@ def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
 
 
 def _of_workloads(request: BenchOptions, stated: dict[str, int]) -> Iterator[_Compiled]:
-    return _compiled(_workloads(request.workload or [_DEFAULT_WORKLOAD], request.dtype, stated))
+    """The workloads that are asked for, checked before the first of them is compiled; dims that are stated take the
+    place of the default workload's."""
+    from dataclasses import replace
 
+    from mhsa_compile.bench.workloads import choose, compile_workload
 
-def _compiled(workloads: Iterable[Workload]) -> Iterator[_Compiled]:
-    """Compiles the workloads one at a time."""
-    from mhsa_compile.bench.workloads import compile_workload
+    workloads = choose(request.workload or [_DEFAULT_WORKLOAD])
+    workloads = tuple(workload.at(request.dtype or workload.spec.dtype) for workload in workloads)
+    if stated:
+        B, L, S = (_with_defaults(stated)[symbol] for symbol in "BLS")
+        workloads = tuple(replace(workload, B=B, L=L, S=S) for workload in workloads)
 
-    for workload in workloads:
+    def compiled(workload: Workload) -> _Compiled:
         with output.stages() as stage:
             stage(f"compile {workload.name}")
-            artifact = compile_workload(workload)
-        yield workload.name, artifact, workload.dims
+            return workload.name, compile_workload(workload), workload.dims
+
+    return map(compiled, workloads)
 
 
 def _with_defaults(stated: dict[str, int]) -> dict[str, int]:
@@ -244,32 +251,6 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
         cell(row.error_share, ".2f"),
         row.form,
     )
-
-
-def _show_predictions(options: CaseOptions, target: str, json: bool) -> None:
-    """Prints the prediction for each source or workload. Raises InputError, TargetError, InstallationError."""
-    from mhsa_bench.static import llvm_mca
-    from mhsa_compile.hardware.profile import load_cpu_profile
-
-    profile = load_cpu_profile(target, "predicting")
-    options.check()
-    llvm_mca.find(profile)  # what is missing is said before PyTorch is loaded
-    sources.require_compiler()
-    from mhsa_bench.static.predict import predict as predict_ops
-    from mhsa_compile.compiler import pipeline
-
-    predictions: dict[str, Prediction] = {}
-    for case in options.cases():
-        with output.stages() as stage:
-            stage(f"predict {case.name}")
-            ops = pipeline.operations(case.source, dims=case.dims, weights=case.weights)
-            predictions[case.name] = predict_ops(ops, profile)
-        if not json:
-            _show_prediction(f"{case.name} on {profile.name}", predictions[case.name])
-    if json:
-        output.print_json({"target": profile.name, "predictions": predictions})
-    else:
-        output.line(_NOTE)
 
 
 def _show_prediction(what: str, prediction: Prediction) -> None:

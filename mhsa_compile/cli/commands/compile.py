@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mhsa_compile.cli.common import options, output, sources
-from mhsa_compile.cli.common.spec_flags import SpecFlags
+from mhsa_compile.cli.common.options import SpecFlags
 from mhsa_compile.errors import OutputError
 from mhsa_compile.files import places
 from mhsa_compile.runtime.profile.op_work import attention_flops, linear_flops

@@ -53,15 +53,15 @@ class TunedSource:
 class Settings:
     """What all cases of a command have in common; see `tuning.tasks.Request`."""
 
+    options: TuneOptions
     profile: TargetProfile
     records: Path
     storage: str
-    study: str | None
-    threads: int | None
-    seconds: float
-    trials: int | None
-    seed: int
-    exhaustive: bool
+
+    @classmethod
+    def of(cls, options: TuneOptions, profile: TargetProfile) -> Settings:
+        records = options.records or profile.own_records()
+        return cls(options, profile, records, options.storage or _database(records))
 
     @property
     def on_gpu(self) -> bool:
@@ -71,24 +71,24 @@ class Settings:
         from mhsa_compile.tuning.measure import sessions
 
         if tracker is None:
-            return sessions.local(1 if self.on_gpu else self.threads)
+            return sessions.local(1 if self.on_gpu else self.options.threads)
         (host, port), key = tracker
         return sessions.tracker(host, port, key)
 
-    def request(self, case: Case) -> Request:
+    def request(self, case: Case, seconds: float | None = None) -> Request:
         from mhsa_compile.tuning.tasks import Request
 
-        own = [self.records] if places.is_file(self.records) else []
+        options, own = self.options, [self.records] if places.is_file(self.records) else []
         return Request(
             sizes=case.sizes,
             records=self.records,
             storage=self.storage,
             known=tuple(sources.read_records(dict.fromkeys((*own, *self.profile.records())))),
-            study=self.study,
-            seconds=self.seconds,
-            trials=self.trials,
-            seed=self.seed,
-            exhaustive=self.exhaustive,
+            study=options.study,
+            seconds=options.seconds if seconds is None else seconds,
+            trials=options.trials,
+            seed=options.seed,
+            exhaustive=options.exhaustive,
         )
 
 
@@ -153,20 +153,6 @@ class TuneOptions:
             seed=self.seed,
         )
 
-    def settings(self, profile: TargetProfile) -> Settings:
-        records = self.records or profile.own_records()
-        return Settings(
-            profile=profile,
-            records=records,
-            storage=self.storage or _database(records),
-            study=self.study,
-            threads=self.threads,
-            seconds=self.seconds,
-            trials=self.trials,
-            seed=self.seed,
-            exhaustive=self.exhaustive,
-        )
-
 
 def tune(
     arguments: Annotated[
@@ -191,21 +177,16 @@ def tune(
     peers = options.peers(request.against)
     profile = load_profile(request.target)
     sources.require_compiler()
-    settings = request.settings(profile)
+    settings = Settings.of(request, profile)
     _read(settings.storage, request.results)
     if request.on == BUNDLE and request.out is not None and request.results is None:
-        return _bundle(cases, settings, request.out, request.json)
+        return _bundle(_only(cases), settings, request.out)
     outcomes = {}
-    for name, outcome in _outcomes(cases, settings, request, tracker, peers):
+    for name, outcome in _outcomes(cases, settings, tracker, peers):
         outcomes[name] = outcome
         if not request.json:
             tune_view.show(name, outcome.report, outcome.gain, outcome.peers, settings.records)
             tune_view.show_rest(outcome.left, outcome.rest)
-    _finish(outcomes, settings, request)
-
-
-def _finish(outcomes: dict[str, TunedSource], settings: Settings, request: TuneOptions) -> None:
-    """What is said of all outcomes together, and the exit code."""
     if request.json:
         output.print_json(as_json(outcomes, settings.records))
     if request.plot is not None:
@@ -215,23 +196,19 @@ def _finish(outcomes: dict[str, TunedSource], settings: Settings, request: TuneO
 
 
 def _outcomes(
-    cases: CaseOptions,
-    settings: Settings,
-    request: TuneOptions,
-    tracker: tuple[Address, str] | None,
-    peers: tuple[str, ...],
+    cases: CaseOptions, settings: Settings, tracker: tuple[Address, str] | None, peers: tuple[str, ...]
 ) -> Iterator[tuple[str, TunedSource]]:
-    if request.results is not None:
+    if settings.options.results is not None:
         case = _only(cases)
-        yield case.name, read_results(case, settings, request.results)
+        yield case.name, _read_results(case, settings, settings.options.results)
         return
     with settings.session(tracker) as session:
         tune_view.show_device(session.device, settings.profile)
         for case in cases.cases():
-            if request.on == LOCAL:
-                yield case.name, search_here(case, settings, session, peers)
+            if settings.options.on == LOCAL and not settings.on_gpu:
+                yield case.name, _search_here(case, settings, session, peers)
             else:
-                yield case.name, search(case, settings, session, {})
+                yield case.name, _search(case, settings, session, {})
 
 
 def _check(request: TuneOptions) -> None:
@@ -270,38 +247,56 @@ def _only(cases: CaseOptions) -> Case:
     return first
 
 
-def _bundle(cases: CaseOptions, settings: Settings, out: Path, json: bool) -> None:
-    count = write_bundle(_only(cases), settings, out)
-    if json:
+def _bundle(case: Case, settings: Settings, out: Path) -> None:
+    """Writes a bundle of what is to be measured elsewhere."""
+    from mhsa_compile.hardware.profile import CudaProfile
+    from mhsa_compile.tuning import offline_tuner
+
+    profile = settings.profile
+    threads = 1 if isinstance(profile, CudaProfile) else settings.options.threads or profile.hardware.cores
+    with output.stages() as stage:
+        stage(f"import {case.name}")
+        ops = _operations(case)
+        count = offline_tuner.pack(ops, profile, threads, profile.name, settings.request(case), out, stage)
+    if settings.options.json:
         output.print_json({"bundle": out, "candidates": count})
         return
     output.line(f"{out}: {count} candidates. On the device: mhsa measure {out.name} -o results.json")
     output.line("Then here the same command with --results results.json instead of --on bundle and -o")
 
 
-def operations(case: Case) -> dict[str, Op]:
+def _read_results(case: Case, settings: Settings, path: Path) -> TunedSource:
+    from mhsa_compile.tuning import offline_tuner
+    from mhsa_compile.tuning.measure import work_results
+
+    tune_view.show_device(work_results.read(path).device, settings.profile)
+    return TunedSource(offline_tuner.unpack(_operations(case), settings.profile, settings.request(case), path))
+
+
+def _operations(case: Case) -> dict[str, Op]:
     from mhsa_compile.compiler import pipeline
 
-    return pipeline.operations(case.source, dims=case.dims, weights=case.weights)
+    return pipeline.import_source(case.source, dims=case.dims, weights=case.weights).ops
 
 
-def search(case: Case, settings: Settings, session: Session, peers: dict[str, float]) -> TunedSource:
+def _search(case: Case, settings: Settings, session: Session, peers: dict[str, float]) -> TunedSource:
     """Records from a session; `peers` are shown beside what it finds."""
     from mhsa_compile.compiler import lower, pipeline
     from mhsa_compile.hardware.profile import CpuProfile
     from mhsa_compile.tuning import fallback_jobs, metaschedule
     from mhsa_compile.tuning.tuner import tune
 
-    profile, request = settings.profile, settings.request(case)
+    profile, options = settings.profile, settings.options
     imported = pipeline.import_source(case.source, dims=case.dims, weights=case.weights)
-    if not isinstance(profile, CpuProfile):  # for GPUs what no kernel claims has its schedules by rules
-        with tune_view.live(case.name, settings.seconds, peers) as watch:
-            return TunedSource(tune(imported.ops, profile, session, request, watch=watch), None, peers)
-    tasks = fallback_jobs.fallback_tasks(lower.prepare(imported, profile).module, profile)
-    for_rest = REST_SHARE * settings.seconds if any(not task.reason for task in tasks) else 0.0
-    request = replace(request, seconds=settings.seconds - for_rest)
-    with tune_view.live(case.name, settings.seconds - for_rest, peers) as watch:
+    tasks: list[FallbackTask] = []
+    if isinstance(profile, CpuProfile):  # for GPUs what no kernel claims has its schedules by rules
+        tasks = fallback_jobs.fallback_tasks(lower.prepare(imported, profile).module, profile)
+    for_rest = REST_SHARE * options.seconds if any(not task.reason for task in tasks) else 0.0
+    request = settings.request(case, options.seconds - for_rest)
+    with tune_view.live(case.name, options.seconds - for_rest, peers) as watch:
         report = tune(imported.ops, profile, session, request, watch=watch)
+    if not isinstance(profile, CpuProfile):
+        return TunedSource(report, None, peers)
     with output.stages() as stage:
         rest = metaschedule.tune_functions(
             tasks,
@@ -309,41 +304,19 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
             session,
             for_rest,
             settings.records,
-            trials=settings.trials,
-            seed=settings.seed,
+            trials=options.trials,
+            seed=options.seed,
             tell=lambda name: stage(f"tune {name} with MetaSchedule"),
         )
     return TunedSource(report, None, peers, tasks, rest)
 
 
-def search_here(case: Case, settings: Settings, session: Session, peers: tuple[str, ...]) -> TunedSource:
+def _search_here(case: Case, settings: Settings, session: Session, peers: tuple[str, ...]) -> TunedSource:
     """Searches on this machine, where the whole artifact can be timed, too: with its peers before the search, and
     against the default after it. Artifacts for a GPU are timed by `make bench-gpu`."""
-    if settings.on_gpu:
-        return search(case, settings, session, {})
     default, ratios = _default(case, settings.profile, session.threads, peers)
-    outcome = search(case, settings, session, ratios)
+    outcome = _search(case, settings, session, ratios)
     return replace(outcome, gain=_gain(case, settings, default, session.threads))
-
-
-def write_bundle(case: Case, settings: Settings, path: Path) -> int:
-    """Writes a bundle of what is to be measured elsewhere; returns how many candidates it holds."""
-    from mhsa_compile.hardware.profile import CudaProfile
-    from mhsa_compile.tuning import offline_tuner
-
-    profile = settings.profile
-    threads = 1 if isinstance(profile, CudaProfile) else settings.threads or profile.hardware.cores
-    with output.stages() as stage:
-        stage(f"import {case.name}")
-        return offline_tuner.pack(operations(case), profile, threads, profile.name, settings.request(case), path, stage)
-
-
-def read_results(case: Case, settings: Settings, path: Path) -> TunedSource:
-    from mhsa_compile.tuning import offline_tuner
-    from mhsa_compile.tuning.measure import work_results
-
-    tune_view.show_device(work_results.read(path).device, settings.profile)
-    return TunedSource(offline_tuner.unpack(operations(case), settings.profile, settings.request(case), path))
 
 
 def _default(

@@ -14,7 +14,7 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.files import input_files
 from mhsa_compile.files.atomic_write import atomic_file
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.files.free_memory import require_memory
+from mhsa_compile.files.room import require_memory
 from mhsa_compile.verification.random_inputs import random_array
 
 if TYPE_CHECKING:

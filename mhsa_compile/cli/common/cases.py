@@ -37,10 +37,10 @@ class CaseOptions:
     workloads: list[str]
     dtype: str | None
     stated: dict[str, int]
-    symbolic: bool
-    around: bool
-    weights: str | None
-    seed: int
+    symbolic: bool = False
+    around: bool = False
+    weights: str | None = None
+    seed: int = 0
 
     def check(self) -> None:
         """Raises InputError, ModelError and SpecError for what does not go together."""

@@ -24,10 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mhsa_compile.errors import ArtifactError, InputError, MhsaError
+from mhsa_compile.errors import ArtifactError, MhsaError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.files.atomic_write import Unfinished
-from mhsa_compile.hardware import data_paths
+from mhsa_compile.hardware import data_paths, environment
 from mhsa_compile.runtime.artifact.artifact import Artifact, open_artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 
@@ -108,10 +108,7 @@ class CacheEntry:
 
 def is_on() -> bool:
     """Whether the environment leaves the cache on: MHSA_CACHE=0 switches it off. Raises InputError."""
-    value = os.environ.get(SWITCH, "1")
-    if value not in ("", "0", "1"):
-        raise InputError(f"environment variable {SWITCH}", "0 (off) or 1 (on)", repr(value))
-    return value != "0"
+    return environment.leaves_on(SWITCH)
 
 
 def find(key: str, make_weights: MakeWeights | None = None) -> Artifact | None:

@@ -17,6 +17,7 @@ from typing import Any
 from mhsa_compile.errors import BuildError, InstallationError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.hardware import environment
+from mhsa_compile.hardware.profile import CudaProfile, TargetProfile
 
 _SOURCE, _CUBIN = "kernels.cu", "kernels.cubin"
 _ELF_ARCHITECTURE = 190  # EM_CUDA
@@ -48,6 +49,11 @@ def compiler() -> tuple[str, str]:
     if (match := re.search(r"release (\d+\.\d+)", text)) is None:
         raise BuildError("nvcc", "its version", text.strip()[-200:])
     return "nvcc", match[1]
+
+
+def versions(profile: TargetProfile) -> dict[str, str]:
+    """The version of what compiles a target's kernels, by its name; nothing for a CPU. Raises as `compiler`."""
+    return dict([compiler()]) if isinstance(profile, CudaProfile) else {}
 
 
 def architecture(cubin: bytes) -> str:

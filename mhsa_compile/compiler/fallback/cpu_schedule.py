@@ -21,13 +21,12 @@ from tvm import relax, s_tir, te, tirx, topi
 from tvm.ir import Expr
 from tvm.s_tir.schedule import ScheduleError
 
-from mhsa_compile.compiler.fallback import traces
+from mhsa_compile.compiler.calls import with_calls
+from mhsa_compile.compiler.fallback import running_sums, top_k, traces
 from mhsa_compile.compiler.fallback.binding_order import sizes_first
 from mhsa_compile.compiler.fallback.edges import EDGES
-from mhsa_compile.compiler.fallback.function_nodes import rewritten
+from mhsa_compile.compiler.fallback.function_nodes import at_any_address, rewritten, without_scopes
 from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_operands
-from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
-from mhsa_compile.compiler.fallback.own_functions import with_own_functions
 from mhsa_compile.compiler.fallback.plain_function import product
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
 from mhsa_compile.frontend.relax.sizes.broadcasting import equal
@@ -48,7 +47,7 @@ class Lowered:
 
 def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
     """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
-    lowered = legalize_all(with_own_functions(module), profile, _LEGALIZED)
+    lowered = legalize_all(with_calls(module, _own_function), profile, _LEGALIZED)
     lanes, reports = profile.vector_lanes("float32"), list[OpReport]()
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
@@ -61,6 +60,20 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
                 rewritten(primitive, at_any_address, without_scopes, hide_dividends, hide_operands, wrap_in_llvm),
             )
     return Lowered(lowered, reports)
+
+
+def _own_function(builder: Any, call: Any) -> Any:
+    """A call of an operator that a CPU has a function of ours for, before a pass of TVM's replaces it."""
+    call_of = _OWN_FUNCTIONS.get(getattr(call.op, "name", ""))
+    return call if call_of is None else call_of(builder, call)
+
+
+_OWN_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "relax.cumprod": running_sums.call_of,
+    "relax.cumsum": running_sums.call_of,
+    "relax.topk": top_k.call_of,
+}
+"""By operator: a relax.BlockBuilder and a call of it -> what takes the call's place."""
 
 
 def primitives(module: Any, profile: CpuProfile, *, arithmetic: bool = True) -> dict[str, tirx.PrimFunc]:

@@ -13,9 +13,9 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.s_tir import dlight
 
+from mhsa_compile.compiler.calls import symbol_of, with_calls
 from mhsa_compile.compiler.fallback import cpu_schedule
 from mhsa_compile.compiler.fallback.function_nodes import Nodes, rewritten
 from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_operands
@@ -60,18 +60,10 @@ def _without_host_checks(module: Any) -> Any:
     if not checks:
         return module
 
-    @mutator
-    class Unchecked(PyExprMutator):  # type: ignore[misc]
-        def visit_call_(self, call: Any) -> Any:
-            call = super().visit_call_(call)
-            name = str(call.args[0].name_hint) if call.op == tvm.ir.Op.get("relax.call_tir") else ""
-            return call.args[1].fields[0] if name in checks else call
+    def unchecked(_: Any, call: Any) -> Any:
+        return call.args[1].fields[0] if symbol_of(call) in checks else call
 
-    rewrite = Unchecked(module)
-    for variable, function in module.functions_items():
-        if isinstance(function, relax.Function):
-            rewrite.builder_.update_func(variable, rewrite.visit_expr(function))
-    return relax.transform.DeadCodeElimination()(rewrite.builder_.get())
+    return relax.transform.DeadCodeElimination()(with_calls(module, unchecked))
 
 
 def _with_scratch_as_results(module: Any) -> Any:
@@ -108,28 +100,19 @@ def _with_parameters(function: Any, arrays: list[Any]) -> Any:
 def _call_with_scratch(module: Any, opened: dict[str, Any], scratch: dict[str, list[Any]]) -> Any:
     """The module with calls of the `opened` functions, by the names of those that they replace."""
 
-    @mutator
-    class CudaRewrite(PyExprMutator):  # type: ignore[misc]
-        def visit_call_(self, call: Any) -> Any:
-            call = super().visit_call_(call)
-            name = str(call.args[0].name_hint) if call.op == tvm.ir.Op.get("relax.call_tir") else ""
-            if name not in scratch:
-                return call
-            kind, inputs = call.ty_args[0], call.args[1]
-            own = list(kind.fields) if isinstance(kind, relax.TupleType) else [kind]
-            sizes = _sizes(module[name], [value.ty for value in inputs.fields] + own)
-            types = [
-                relax.TensorType([_value_of(size, sizes) for size in one.shape], one.dtype) for one in scratch[name]
-            ]
-            results = self.builder_.emit(relax.call_tir(opened[name], inputs, [*own, *types]))
-            firsts = [self.builder_.emit(relax.TupleGetItem(results, i)) for i in range(len(own))]
-            return relax.Tuple(firsts) if isinstance(kind, relax.TupleType) else firsts[0]
+    def with_scratch(builder: Any, call: Any) -> Any:
+        name = symbol_of(call)
+        if name not in scratch:
+            return call
+        kind, inputs = call.ty_args[0], call.args[1]
+        own = list(kind.fields) if isinstance(kind, relax.TupleType) else [kind]
+        sizes = _sizes(module[name], [value.ty for value in inputs.fields] + own)
+        types = [relax.TensorType([_value_of(size, sizes) for size in one.shape], one.dtype) for one in scratch[name]]
+        results = builder.emit(relax.call_tir(opened[name], inputs, [*own, *types]))
+        firsts = [builder.emit(relax.TupleGetItem(results, i)) for i in range(len(own))]
+        return relax.Tuple(firsts) if isinstance(kind, relax.TupleType) else firsts[0]
 
-    rewrite = CudaRewrite(module)
-    for variable, function in module.functions_items():
-        if isinstance(function, relax.Function):
-            rewrite.builder_.update_func(variable, rewrite.visit_expr(function))
-    return rewrite.builder_.get()
+    return with_calls(module, with_scratch)
 
 
 def _value_of(size: Any, sizes: dict[Any, Any]) -> Any:

@@ -86,36 +86,32 @@ def _along_axes(extreme: Callable[..., Any], name: str) -> Legalize:
     return _of_floats(legalize)
 
 
-def _relu(builder: Any, call: Any) -> Any:
-    def computed(x: Any) -> Any:
-        zero = tirx.const(0, x.dtype)
-        return te.compute(x.shape, lambda *at: tirx.Select(x(*at) < zero, zero, x(*at)), "relu")
+def _elementwise(value: Callable[..., Any], name: str) -> Legalize:
+    """A rule by the value of an element, with the numbers that the call has behind it."""
 
-    return builder.call_te(computed, call.args[0], primfunc_name_hint="relu")
+    def legalize(builder: Any, call: Any) -> Any:
+        numbers = [tirx.const(float(bound.value), call.args[0].ty.dtype) for bound in call.args[1:]]
 
+        def computed(x: Any) -> Any:
+            return te.compute(x.shape, lambda *at: value(x(*at), *numbers), name)
 
-def _sign(builder: Any, call: Any) -> Any:
-    def computed(x: Any) -> Any:
-        zero, one = tirx.const(0, x.dtype), tirx.const(1, x.dtype)
+        return builder.call_te(computed, call.args[0], primfunc_name_hint=name)
 
-        def element(*at: Any) -> Any:
-            return tirx.Select(x(*at) > zero, one, tirx.Select(x(*at) < zero, -one, x(*at)))
-
-        return te.compute(x.shape, element, "sign")
-
-    return builder.call_te(computed, call.args[0], primfunc_name_hint="sign")
+    return _of_floats(legalize)
 
 
-def _clip(builder: Any, call: Any) -> Any:
-    low, high = (tirx.const(float(bound.value), call.args[0].ty.dtype) for bound in call.args[1:])
+def _relu(x: Any) -> Any:
+    zero = tirx.const(0, x.ty.dtype)
+    return tirx.Select(x < zero, zero, x)
 
-    def computed(x: Any) -> Any:
-        def element(*at: Any) -> Any:
-            return tirx.Select(x(*at) < low, low, tirx.Select(x(*at) > high, high, x(*at)))
 
-        return te.compute(x.shape, element, "clip")
+def _sign(x: Any) -> Any:
+    zero, one = tirx.const(0, x.ty.dtype), tirx.const(1, x.ty.dtype)
+    return tirx.Select(x > zero, one, tirx.Select(x < zero, -one, x))
 
-    return builder.call_te(computed, call.args[0], primfunc_name_hint="clip")
+
+def _clip(x: Any, low: Any, high: Any) -> Any:
+    return tirx.Select(x < low, low, tirx.Select(x > high, high, x))
 
 
 def _max_pool(builder: Any, call: Any) -> Any:
@@ -144,13 +140,13 @@ def _max_pool(builder: Any, call: Any) -> Any:
 
 
 EDGES: dict[str, Legalize] = {
-    "relax.clip": _of_floats(_clip),
+    "relax.clip": _elementwise(_clip, "clip"),
     "relax.max": _along_axes(largest, "max"),
     "relax.maximum": _of_two(larger, "maximum"),
     "relax.min": _along_axes(smallest, "min"),
     "relax.minimum": _of_two(smaller, "minimum"),
     **{f"relax.nn.max_pool{rank}d": _of_floats(_max_pool) for rank in (1, 2, 3)},
-    "relax.nn.relu": _of_floats(_relu),
-    "relax.sign": _of_floats(_sign),
+    "relax.nn.relu": _elementwise(_relu, "relu"),
+    "relax.sign": _elementwise(_sign, "sign"),
 }
 """By operator of Relax."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import tvm
 
-Nodes = list[dict[str, Any]]
+Node = dict[str, Any]
+Nodes = list[Node]
 """Nodes name each other by their places."""
 
 
@@ -18,6 +19,27 @@ def rewritten(function: Any, *changes: Callable[[Nodes], None]) -> Any:
     for change in changes:
         change(graph["nodes"])
     return tvm.ir.load_json(json.dumps(graph))
+
+
+def at_any_address(nodes: Nodes) -> None:
+    """Aligns every buffer to one element; that is part of a buffer's type, which stands wherever the buffer does.
+
+    TVM takes an array to begin with a cache line, and LLVM makes loads of that, which fault elsewhere. NumPy's large
+    arrays begin 16 bytes behind one: a call would have to copy each of them first. Loads of any address cost nothing
+    more.
+    """
+    for node in nodes:
+        if node["type"] == "tirx.BufferType":
+            dtype = tvm.DataType(nodes[node["data"]["dtype"]]["data"]["dtype"])
+            node["data"]["data_alignment"] = (dtype.bits * dtype.lanes + 7) // 8
+
+
+def without_scopes(nodes: Nodes) -> None:
+    """Gives another name to what TVM writes around the loops of its scatters, and what its generator of code then warns
+    of, on stderr."""
+    for node in nodes:
+        if node["type"] == "ffi.String" and node["data"] == "pragma_scope":
+            node["data"] = "scope"
 
 
 _CARRIERS = {"float16": "int16", "float32": "int32", "float64": "int64", "int32": "float32", "int64": "float64"}
@@ -34,27 +56,38 @@ def hidden(nodes: Nodes, i: int) -> int:
 
 def hidden_flag(nodes: Nodes, i: int) -> int:
     """The place of a new node: the bool of node i, as `hidden` does it."""
-    none = put(nodes, {"type": "None"})
-    whole = put(nodes, {"type": "ir.PrimType", "data": {"span": none, "dtype": "int32"}})
-    number = put(nodes, {"type": "prim.Cast", "data": {"span": none, "ty": whole, "value": i}})
-    zero = put(nodes, {"type": "ir.IntImm", "data": {"span": none, "ty": whole, "value": put(nodes, _ZERO)}})
-    sides = {"a": hidden(nodes, number), "b": zero}
-    return put(nodes, {"type": "prim.NE", "data": {"span": none, "ty": nodes[i]["data"]["ty"], **sides}})
-
-
-_ZERO = {"type": "int", "data": 0}
+    number = put(nodes, made(nodes, "prim.Cast", ty=prim_type(nodes, "int32"), value=i))
+    sides = {"a": hidden(nodes, number), "b": int32_zero(nodes)}
+    return put(nodes, made(nodes, "prim.NE", ty=nodes[i]["data"]["ty"], **sides))
 
 
 def _reinterpret(nodes: Nodes, i: int, dtype: str) -> int:
-    none = put(nodes, {"type": "None"})
-    kind = put(nodes, {"type": "ir.PrimType", "data": {"span": none, "dtype": dtype}})
-    op = put(nodes, {"type": "ir.Op", "data": "tirx.reinterpret"})
-    arguments, types = (put(nodes, {"type": "ffi.Array", "data": part}) for part in ([i], []))
-    call = {"span": none, "ty": kind, "op": op, "args": arguments, "attrs": none, "ty_args": types}
-    return put(nodes, {"type": "ir.Call", "data": call})
+    return put(nodes, made_call(nodes, "tirx.reinterpret", [i], prim_type(nodes, dtype)))
 
 
-def put(nodes: Nodes, node: dict[str, Any]) -> int:
+def prim_type(nodes: Nodes, dtype: str) -> int:
+    return put(nodes, made(nodes, "ir.PrimType", dtype=dtype))
+
+
+def int32_zero(nodes: Nodes) -> int:
+    value = put(nodes, {"type": "int", "data": 0})
+    return put(nodes, made(nodes, "ir.IntImm", ty=prim_type(nodes, "int32"), value=value))
+
+
+def made_call(nodes: Nodes, operator: str, arguments: list[int], kind: int) -> Node:
+    """A call of an operator of TVM's whose result is of the type at `kind`."""
+    op = put(nodes, {"type": "ir.Op", "data": operator})
+    args, types = (put(nodes, {"type": "ffi.Array", "data": part}) for part in (arguments, []))
+    attrs = put(nodes, {"type": "None"})
+    return made(nodes, "ir.Call", ty=kind, op=op, args=args, attrs=attrs, ty_args=types)
+
+
+def made(nodes: Nodes, kind: str, **data: int | str) -> Node:
+    """A node that comes from no place of a source."""
+    return {"type": kind, "data": {"span": put(nodes, {"type": "None"}), **data}}
+
+
+def put(nodes: Nodes, node: Node) -> int:
     """The place of a new node."""
     nodes.append(node)
     return len(nodes) - 1

@@ -15,7 +15,16 @@ dividend with a constant, or that counts down, stands behind a reinterpretation 
 
 from __future__ import annotations
 
-from mhsa_compile.compiler.fallback.function_nodes import Nodes, dtype_of, hidden, hidden_flag, put, reductions
+from mhsa_compile.compiler.fallback.function_nodes import (
+    Nodes,
+    dtype_of,
+    hidden,
+    hidden_flag,
+    made,
+    prim_type,
+    put,
+    reductions,
+)
 
 _ARITHMETIC = tuple(
     f"prim.{name}" for name in ("Add", "Sub", "Mul", "Div", "Mod", "FloorDiv", "FloorMod", "Min", "Max")
@@ -23,8 +32,6 @@ _ARITHMETIC = tuple(
 _COMPARISONS = tuple(f"prim.{name}" for name in ("EQ", "NE", "LT", "LE", "GT", "GE"))
 _LOGIC = tuple(f"prim.{name}" for name in ("And", "Or", "Not"))
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
-
-
 _DIVISIONS = ("prim.FloorDiv", "prim.FloorMod")
 
 
@@ -55,13 +62,11 @@ def _is_flag_of_floats(nodes: Nodes, i: int) -> bool:
 def _widen(nodes: Nodes, i: int) -> None:
     """An operation on bfloat16 as one on float32; where its result is a float, a cast of that."""
     data = nodes[i]["data"]
-    wide = put(nodes, {"type": "ir.PrimType", "data": {"span": data["span"], "dtype": "float32"}})
-    for side in ("a", "b"):
-        cast = {"span": data["span"], "ty": wide, "value": data[side]}
-        data[side] = put(nodes, {"type": "prim.Cast", "data": cast})
+    wide = prim_type(nodes, "float32")
+    data |= {side: put(nodes, made(nodes, "prim.Cast", ty=wide, value=data[side])) for side in ("a", "b")}
     if nodes[i]["type"] in _ARITHMETIC:
         operation = put(nodes, {"type": nodes[i]["type"], "data": data | {"ty": wide}})
-        nodes[i] = {"type": "prim.Cast", "data": {"span": data["span"], "ty": data["ty"], "value": operation}}
+        nodes[i] = made(nodes, "prim.Cast", ty=data["ty"], value=operation)
 
 
 def hide_dividends(nodes: Nodes) -> None:

@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from mhsa_compile.compiler.fallback.function_nodes import Nodes, dtype_of, hidden, put, reductions
+from mhsa_compile.compiler.fallback.function_nodes import (
+    Nodes,
+    dtype_of,
+    hidden,
+    int32_zero,
+    made,
+    made_call,
+    prim_type,
+    put,
+    reductions,
+)
 
 _NAMES = {"prim.Add": "add", "prim.Sub": "sub", "prim.Mul": "mul"}
 _BITS = {"int32": 32, "int64": 64, "uint32": 32, "uint64": 64}
@@ -76,30 +86,24 @@ def _operands(nodes: Nodes, i: int) -> list[int]:
 def _make_call(nodes: Nodes, i: int) -> None:
     data = nodes[i]["data"]
     name = f"mhsa_{_NAMES[nodes[i]['type']]}_{_BITS[dtype_of(nodes, i)]}"
-    function = _string(nodes, name)
-    arguments = put(nodes, {"type": "ffi.Array", "data": [function, data["a"], data["b"]]})
-    none, types = put(nodes, {"type": "None"}), put(nodes, {"type": "ffi.Array", "data": []})
-    op = put(nodes, {"type": "ir.Op", "data": "tirx.call_pure_extern"})
-    call = {"span": none, "ty": data["ty"], "op": op, "args": arguments, "attrs": none, "ty_args": types}
-    nodes[i] = {"type": "ir.Call", "data": call}
+    arguments = [_string(nodes, name), data["a"], data["b"]]
+    nodes[i] = made_call(nodes, "tirx.call_pure_extern", arguments, data["ty"])
 
 
 def _unsigned(nodes: Nodes, i: int) -> None:
     data = nodes[i]["data"]
-    wide = put(nodes, {"type": "ir.PrimType", "data": {"span": data["span"], "dtype": f"u{dtype_of(nodes, i)}"}})
+    wide = prim_type(nodes, f"u{dtype_of(nodes, i)}")
     sides = {}
     for side in ("a", "b"):  # hidden, as TVM has no unsigned number of a constant below 0
-        cast = {"span": data["span"], "ty": wide, "value": hidden(nodes, data[side])}
-        sides[side] = put(nodes, {"type": "prim.Cast", "data": cast})
+        sides[side] = put(nodes, made(nodes, "prim.Cast", ty=wide, value=hidden(nodes, data[side])))
     operation = put(nodes, {"type": nodes[i]["type"], "data": data | sides | {"ty": wide}})
-    nodes[i] = {"type": "prim.Cast", "data": {"span": data["span"], "ty": data["ty"], "value": operation}}
+    nodes[i] = made(nodes, "prim.Cast", ty=data["ty"], value=operation)
 
 
 def _string(nodes: Nodes, text: str) -> int:
-    none = put(nodes, {"type": "None"})
-    kind = put(nodes, {"type": "ir.StringType", "data": {"span": none}})
+    kind = put(nodes, made(nodes, "ir.StringType"))
     value = put(nodes, {"type": "ffi.String", "data": text})
-    return put(nodes, {"type": "ir.StringImm", "data": {"span": none, "ty": kind, "value": value}})
+    return put(nodes, made(nodes, "ir.StringImm", ty=kind, value=value))
 
 
 def _import(nodes: Nodes, text: str) -> None:
@@ -107,11 +111,6 @@ def _import(nodes: Nodes, text: str) -> None:
     function = next(node["data"] for node in nodes if node["type"] == "tirx.PrimFunc")
     outer = nodes[function["body"]]
     holder = nodes[outer["data"]["block"]]["data"] if outer["type"] == "s_tir.SBlockRealize" else function
-    none, key = put(nodes, {"type": "None"}), put(nodes, {"type": "ffi.String", "data": "pragma_import_llvm"})
-    kind = put(nodes, {"type": "ir.PrimType", "data": {"span": none, "dtype": "int32"}})
-    zero = put(
-        nodes,
-        {"type": "ir.IntImm", "data": {"span": none, "ty": kind, "value": put(nodes, {"type": "int", "data": 0})}},
-    )
-    attribute = {"span": none, "node": zero, "attr_key": key, "value": _string(nodes, text), "body": holder["body"]}
-    holder["body"] = put(nodes, {"type": "tirx.AttrStmt", "data": attribute})
+    key, value = put(nodes, {"type": "ffi.String", "data": "pragma_import_llvm"}), _string(nodes, text)
+    attribute = {"node": int32_zero(nodes), "attr_key": key, "value": value, "body": holder["body"]}
+    holder["body"] = put(nodes, made(nodes, "tirx.AttrStmt", **attribute))

@@ -48,7 +48,7 @@ FLOAT32_SUMS = frozenset(
         "Sum",
     )
 )
-"""By name. MatMul is not among them: `compiler.products` has its sums."""
+"""By name. MatMul is not among them: `compiler.own_operations` has its sums."""
 _WITHOUT_BFLOAT16 = frozenset(("ArgMax", "ArgMin", "Hardmax", "IsInf", "Mod", "Pow"))
 """Operators of which LLVM has no code for bfloat16; float32 holds all of that."""
 

@@ -118,7 +118,7 @@ class _Runner:
         only now and then, and memory may have been written by the others."""
         self.share = max(self.share, job.error_share(self.output.numpy()))
         if self.share > 1:
-            raise Wrong(f"its error is {self.share:.3g} times the budget")
+            raise _NotTimed(Failure(WRONG, f"its error is {self.share:.3g} times the budget"))
 
     def turn(self) -> float:
         """The median seconds of a call. How many there are follows from the turn before."""
@@ -156,15 +156,15 @@ def _module(remote: Any, name: str, candidate: Candidate) -> Any:
     except (RPCError, AttributeError) as error:
         if _is_timeout(error):
             raise
-        raise LibraryRefused(last_words(error)) from None
+        raise _NotTimed(Failure(BUILD, f"the device cannot load it: {last_words(error)}")) from None
 
 
-class LibraryRefused(RuntimeError):
-    """The device cannot load a candidate's library."""
+class _NotTimed(RuntimeError):
+    """A candidate that the device cannot load, or whose output is over the error budget."""
 
-
-class Wrong(RuntimeError):
-    """An output is over the error budget."""
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.detail)
+        self.failure = failure
 
 
 @contextmanager
@@ -174,10 +174,8 @@ def _blame(position: int) -> Iterator[None]:
 
     try:
         yield
-    except Wrong as error:
-        raise Fault(position, Failure(WRONG, str(error))) from None
-    except LibraryRefused as error:
-        raise Fault(position, Failure(BUILD, f"the device cannot load it: {error}")) from None
+    except _NotTimed as error:
+        raise Fault(position, error.failure) from None
     except RuntimeError as error:
         if _is_timeout(error):
             raise Fault(position, Failure(TIMEOUT)) from None

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import median, quantiles
 from time import monotonic, sleep
 
@@ -93,7 +94,6 @@ class Search:
     clock: Callable[[], float] = monotonic
     noise: float = 0.0
     default_us: float = 0.0
-    _default: Candidate | None = field(default=None, repr=False)
 
     def begin(self) -> None:
         """Measures the default against itself. Raises DeviceError where it cannot be measured, and BuildError."""
@@ -101,11 +101,9 @@ class Search:
         self.default_us = median(first.samples_us)
         self.noise = noise_of(first, second)
 
-    @property
+    @cached_property
     def default(self) -> Candidate:
-        if self._default is None:
-            self._default = self.build(self.space.default)
-        return self._default
+        return self.build(self.space.default)
 
     def run(self, end: float, trials: int | None = None) -> str:
         """Draws and measures until `end` on the clock, a batch at least. Returns why it stopped."""

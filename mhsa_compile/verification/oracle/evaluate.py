@@ -6,7 +6,7 @@ positions away; `eager` is the same graph at its own dtype with PyTorch's arithm
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -15,14 +15,12 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 
 from mhsa_compile.verification.error_budget import in_float64
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
 from mhsa_compile.verification.oracle.block_quantised import MatMulNBits, RoundedMatMulNBits
-from mhsa_compile.verification.oracle.convolution import Conv
 from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_weights
-from mhsa_compile.verification.oracle.quantised import quantised_operators
+from mhsa_compile.verification.oracle.operators import REPAIRED, quantised_operators
 from mhsa_compile.verification.oracle.recurrent import RECURRENT
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
 from mhsa_compile.verification.random_inputs import Arrays
@@ -110,8 +108,7 @@ class Reference:
             self._filled |= scoring.filled is not None
             return attend_exactly(q, k, v, scoring)
 
-        operators = [*_EXACT, *quantised_operators(self.model), *attention_operators(Arithmetic(attend, look_exactly))]
-        return ReferenceEvaluator(self._wide_graph[0], new_ops=operators)
+        return self._in_float64(attend)
 
     @cached_property
     def _with_nan_rows(self) -> ReferenceEvaluator:
@@ -121,16 +118,19 @@ class Reference:
             y, rows = attend_exactly(q, k, v, scoring), scoring.filled
             return y if rows is None else np.where(rows, np.nan, y)
 
-        operators = [*_EXACT, *quantised_operators(self.model), *attention_operators(Arithmetic(attend, look_exactly))]
+        return self._in_float64(attend)
+
+    def _in_float64(self, attend: Callable[..., np.ndarray]) -> ReferenceEvaluator:
+        attention = attention_operators(Arithmetic(attend, look_exactly))
+        operators = [*_EXACT, *quantised_operators(self.model), *attention]
         return ReferenceEvaluator(self._wide_graph[0], new_ops=operators)
 
     @cached_property
     def _rounded(self) -> ReferenceEvaluator:
         from mhsa_compile.verification.oracle.eager_operators import eager_operators  # PyTorch takes a second to load
 
-        own = (Conv, _GatherElements, _GlobalMaxPool, _Erf, RoundedMatMulNBits, *RECURRENT)
-        operators = [*own, *quantised_operators(self.model), *eager_operators(self._int8_weights)]
-        return ReferenceEvaluator(self.model, new_ops=operators)
+        own = (*REPAIRED, *RECURRENT, RoundedMatMulNBits, *quantised_operators(self.model))
+        return ReferenceEvaluator(self.model, new_ops=[*own, *eager_operators(self._int8_weights)])
 
 
 def _digest(inputs: Arrays) -> str:
@@ -192,25 +192,5 @@ def _promote_tensor(tensor: onnx.TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
 
 
-class _Erf(OpRun):  # type: ignore[misc]  # onnx's own rounds to float32
-    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
-        return (np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype),)
-
-
-class _GatherElements(OpRun):  # type: ignore[misc]  # onnx's own fails on one row of indices
-    def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
-        along = axis or 0
-        others = tuple(slice(None) if i == along % data.ndim else slice(n) for i, n in enumerate(indices.shape))
-        return (np.take_along_axis(data[others], indices, along),)
-
-
-class _GlobalMaxPool(OpRun):  # type: ignore[misc]  # onnx's own takes every input for an image
-    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
-        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
-
-
-_GatherElements.__name__ = "GatherElements"  # the evaluator goes by these names
-_GlobalMaxPool.__name__ = "GlobalMaxPool"
-_Erf.__name__ = "Erf"
-_EXACT = (Conv, _GatherElements, _GlobalMaxPool, _Erf, MatMulNBits, *WIDENING, *RECURRENT)
+_EXACT = (*REPAIRED, MatMulNBits, *WIDENING, *RECURRENT)
 """Operators of the float64 evaluation, beside attention."""

@@ -9,7 +9,7 @@ import shutil
 from typing import Any
 
 import pytest
-from support.cuda.needs_compiler import needs_compiler
+from support.cuda.cuda_compiler import needs_compiler
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.codegen import cuda_compiler, embed_cubin

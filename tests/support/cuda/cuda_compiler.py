@@ -31,3 +31,7 @@ def _need(ask: Callable[[], object]) -> None:
         if os.environ.get(REQUIRED) == "1":
             pytest.fail(str(error))
         pytest.skip(str(error))
+
+
+needs_compiler = pytest.mark.usefixtures("cuda_compiler")
+"""The mark of tests that need one."""

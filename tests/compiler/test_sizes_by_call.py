@@ -1,4 +1,5 @@
-"""Functions that hold a call to what it brings run on the host: on a GPU, where their number lies, none is left."""
+"""A size that a call brings is named before whoever reads it, whatever TVM joins; and what holds a call to what it
+brings runs on the host: on a GPU, where the number lies, none is left."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import pytest
 from onnx import helper, numpy_helper, parser
 from tvm import tirx
 
+import mhsa_compile as mhsa
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
+from mhsa_compile.compiler.fallback.binding_order import sizes_first
+from mhsa_compile.compiler.pipeline import import_source
 from mhsa_compile.frontend.relax.importer import import_onnx
 from mhsa_compile.frontend.relax.sizes.call_checks import CHECK
 from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, load_profile
@@ -30,3 +34,21 @@ def test_checks_are_left_to_the_host(target: str) -> None:
     checks = [f for f in functions if CHECK in f.attrs]
     assert len(checks) == (0 if isinstance(profile, CudaProfile) else 1)
     assert "match_cast" in lowered["main"].script()
+
+
+MODEL = """<ir_version: 9, opset_import: ["" : 17]> g (int32 n) => (float[m] y) {
+    whole = HannWindow(n)  half = HannWindow <periodic = 0> (n)  y = Mul(whole, half) }"""
+
+
+def test_windows_of_a_length_that_comes_by_the_call() -> None:
+    call = mhsa.load(mhsa.compile(parser.parse_model(MODEL), without_attention="accept"))
+    for n in (7, 400):
+        angles = 2 * np.pi * np.arange(n)
+        right = (0.5 - 0.5 * np.cos(angles / n)) * (0.5 - 0.5 * np.cos(angles / (n - 1)))
+        np.testing.assert_allclose(call(np.array(n, np.int32)), right, atol=1e-5)
+
+
+def test_what_is_in_order_stays_as_it_is() -> None:
+    with pytest.warns(UserWarning, match="holds no attention"):
+        module = import_source(parser.parse_model(MODEL)).module
+    assert sizes_first(module) is module

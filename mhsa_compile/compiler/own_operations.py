@@ -1,8 +1,9 @@
-"""Products of two arrays that are computed in the call become operations of ours, whatever order their axes lie in.
+"""Products of two arrays that are computed in the call, whatever order their axes lie in, and softmaxes that no
+attention takes, along whatever axis, become operations of ours.
 
     t = permute_dims(k); s = matmul(q, t)        ->        s = product(q, k), read where it lies
 
-What no kernel takes stays TVM's, with sums in float32 whatever the dtype.
+What no kernel takes stays TVM's, products with sums in float32 whatever the dtype.
 """
 
 from __future__ import annotations
@@ -14,42 +15,49 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 from tvm.ir import Expr
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from mhsa_compile.compiler.calls import with_calls
 from mhsa_compile.frontend.relax.imported_module import DimNames, ImportedModule
 from mhsa_compile.frontend.relax.sizes.broadcasting import dims_of, equal
-from mhsa_compile.kernels.interface.ops import Op, ProductOp, ProductOperand
+from mhsa_compile.kernels.interface.ops import Op, ProductOp, ProductOperand, SoftmaxOp
 
 _NARROW = ("float16", "bfloat16")
 
 
-def with_products(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
-    """The module with its products as operations; `takes` says whether a kernel can compute one."""
-    ops, sizes = dict(imported.ops), DimNames("extent")
+def with_own_operations(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
+    """The module with such calls as operations; `takes` says whether a kernel can compute one."""
+    ops = dict(imported.ops)
+    of_products, of_softmaxes = DimNames("extent"), DimNames("extent")
 
-    @mutator
-    class ProductCalls(PyExprMutator):  # type: ignore[misc]
-        def visit_call_(self, call: Any) -> Any:
-            call = super().visit_call_(call)
-            if call.op != tvm.ir.Op.get("relax.matmul"):
-                return call
-            narrow = call.args[0].ty.dtype in _NARROW and call.args[1].ty.dtype == call.args[0].ty.dtype
-            product = _product(self.builder_, call, sizes)
-            if product is not None and takes(product[0]):
-                op, operands = product
-                name = f"op_{len(ops)}"
-                ops[name] = op
-                return relax.op.call_dps_packed(name, operands, call.ty)
-            if narrow and str(call.ty.dtype) == str(call.args[0].ty.dtype):
-                wide = self.builder_.emit(relax.op.matmul(*call.args, out_dtype="float32"))
-                return relax.op.astype(wide, str(call.ty.dtype))
+    def as_operation(op: Op, operands: list[Expr], call: Expr) -> Expr:
+        name = f"op_{len(ops)}"
+        ops[name] = op
+        return relax.op.call_dps_packed(name, operands, call.ty)
+
+    def product(builder: Any, call: Any) -> Any:
+        if call.op != tvm.ir.Op.get("relax.matmul"):
             return call
+        kinds = [str(value.ty.dtype) for value in (*call.args, call)]
+        operation = _product(builder, call, of_products)
+        if operation is not None and takes(operation[0]):
+            return as_operation(*operation, call)
+        if kinds[0] in _NARROW and kinds == kinds[:1] * 3:
+            wide = builder.emit(relax.op.matmul(*call.args, out_dtype="float32"))
+            return relax.op.astype(wide, kinds[2])
+        return call
 
-    rewrite = ProductCalls(imported.module)
-    main = imported.module.get_global_var("main")
-    rewrite.builder_.update_func(main, rewrite.visit_expr(imported.module["main"]))
-    module = relax.transform.DeadCodeElimination()(rewrite.builder_.get())
-    return replace(imported, module=module, ops=ops)
+    def softmax(builder: Any, call: Any) -> Any:
+        shape = getattr(call.ty, "shape", None)
+        if call.op != tvm.ir.Op.get("relax.nn.softmax") or not isinstance(shape, relax.ShapeExpr):
+            return call
+        dims = tuple(map(of_softmaxes, shape.values))
+        if not dims or str(call.ty.dtype) != "float32":
+            return call
+        op = SoftmaxOp(dims, int(call.attrs.axis) % len(dims))
+        return as_operation(op, [call.args[0]], call) if takes(op) else call
+
+    products = relax.transform.DeadCodeElimination()(with_calls(imported.module, product, "main"))
+    return replace(imported, module=with_calls(products, softmax, "main"), ops=ops)
 
 
 @dataclass(frozen=True)
