@@ -226,7 +226,7 @@ BAD_COMPILES = {
         [*SPEC, "--static-mask", "strided:stride=4"],
         "expected fixed lengths, as the spec's static_mask is laid out at compile time, got L left symbolic",
     ),
-    "weights": ([*SPEC, "--weights", "int4"], "'int8'"),
+    "weights": ([*SPEC, "--weights", "int2"], '"int8"'),
     "length below one": ([*SPEC, "--length", 0], "--length"),
 }
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -63,7 +63,7 @@ class BenchOptions:
         str | None, typer.Option(metavar="TARGET", help="With --predict: a target's name, or a .toml file of your own.")
     ] = None
     weights: Annotated[
-        Literal["int8"] | None, typer.Option("--weights", help="With --predict: as of `mhsa compile`.")
+        str | None, typer.Option("--weights", metavar="WORD", help="With --predict: as of `mhsa compile`.")
     ] = None
     json: options.Json = False
 

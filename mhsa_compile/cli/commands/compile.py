@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -35,9 +35,7 @@ def compile_source(
     target: Annotated[str, typer.Option(help="A name from `mhsa targets`, or a .toml file.")] = "native",
     force: Annotated[bool, typer.Option("--force", help="Replace the folder if it exists.")] = False,
     dims: options.StatedDims,
-    weights: Annotated[
-        Literal["int8"] | None, typer.Option("--weights", help="Linears compute in eight bits, rounded at load.")
-    ] = None,
+    weights: options.Weights = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Calls write into the caches that they are given: of an .onnx file.")
     ] = False,
