@@ -28,7 +28,7 @@ class GraphView:
         self.inputs = [value.name for value in graph.input if value.name not in {i.name for i in graph.initializer}]
         self.outputs = [value.name for value in graph.output]
         self.initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-        self.opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+        self.opset = opset_of(model)
         inner = [branch for node in all_nodes(graph) for branch in branches(node)]
         values = (v for g in (*inner, graph) for v in (*g.value_info, *g.input, *g.output))
         self._types = {v.name: v.type.tensor_type for v in values}
@@ -86,6 +86,28 @@ class GraphView:
         if node is None:
             return None
         return constant_value(node)
+
+
+def opset_of(owner: onnx.ModelProto | onnx.FunctionProto) -> int:
+    """The version of the standard operators; 0 where none is imported."""
+    return next((entry.version for entry in owner.opset_import if entry.domain in ("", "ai.onnx")), 0)
+
+
+def metadata_of(model: onnx.ModelProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def add_import(model: onnx.ModelProto, domain: str) -> None:
+    """States version 1 of a domain, where the model does not import it yet."""
+    if all(entry.domain != domain for entry in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+
+
+def replace(field: Any, items: Iterable[Any]) -> None:
+    """Puts items, which may be some of its own, in the place of all that a repeated field holds."""
+    whole = list(items)
+    del field[:]
+    field.extend(whole)
 
 
 def is_standard(node: onnx.NodeProto, *operators: str) -> bool:

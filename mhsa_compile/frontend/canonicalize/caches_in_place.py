@@ -6,6 +6,7 @@ the length that it had: a TensorScatter, or a GroupQueryAttention whose past and
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import onnx
 from onnx import helper
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphDim, is_standard, reads
+from mhsa_compile.frontend.onnx_graph import GraphDim, is_standard, metadata_of, reads
 from mhsa_compile.frontend.reading.microsoft import DOMAIN
 from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 
@@ -34,10 +35,8 @@ def with_caches_in_place(model: onnx.ModelProto) -> onnx.ModelProto:
         expected = "a cache that a call can write into: an input that nobody else reads, and an output of its shape"
         hint = "Give past and present one length in the file: one name, or one number."
         raise ModelError("in_place", expected, "a model without one", hint)
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    metadata = {entry.key: entry.value for entry in result.metadata_props}
-    helper.set_model_props(result, metadata | {IN_PLACE_KEY: json.dumps(pairs)})
+    result = copy.deepcopy(model)
+    helper.set_model_props(result, metadata_of(model) | {IN_PLACE_KEY: json.dumps(pairs)})
     return result
 
 

@@ -8,6 +8,7 @@ Notation: B batch, L query length, S key length, H heads, F value head dim.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,7 @@ def with_outputs(model: onnx.ModelProto, layers: Sequence[Layer], words: Sequenc
     by_layer = _by_layer(layers, words)
     if not by_layer:
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = copy.deepcopy(model)
     change = _Change(GraphView(model), result)
     for layer in layers:
         if layer.number in by_layer and layer.place is not None:

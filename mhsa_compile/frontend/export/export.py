@@ -39,7 +39,7 @@ from mhsa_compile.frontend.export.signatures import (
     with_fixed_dims,
 )
 from mhsa_compile.frontend.export.torch_layers import slow_path
-from mhsa_compile.frontend.onnx_graph import reads
+from mhsa_compile.frontend.onnx_graph import add_import, opset_of, reads
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.mhsa_operator import attention_function
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, opset
@@ -222,16 +222,14 @@ def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
             mhsa_operator.put_in_place(node, inside_of(spec.outputs))
             if not mhsa_operator.has_definition(node):
                 continue
-            standard = next(entry.version for entry in model.opset_import if entry.domain == "")
-            model.functions.append(attention_function(node, standard, bool_mask=not spec.adds_mask))
+            model.functions.append(attention_function(node, opset_of(model), bool_mask=not spec.adds_mask))
     _import_own_operators(model)
 
 
 def _import_own_operators(model: onnx.ModelProto) -> None:
     """States the version of our domain, where the graph has operators of it."""
-    used = any(node.domain == DOMAIN for node in model.graph.node)
-    if used and all(entry.domain != DOMAIN for entry in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    if any(node.domain == DOMAIN for node in model.graph.node):
+        add_import(model, DOMAIN)
 
 
 def _set_mask(model: onnx.ModelProto, mask: np.ndarray) -> None:

@@ -7,6 +7,7 @@ difference. So a name is kept where it is one, or where it is an expression of t
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -51,13 +52,12 @@ def with_symbols(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def with_named_dims(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which every dim of an input that has neither a size nor a name has one: "x_0" and the like."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    for value in copy.graph.input:
+    result = copy.deepcopy(model)
+    for value in result.graph.input:
         for axis, dim in enumerate(dims_of(value)):
             if dim.WhichOneof("value") is None or (dim.dim_param == "" and not dim.HasField("dim_value")):
                 dim.dim_param = f"{value.name}_{axis}"
-    return copy
+    return result
 
 
 def dims_of(value: onnx.ValueInfoProto) -> Any:

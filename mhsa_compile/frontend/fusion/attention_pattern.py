@@ -13,7 +13,7 @@ import onnx
 from mhsa_compile.frontend.fusion import attention_node
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, split_rows
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, metadata_of
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 from mhsa_compile.kernels.scores.order import STEPS
 from mhsa_compile.spec.attention_spec import SPEC_KEY
@@ -55,7 +55,7 @@ class AttentionPattern:
     def _is_ours(self) -> bool:
         """Whether the graph was exported from a module of this library, whose masks broadcast in every axis; the
         runtime sees to the last."""
-        return any(entry.key == SPEC_KEY for entry in self.graph.model.metadata_props)
+        return SPEC_KEY in metadata_of(self.graph.model)
 
     @property
     def _pads_mask(self) -> bool:

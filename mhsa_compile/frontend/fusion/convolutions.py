@@ -16,7 +16,7 @@ import onnx
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, add_import, attributes
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.checks import DTYPES
 
@@ -52,7 +52,7 @@ class _Rewriting:
         result = self.rewriter.finished()
         if result is self.rewriter.model:
             return result
-        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))  # else nobody infers the shapes behind ours
+        add_import(result, DOMAIN)  # else nobody infers the shapes behind ours
         return without_aliases(result)
 
     def _move(self, node: onnx.NodeProto, source: str, perm: Sequence[int]) -> None:

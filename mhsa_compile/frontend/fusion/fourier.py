@@ -18,7 +18,7 @@ from onnx import numpy_helper
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes, is_standard, title
+from mhsa_compile.frontend.onnx_graph import GraphView, add_import, attributes, is_standard, title
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 MOST = 1 << 23
@@ -37,8 +37,7 @@ def as_products(model: onnx.ModelProto) -> onnx.ModelProto:
             (_dft if node.op_type == "DFT" else _stft)(rewriter, node)
             rewriter.place(node)
     result = rewriter.finished()
-    if all(entry.domain != DOMAIN for entry in result.opset_import):
-        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    add_import(result, DOMAIN)
     return result
 
 

@@ -17,7 +17,7 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.fusion.fused_nodes import FusedScatter
 from mhsa_compile.frontend.fusion.head_layout import Operand, contradict, split_rows, spoken
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, metadata_of
 from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 
 
@@ -119,7 +119,7 @@ def in_place(graph: GraphView) -> dict[str, str]:
 
 def declared_in_place(model: onnx.ModelProto) -> dict[str, str]:
     """Input -> output, of the caches that the model says are written in place. Raises ModelError."""
-    names = {entry.key: entry.value for entry in model.metadata_props}.get(IN_PLACE_KEY, "{}")
+    names = metadata_of(model).get(IN_PLACE_KEY, "{}")
     with reading(ModelError, f"metadata {IN_PLACE_KEY!r}", 'a JSON object such as {"past_key": "present_key"}'):
         return msgspec.json.decode(names, type=dict[str, str])
 

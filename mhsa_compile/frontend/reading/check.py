@@ -12,7 +12,7 @@ import onnx
 from onnx import defs
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, reads, title
+from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, opset_of, reads, title
 from mhsa_compile.frontend.reading import microsoft, preview
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.frontend.reading.operand_dtypes import check_dtypes
@@ -112,8 +112,7 @@ def unsupported_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -
 
 
 def _check_standard(graph: _Graph, node: onnx.NodeProto) -> None:
-    opset = next((entry.version for entry in graph.model.opset_import if entry.domain in ("", "ai.onnx")), 0)
-    schema = defs.get_schema(node.op_type, opset, "")
+    schema = defs.get_schema(node.op_type, opset_of(graph.model), "")
     if schema.since_version > LAST:
         expected = f"{node.op_type} as opset {LAST} has it"
         raise ModelError(title(node), expected, f"that of opset {schema.since_version}", _older(LAST))

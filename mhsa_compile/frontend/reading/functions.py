@@ -6,6 +6,7 @@ meaning already, and one written for an opset in which an operator of it differs
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 
 import onnx
@@ -13,7 +14,7 @@ from onnx import defs, inliner
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import light, whole
-from mhsa_compile.frontend.onnx_graph import branches, inner_nodes, is_standard, title
+from mhsa_compile.frontend.onnx_graph import branches, inner_nodes, is_standard, opset_of, replace, title
 from mhsa_compile.frontend.reading.microsoft import DOMAIN as MICROSOFTS
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.spec.attention_spec import DOMAIN
@@ -39,9 +40,8 @@ def inline(model: onnx.ModelProto) -> onnx.ModelProto:
     if not functions:
         return model
     small, tensors = light(model)
-    del small.functions[:]
     called = _calls(model.graph.node, functions, {})
-    small.functions.extend(_for_opset(functions[key], model) for key in called)
+    replace(small.functions, (_for_opset(functions[key], model) for key in called))
     try:
         result = inliner.inline_local_functions(small)
     except Exception as error:  # the inliner's own kinds, of C++
@@ -53,8 +53,7 @@ def inline(model: onnx.ModelProto) -> onnx.ModelProto:
         if entry.domain not in imported:
             imported.add(entry.domain)
             result.opset_import.append(entry)
-    del result.functions[:]
-    result.functions.extend(function for function in model.functions if _is_own(function))
+    replace(result.functions, (function for function in model.functions if _is_own(function)))
     return whole(result, tensors)
 
 
@@ -100,7 +99,7 @@ def _check_name(function: onnx.FunctionProto, node: onnx.NodeProto) -> None:
 def _check_opset(function: onnx.FunctionProto, caller: onnx.NodeProto, model: onnx.ModelProto) -> None:
     """Refuses a function in which an operator differs from that of the opset that the model imports: the format allows
     another opset only where its operators are the same in both."""
-    opsets = [_standard_opset(owner) for owner in (function, model)]
+    opsets = [opset_of(owner) for owner in (function, model)]
     for node in (inner for outer in function.node for inner in (outer, *inner_nodes(outer))):
         if node.domain == "" and _since(node.op_type, opsets[0]) != _since(node.op_type, opsets[1]):
             got = f"{node.op_type} of opset {opsets[0]}, which differs from that of {opsets[1]}"
@@ -111,15 +110,10 @@ def _check_opset(function: onnx.FunctionProto, caller: onnx.NodeProto, model: on
 def _for_opset(function: onnx.FunctionProto, model: onnx.ModelProto) -> onnx.FunctionProto:
     """The function, said to be of the opsets that the model imports."""
     versions = {entry.domain: entry.version for entry in model.opset_import}
-    result = onnx.FunctionProto()
-    result.CopyFrom(function)
+    result = copy.deepcopy(function)
     for entry in result.opset_import:
         entry.version = versions.get(entry.domain, entry.version)
     return result
-
-
-def _standard_opset(owner: onnx.FunctionProto | onnx.ModelProto) -> int:
-    return next((entry.version for entry in owner.opset_import if entry.domain == ""), 0)
 
 
 def _since(operator: str, opset: int) -> int:

@@ -33,7 +33,7 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedScatter,
 )
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
-from mhsa_compile.frontend.onnx_graph import all_nodes, reads, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, metadata_of, opset_of, reads, title
 from mhsa_compile.frontend.reading.check import check_graph
 from mhsa_compile.frontend.reading.standard import RANDOM, STANDARD
 from mhsa_compile.frontend.relax import float32_sums
@@ -64,12 +64,11 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     """
     check_graph(model)
     fused = fuse(model)
-    stated = {entry.key: entry.value for entry in model.metadata_props}
-    importer = _Importer(int8_weights, limits=json.loads(stated.get(LIMITS_KEY, "{}")))
-    opset = next(o.version for o in fused.opset_import if o.domain in ("", "ai.onnx"))
+    metadata = metadata_of(model)
+    importer = _Importer(int8_weights, limits=json.loads(metadata.get(LIMITS_KEY, "{}")))
     with contextlib.redirect_stdout(io.StringIO()):  # TVM prints the node it fails at; the error says it again
         try:
-            module = importer.from_onnx(fused.graph, opset)
+            module = importer.from_onnx(fused.graph, opset_of(fused))
         except Exception as error:
             importer.leave_blocks()
             if isinstance(error, ModelError):
@@ -80,7 +79,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     result = importer.context.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
-    result.rows = json.loads(stated.get(ROWS_KEY, "{}"))
+    result.rows = json.loads(metadata.get(ROWS_KEY, "{}"))
     result.outputs = _output_dims(module["main"])
     if int8_weights and not any(type(op) is LinearOp for op in result.ops.values()):
         raise ModelError("weights", 'a model with a linear for "int8"', "one without")

@@ -8,6 +8,7 @@ than MOST, stays a loop, which nobody here compiles: `refuse` says so by its nam
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -170,8 +171,7 @@ class _Steps:
 
     def run(self, values: Sequence[str], states: int) -> list[str]:
         """Writes a step that gets these values; gives its first `states` outputs."""
-        step = onnx.GraphProto()
-        step.CopyFrom(self._body)
+        step = copy.deepcopy(self._body)
         prefix = f"{self._title}/{self._count}"
         names = dict(zip((value.name for value in step.input), values, strict=True)) | self._constants
         inner = [name for node in step.node for name in node.output if name]

@@ -6,7 +6,7 @@ import onnx
 from onnx import numpy_helper, version_converter
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, branches, is_standard, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, branches, is_standard, opset_of, title
 from mhsa_compile.frontend.reading.contradictions import InferenceError, contradiction
 
 LEAST = 23  # Attention, RotaryEmbedding, RMSNormalization
@@ -79,8 +79,3 @@ def _state_coordinates(model: onnx.ModelProto) -> None:
             node.attribute.extend(modes)
             node.attribute.append(onnx.helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
             node.attribute.append(onnx.helper.make_attribute("nearest_mode", "floor"))
-
-
-def opset_of(model: onnx.ModelProto) -> int:
-    """The version of the standard operators."""
-    return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)

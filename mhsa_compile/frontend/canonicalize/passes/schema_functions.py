@@ -7,11 +7,12 @@ inliner that functions of a file go through; what the definition is made of is h
 
 from __future__ import annotations
 
+import copy
+
 import onnx
 from onnx import defs, helper
 
-from mhsa_compile.frontend.canonicalize.passes.opset import opset_of
-from mhsa_compile.frontend.onnx_graph import GraphView
+from mhsa_compile.frontend.onnx_graph import GraphView, add_import, opset_of, replace
 from mhsa_compile.frontend.reading import preview
 from mhsa_compile.frontend.reading.check import unsupported_nodes
 from mhsa_compile.frontend.reading.functions import inline
@@ -36,8 +37,7 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
     opset = opset_of(model)
     if not any(_has_definition(node, opset) for node in model.graph.node):
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = copy.deepcopy(model)
     nodes = unsupported_nodes(result, [node for node in result.graph.node if _has_definition(node, opset)])
     if not nodes:
         return model
@@ -52,11 +52,9 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
     if not functions:
         return model
     result.functions.extend(functions)
-    result.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    add_import(result, _DOMAIN)
     result = inline(result)
-    imports = [entry for entry in result.opset_import if entry.domain != _DOMAIN]
-    del result.opset_import[:]
-    result.opset_import.extend(imports)
+    replace(result.opset_import, (entry for entry in result.opset_import if entry.domain != _DOMAIN))
     return result
 
 

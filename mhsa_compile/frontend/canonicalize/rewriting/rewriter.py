@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, in_order, is_standard, live_nodes, reads
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, in_order, is_standard, live_nodes, reads, replace
 
 
 class Rewriter:
@@ -103,14 +104,12 @@ class Rewriter:
         """The model as it is now; nodes and constants that nobody needs any more are gone."""
         if not self.changed:
             return self.model
-        result = onnx.ModelProto()
-        result.CopyFrom(self.model)
+        result = copy.deepcopy(self.model)
         graph = result.graph
         infos = {info.name: info for info in (*graph.value_info, *self._hints)}
-        del graph.node[:], graph.value_info[:]
-        graph.node.extend(live_nodes(in_order(self._all_nodes()), self.graph.outputs))
+        replace(graph.node, live_nodes(in_order(self._all_nodes()), self.graph.outputs))
         outputs = {name for node in graph.node for name in node.output}
-        graph.value_info.extend(info for name, info in infos.items() if name in outputs)
+        replace(graph.value_info, (info for name, info in infos.items() if name in outputs))
         used = {name for node in graph.node for name in reads(node)} | set(self.graph.outputs)
         graph.initializer.extend(self._kept)
         for i in reversed(range(len(graph.initializer))):
