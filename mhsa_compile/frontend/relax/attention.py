@@ -14,10 +14,9 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.attention_node import MASK
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.relax import masks as attention_masks
-from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.imported_module import Broadcast, stated
-from mhsa_compile.frontend.relax.masks import RelaxValue, SizeExpr, difference, dims, equal
+from mhsa_compile.frontend.relax.imported_module import Broadcast, ImportContext, stated
 from mhsa_compile.frontend.relax.sizes.agreements import Demand
+from mhsa_compile.frontend.relax.values import RelaxValue, SizeExpr, difference, dims, equal
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,

@@ -38,9 +38,7 @@ from mhsa_compile.frontend.reading.check import check_graph
 from mhsa_compile.frontend.reading.standard import RANDOM, STANDARD
 from mhsa_compile.frontend.relax import float32_sums
 from mhsa_compile.frontend.relax.attention import AttentionImport
-from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
-from mhsa_compile.frontend.relax.masks import dims
+from mhsa_compile.frontend.relax.imported_module import ImportContext, ImportedModule, stated
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.quantised_linear import quantise, quantised_linear
@@ -51,6 +49,7 @@ from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
 from mhsa_compile.frontend.relax.sizes.folding import fold_sizes
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
+from mhsa_compile.frontend.relax.values import dims
 from mhsa_compile.kernels.interface.ops import GATES, Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
 from mhsa_compile.runtime.misfits import misfit
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY
@@ -256,6 +255,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
             if converted is None:
                 converted = super()._convert_operator(op_name, inputs, attrs, opset)
+            converted = self.bb.normalize(converted)
             if narrow is not None:
                 converted = float32_sums.narrowed(self.bb, op_name, converted, narrow)
             return self._of_known_rank(converted)

@@ -9,30 +9,13 @@ import math
 from typing import Any, Literal
 
 from tvm import relax, te, tirx
-from tvm.sym import Analyzer
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.attention_node import MASK
+from mhsa_compile.frontend.relax.values import RelaxValue, SizeExpr, difference, dims
 from mhsa_compile.kernels.interface.ops import WindowSpec
 
-RelaxValue = Any  # relax.Var
-SizeExpr = Any  # int or tirx.PrimExpr
 UNKNOWN: Literal["unknown"] = "unknown"
-
-
-def dims(value: RelaxValue) -> list[SizeExpr]:
-    return list(value.ty.shape.values)
-
-
-def equal(one: SizeExpr, other: SizeExpr) -> bool:
-    """Whether two sizes are the same at every call."""
-    return isinstance(by := difference(one, other), int) and by == 0
-
-
-def difference(one: SizeExpr, other: SizeExpr) -> SizeExpr:
-    """An int where it is the same at every call."""
-    result = Analyzer().simplify(tirx.const(0, "int64") + one - other)
-    return int(result) if isinstance(result, tirx.IntImm) else result
 
 
 def four_axes(builder: relax.BlockBuilder, mask: RelaxValue, key_mask: bool, node: str) -> RelaxValue:

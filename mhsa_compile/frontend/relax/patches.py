@@ -10,7 +10,7 @@ from tvm import relax, te, tirx
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
-from mhsa_compile.frontend.relax.masks import dims
+from mhsa_compile.frontend.relax.values import dims
 
 _OPAQUE = 8  # OpPatternKind.OPAQUE
 """TVM's number of functions that it fuses with nothing: what reads patches by rows would take their loops apart."""

@@ -15,8 +15,8 @@ import numpy as np
 from tvm import relax
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.masks import RelaxValue, SizeExpr, dims, equal
+from mhsa_compile.frontend.relax.imported_module import ImportContext
+from mhsa_compile.frontend.relax.values import RelaxValue, SizeExpr, dims, equal, text_of
 from mhsa_compile.kernels.interface.ops import GATES, PANEL, Activation, Cell, LinearOp, RecurrenceOp
 
 _DEFAULTS: dict[Cell, tuple[str, ...]] = {
@@ -57,7 +57,7 @@ class _Recurrent:
         self.x, self.w, self.r, self.b, self.lengths, self.state, self.memory, self.peepholes = padded
         self.title = f"{cell} node {attributes['tvm_custom']['name']!r}"
         self.batch_first = bool(attributes.get("layout", 0))
-        direction = _text(attributes.get("direction", "forward"))
+        direction = text_of(attributes.get("direction", "forward"))
         self.backwards = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
         shape, gates = self._fixed(self.r, "R"), GATES[cell]
         self.units = shape[-1]
@@ -175,7 +175,9 @@ class _Recurrent:
     def _activations(self) -> tuple[tuple[Activation, ...], ...]:
         """The functions of each direction. Alphas and betas are listed for those alone that have them, in order."""
         each, directions = len(_DEFAULTS[self.cell]), len(self.backwards)
-        names = [_text(name) for name in self.attributes.get("activations", ())] or [*_DEFAULTS[self.cell] * directions]
+        names = [text_of(name) for name in self.attributes.get("activations", ())] or [
+            *_DEFAULTS[self.cell] * directions
+        ]
         known = {name.lower(): name for name in _FUNCTIONS}
         if len(names) != each * directions or any(name.lower() not in known for name in names):
             expected = f"{each * directions} activations among {', '.join(_FUNCTIONS)}"
@@ -205,7 +207,3 @@ class _Recurrent:
 
     def _refusal(self, expected: str, got: str) -> ModelError:
         return ModelError(self.title, expected, got, "Write it in operators that are understood.")
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
