@@ -42,7 +42,7 @@ from mhsa_compile.frontend.relax.imported_module import ImportContext, ImportedM
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.quantised_linear import quantise, quantised_linear
-from mhsa_compile.frontend.relax.recurrent import recurrent
+from mhsa_compile.frontend.relax.recurrent import RecurrentImport
 from mhsa_compile.frontend.relax.sizes.agreements import Demand, agreement, demand, hold
 from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing, dims_of, of_width
 from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
@@ -248,7 +248,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             inputs[:] = agreeing(self.bb, self._names, op_name, inputs, attrs)
             inputs[:], narrow = float32_sums.widened(self.bb, op_name, list(inputs))
             if op_name in GATES:
-                converted = recurrent(self.context, op_name, list(inputs), attrs)
+                converted = RecurrentImport(self.context, op_name, list(inputs), attrs).results()
             elif op_name == "DynamicQuantizeLinear":
                 converted = quantise(self.context, inputs[0])
             else:

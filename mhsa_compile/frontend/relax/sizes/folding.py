@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
     equals,
     literal,
     number,
+    objects,
 )
 
 
@@ -53,9 +55,7 @@ def _shape(value: Any, attributes: dict[str, Any]) -> SizeValues | None:
         dims = list(value.ty.shape.values)
     else:
         return None
-    entries = np.empty(len(dims), dtype=object)
-    entries[:] = [literal(dim) for dim in dims]
-    return SizeValues(entries[part], "int64")
+    return SizeValues(objects([literal(dim) for dim in dims])[part], "int64")
 
 
 def _elementwise(function: Callable[..., Entry], result: str | None = None) -> Callable[[list[Any], Any], SizeValues]:
@@ -88,11 +88,10 @@ def _divisor(b: Entry) -> Entry:
     """A divisor of whole numbers that is not zero: what ONNX leaves open ends no process."""
     if number(b) == 0:
         raise _NotFollowed
-    return (
-        b
-        if number(b) is not None
-        else tirx.Select(equals(b, literal(0, str(b.ty.dtype))), literal(1, str(b.ty.dtype)), b)
-    )
+    if number(b) is not None:
+        return b
+    none, one = (literal(value, str(b.ty.dtype)) for value in (0, 1))
+    return tirx.Select(equals(b, none), one, b)
 
 
 def _modulo(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
@@ -119,11 +118,11 @@ def _cast(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
 def _convert(sizes: SizeValues, kind: str) -> SizeValues:
     if not kind.startswith(("int", "bool", "float32", "float64")):
         raise _NotFollowed
-    if kind == "bool":
-        return SizeValues(
-            _array(np.frompyfunc(lambda a: tirx.Not(equals(a, literal(0, str(a.ty.dtype)))), 1, 1)(sizes.entries)), kind
-        )
-    return SizeValues(_array(np.frompyfunc(lambda a: a.astype(kind), 1, 1)(sizes.entries)), kind)
+
+    def convert(a: Entry) -> Entry:
+        return tirx.Not(equals(a, literal(0, str(a.ty.dtype)))) if kind == "bool" else a.astype(kind)
+
+    return _elementwise(convert, kind)([sizes], {})
 
 
 def _clip(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
@@ -247,18 +246,10 @@ def _array(value: Any) -> np.ndarray:
     return entries
 
 
-def _add(a: Entry, b: Entry) -> Entry:
-    return a + b
-
-
-def _multiply(a: Entry, b: Entry) -> Entry:
-    return a * b
-
-
 _FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], SizeValues]] = {
     "Abs": _elementwise(lambda a: tirx.max(a, literal(0, str(a.ty.dtype)) - a)),
-    "Add": _elementwise(_add),
-    "And": _elementwise(lambda a, b: tirx.all(a, b)),
+    "Add": _elementwise(operator.add),
+    "And": _elementwise(tirx.all),
     "Cast": _cast,
     "CastLike": lambda operands, attributes: _convert(operands[0], operands[1].dtype),
     "Ceil": _round(tirx.ceil),
@@ -270,30 +261,30 @@ _FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], SizeValues]] = {
     "Flatten": _flatten,
     "Floor": _round(tirx.floor),
     "Gather": _gather,
-    "Greater": _elementwise(lambda a, b: a > b, "bool"),
-    "GreaterOrEqual": _elementwise(lambda a, b: a >= b, "bool"),
+    "Greater": _elementwise(operator.gt, "bool"),
+    "GreaterOrEqual": _elementwise(operator.ge, "bool"),
     "Identity": lambda operands, attributes: operands[0],
-    "Less": _elementwise(lambda a, b: a < b, "bool"),
-    "LessOrEqual": _elementwise(lambda a, b: a <= b, "bool"),
+    "Less": _elementwise(operator.lt, "bool"),
+    "LessOrEqual": _elementwise(operator.le, "bool"),
     "Max": _chain(tirx.max),
     "Min": _chain(tirx.min),
     "Mod": _modulo,
-    "Mul": _elementwise(_multiply),
+    "Mul": _elementwise(operator.mul),
     "Neg": _elementwise(lambda a: literal(0, str(a.ty.dtype)) - a),
-    "Not": _elementwise(lambda a: tirx.Not(a)),
-    "Or": _elementwise(lambda a, b: tirx.any(a, b)),
+    "Not": _elementwise(tirx.Not),
+    "Or": _elementwise(tirx.any),
     "ReduceMax": _reduce(tirx.max),
     "ReduceMin": _reduce(tirx.min),
-    "ReduceProd": _reduce(_multiply),
-    "ReduceSum": _reduce(_add),
+    "ReduceProd": _reduce(operator.mul),
+    "ReduceSum": _reduce(operator.add),
     "Reshape": _reshape,
     "Sign": _elementwise(_sign),
     "Size": lambda operands, attributes: SizeValues(_array(literal(operands[0].entries.size)), "int64"),
     "Slice": _slice,
     "Sqrt": _elementwise(_square_root),
     "Squeeze": _squeeze,
-    "Sub": _elementwise(lambda a, b: a - b),
-    "Sum": _chain(_add),
+    "Sub": _elementwise(operator.sub),
+    "Sum": _chain(operator.add),
     "Tile": _tile,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
