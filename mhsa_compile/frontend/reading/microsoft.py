@@ -8,18 +8,18 @@ from __future__ import annotations
 import onnx
 
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
-from mhsa_compile.frontend.reading.row import Row, row
+from mhsa_compile.frontend.reading.row import Mismatch, Row, row
 
 DOMAIN = "com.microsoft"
 
 
-def _windows(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
+def _windows(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """GroupQueryAttention: a window of some keys, or none."""
     window = attributes(node).get("local_window_size", -1)
     return None if window == -1 or window > 0 else ("local_window_size of 1 or more, or -1 for none", str(window))
 
 
-def _bytes(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
+def _bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """MatMulNBits, GatherBlockQuantized: numbers of few bits packed into bytes."""
     name = node.input[1 if node.op_type == "MatMulNBits" else 0]
     dtype = graph.dtype(name)

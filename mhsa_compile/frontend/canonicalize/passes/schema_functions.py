@@ -13,10 +13,9 @@ import onnx
 from onnx import defs, helper
 
 from mhsa_compile.frontend.onnx_graph import GraphView, add_import, opset_of, replace
-from mhsa_compile.frontend.reading import preview
 from mhsa_compile.frontend.reading.check import unsupported_nodes
 from mhsa_compile.frontend.reading.functions import inline
-from mhsa_compile.frontend.reading.standard import RANDOM
+from mhsa_compile.frontend.reading.standard import PREVIEW, PREVIEW_VERSION, PREVIEWED, RANDOM
 
 _DOMAIN = "mhsa.definitions"  # for as long as a definition waits to be inline
 _LEAST = 12  # definitions for older opsets hold operators that mean something else today
@@ -60,8 +59,8 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _has_definition(node: onnx.NodeProto, opset: int) -> bool:
     """Whether a node is an operator of the standard's that is defined by others."""
-    if node.domain == preview.DOMAIN:
-        return node.op_type in preview.DEFINED
+    if node.domain == PREVIEW:
+        return node.op_type in PREVIEWED
     if node.domain != "" or node.op_type in RANDOM.union(_KERNELS) or not defs.has(node.op_type):
         return False
     try:
@@ -73,10 +72,10 @@ def _has_definition(node: onnx.NodeProto, opset: int) -> bool:
 
 def _definition(graph: GraphView, node: onnx.NodeProto) -> onnx.FunctionProto | None:
     """What a node computes as a function of operators, or None; its attributes' defaults are put into the node."""
-    if node.domain == preview.DOMAIN:
-        schema = defs.get_schema(node.op_type, preview.VERSION, preview.DOMAIN)
-        imported = next((o.version for o in graph.model.opset_import if o.domain == preview.DOMAIN), 0)
-        least, last = preview.VERSION, imported if imported == preview.VERSION else 0
+    if node.domain == PREVIEW:
+        schema = defs.get_schema(node.op_type, PREVIEW_VERSION, PREVIEW)
+        imported = any((o.domain, o.version) == (PREVIEW, PREVIEW_VERSION) for o in graph.model.opset_import)
+        least, last = PREVIEW_VERSION, PREVIEW_VERSION if imported else 0
     else:
         schema = defs.get_schema(node.op_type, graph.opset, "")
         least, last = _LEAST, graph.opset
