@@ -20,9 +20,8 @@ from onnx import helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend import branch_graphs
-from mhsa_compile.frontend.canonicalize import layer_outputs
 from mhsa_compile.frontend.canonicalize.decomposed import rewrite as decomposed
-from mhsa_compile.frontend.canonicalize.layers import in_order, is_attention, name_of
+from mhsa_compile.frontend.canonicalize.layer_outputs import in_order, is_attention, name_of, with_outputs
 from mhsa_compile.frontend.canonicalize.microsoft import rewrite as microsoft
 from mhsa_compile.frontend.canonicalize.passes import (
     einsum,
@@ -84,7 +83,7 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     if not (blocks or inner) and not any(node.op_type in _OTHERS for node in all_nodes(small.graph)):
         instead = ", ".join(sorted({node.op_type for node in model.graph.node}))
     layers = in_order(small, blocks)
-    small = layer_outputs.with_outputs(small, layers, outputs)
+    small = with_outputs(small, layers, outputs)
     result = whole(small, tensors)
     facts = {LIMITS_KEY: limits, ROWS_KEY: _table_rows(small)}
     helper.set_model_props(

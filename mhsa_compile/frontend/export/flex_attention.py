@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mhsa_compile.errors import ModelError, SpecError
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.nn.score_masks import MOST_PAIRS
+from mhsa_compile.nn.score_functions import MOST_PAIRS
 from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, UserFunction, trace, with_named_arguments
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.score_functions import ScoreFunction, TensorKind

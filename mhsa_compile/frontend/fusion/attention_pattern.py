@@ -45,15 +45,13 @@ class AttentionPattern(AttentionNode):
             self.pairs, self.right = None, 0
 
     @property
-    def _is_ours(self) -> bool:
-        """Whether the graph was exported from a module of this library, whose masks broadcast in every axis; the
-        runtime sees to the last."""
-        return SPEC_KEY in metadata_of(self.graph.model)
-
-    @property
     def _pads_mask(self) -> bool:
-        """Whether a mask over fewer keys than there are hides the rest: opset 24 says so, before it was an error."""
-        return self.graph.opset >= 24 and not self._is_ours
+        """Whether a mask over fewer keys than there are hides the rest: opset 24 says so, before it was an error.
+
+        Masks of a graph that was exported from a module of this library broadcast in every axis; the runtime sees to
+        the last.
+        """
+        return self.graph.opset >= 24 and SPEC_KEY not in metadata_of(self.graph.model)
 
     def _operand(self, name: str, stated_heads: int | None) -> Operand:
         """Where an operand's heads lie: in the input itself, or before the Reshape and Transpose that split them."""
@@ -134,7 +132,7 @@ class AttentionPattern(AttentionNode):
         unknown = of_call or len(known) < len(arrays)
         if kind.attribute not in self.words or unknown or not isinstance(L, int) or not isinstance(S, int):
             return None
-        from mhsa_compile.nn.score_masks import fixed_mask  # PyTorch is needed here only
+        from mhsa_compile.nn.score_functions import fixed_mask  # PyTorch is needed here only
 
         function = ScoreFunction.from_json(kind.attribute, str(self.words[kind.attribute]))
         offset = S - L if self.alignment == "bottom_right" else 0
@@ -149,7 +147,8 @@ class AttentionPattern(AttentionNode):
         """Whether the constant mask says no more than is_causal would."""
         if self.pairs is None or self.past or self.names[LENGTHS] or (self.left, self.right) != (-1, -1):
             return False
-        return bool((self.pairs == causal(*self.pairs.shape[1:], self.alignment)).all())
+        _, L, S = self.pairs.shape
+        return bool((self.pairs == causal(L, S, self.alignment)).all())
 
     def _find_mask(self) -> tuple[str, bool]:
         """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""

@@ -25,7 +25,7 @@ from mhsa_compile.frontend.canonicalize.decomposed.causal import (
 )
 from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import AdditiveMask, NotRecognised, SelectiveMask
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphView
 
@@ -59,7 +59,6 @@ class _Choice:
 
 def collect(
     rewriter: Rewriter,
-    constants: ConstantValues,
     parts: list[AdditiveMask | SelectiveMask],
     operands: AttentionOperands,
 ) -> Masks:
@@ -72,19 +71,19 @@ def collect(
         if isinstance(mask, AdditiveMask) and mask.flat and len(rewriter.graph.shape(mask.name) or ()) == 3:
             masks.added.append(_times(rewriter, _with_heads(rewriter, mask, operands), mask.factor, dtype))
             continue
-        choice = _as_choice(rewriter.graph, constants, mask)
+        choice = _as_choice(rewriter.graph, mask)
         if choice is not None:
-            _add_choice(rewriter, constants, masks, choice, dtype)
-        elif isinstance(mask, AdditiveMask) and not is_constant(rewriter.graph, constants, mask.name, 0):
+            _add_choice(rewriter, masks, choice, dtype)
+        elif isinstance(mask, AdditiveMask) and not is_constant(rewriter.graph, mask.name, 0):
             name = _of_dtype(rewriter.graph, without_expansion(rewriter.graph, mask.name), dtype)
             masks.sources.append(name)
             masks.added.append(_times(rewriter, name, mask.factor, dtype))
     return masks
 
 
-def shifts_all(constants: ConstantValues, mask: AdditiveMask | SelectiveMask) -> bool:
+def shifts_all(graph: KnownGraph, mask: AdditiveMask | SelectiveMask) -> bool:
     """Whether a mask adds one number to all scores, which a softmax does not mind, unless there are sinks."""
-    number = constants.scalar(mask.name) if isinstance(mask, AdditiveMask) else None
+    number = graph.scalar(mask.name) if isinstance(mask, AdditiveMask) else None
     return number is not None and abs(number) < -HIDES  # of larger ones the sums are rounded
 
 
@@ -113,14 +112,14 @@ def _with_heads(rewriter: Rewriter, mask: AdditiveMask, of: AttentionOperands) -
     return rewriter.node("Reshape", whole, rewriter.constant([-1, of.scores[1], 0, 0], "int64"))
 
 
-def _as_choice(graph: GraphView, constants: ConstantValues, mask: AdditiveMask | SelectiveMask) -> _Choice | None:
+def _as_choice(graph: KnownGraph, mask: AdditiveMask | SelectiveMask) -> _Choice | None:
     """A mask of two values: one that hides and, if it is added, zero. None for any other."""
     if isinstance(mask, SelectiveMask):
         return _Choice(Flags(mask.name, mask.positive), mask.fill, replaces=True)
     where = graph.producer(without_expansion(graph, mask.name), "Where")
     if where is None:
         return None
-    one, other = (constants.scalar(branch) for branch in where.input[1:])
+    one, other = (graph.scalar(branch) for branch in where.input[1:])
     if one == 0 and other is not None and other <= HIDES:
         return _Choice(Flags(where.input[0], True), other * mask.factor, replaces=False)
     if other == 0 and one is not None and one <= HIDES:
@@ -128,12 +127,12 @@ def _as_choice(graph: GraphView, constants: ConstantValues, mask: AdditiveMask |
     return None
 
 
-def _add_choice(rewriter: Rewriter, constants: ConstantValues, masks: Masks, choice: _Choice, dtype: str) -> None:
+def _add_choice(rewriter: Rewriter, masks: Masks, choice: _Choice, dtype: str) -> None:
     graph, fill = rewriter.graph, choice.fill
     if fill > HIDES:
         raise NotRecognised(f"masked scores are replaced by {fill:g}, which does not hide them")
-    parts = [part for part in conjuncts(graph, choice.flags) if not always(graph, constants, part)]
-    others = [part for part in parts if not is_triangle(graph, constants, part)]
+    parts = [part for part in conjuncts(graph, choice.flags) if not always(graph, part)]
+    others = [part for part in parts if not is_triangle(graph, part)]
     if fill > -1e30 and (choice.replaces or not others):
         masks.notes.append(f"what is masked with {fill:g} is taken to weigh nothing beside any score")
     if np.isneginf(fill) or not others:  # under a triangle alone every query sees a key, and what is hidden weighs zero

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from mhsa_compile.frontend.canonicalize.decomposed.scores import NotRecognised, scalar_factor
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
@@ -37,7 +37,7 @@ class AttentionOperands:
 
 
 def attention_operands(
-    rewriter: Rewriter, constants: ConstantValues, product: onnx.NodeProto, values: str, apart: GraphDims = ()
+    rewriter: Rewriter, product: onnx.NodeProto, values: str, apart: GraphDims = ()
 ) -> AttentionOperands:
     """What MatMul(queries, transposed keys) and the product with the values multiply. `apart`: (B, H, L) where those
     are of B * H matrices.
@@ -54,8 +54,8 @@ def attention_operands(
     dtype = str(graph.dtype(values))
     if dtype not in DTYPES:
         raise NotRecognised(f"the values are {dtype}, not {', '.join(DTYPES)}")
-    query, query_factor = without_factor(rewriter, constants, product.input[0])
-    key, key_factor = without_factor(rewriter, constants, product.input[1])
+    query, query_factor = without_factor(rewriter, product.input[0])
+    key, key_factor = without_factor(rewriter, product.input[1])
     kinds = [graph.dtype(name) for name in product.input]  # without factors they may be new, and nobody knows theirs
     query, key = (_of_dtype(rewriter, *one, dtype) for one in zip((query, key), kinds, strict=True))
     if apart:
@@ -70,7 +70,7 @@ def attention_operands(
         query, key, value = (rewriter.node("Unsqueeze", name, axis) for name in (query, key, value))
     else:
         heads = dims[0][1]
-        key, value = _before_repeats(graph, constants, key, value, (heads, dims[1][1], dims[2][1]))
+        key, value = _before_repeats(graph, key, value, (heads, dims[1][1], dims[2][1]))
     sizes = {"head size": dims[0][-1], "value head size": dims[2][-1], "number of heads": heads}
     for what, size in sizes.items():
         if not isinstance(size, int):
@@ -101,18 +101,18 @@ def _dims_of(graph: GraphView, name: str) -> GraphDims:
     return dims
 
 
-def without_factor(rewriter: Rewriter, constants: ConstantValues, name: str) -> tuple[str, float]:
+def without_factor(rewriter: Rewriter, name: str) -> tuple[str, float]:
     """(the value without the constant factors it was multiplied by, their product); views in between are made anew."""
     node = rewriter.graph.producer(name)
     if node is not None and node.op_type in ("Mul", "Div"):
         try:
-            inner, factor = scalar_factor(constants, node)
+            inner, factor = scalar_factor(rewriter.graph, node)
         except NotRecognised:
             return name, 1.0
-        inner, other = without_factor(rewriter, constants, inner)
+        inner, other = without_factor(rewriter, inner)
         return inner, factor * other
     if node is not None and node.op_type in ("Transpose", "Reshape", "Identity"):
-        inner, factor = without_factor(rewriter, constants, node.input[0])
+        inner, factor = without_factor(rewriter, node.input[0])
         if inner != node.input[0]:
             return rewriter.node(node.op_type, inner, *node.input[1:], **attributes(node)), factor
     return name, 1.0
@@ -159,10 +159,10 @@ def _before_flat_swap(graph: GraphView, name: str) -> str | None:
 
 
 def _before_repeats(
-    graph: GraphView, constants: ConstantValues, key: str, value: str, heads: tuple[GraphDim, GraphDim, GraphDim]
+    graph: KnownGraph, key: str, value: str, heads: tuple[GraphDim, GraphDim, GraphDim]
 ) -> tuple[str, str]:
     """Keys and values before each of their heads was repeated for a group of query heads. Raises NotRecognised."""
-    (one, many), (other, others) = (_repeats(graph, constants, name) for name in (key, value))
+    (one, many), (other, others) = (_repeats(graph, name) for name in (key, value))
     if many == others > 1:
         return one, other
     if heads[1] != heads[2] or not isinstance(heads[0], int) or not isinstance(heads[1], int) or heads[0] % heads[1]:
@@ -170,11 +170,11 @@ def _before_repeats(
     return key, value
 
 
-def _repeats(graph: GraphView, constants: ConstantValues, name: str) -> tuple[str, int]:
+def _repeats(graph: KnownGraph, name: str) -> tuple[str, int]:
     """(the value before, how often each of its heads stands in a row), for (B, G, S, E) -> (B, G * n, S, E)."""
     node = graph.producer(name)
     if node is not None and node.op_type == "Gather" and attributes(node).get("axis", 0) == 1:
-        return _gather_repeats(graph, constants, node)
+        return _gather_repeats(graph, node)
     copies = None if node is None or node.op_type != "Reshape" else graph.producer(node.input[0])
     if copies is None or copies.op_type not in ("Expand", "Tile"):
         return name, 1
@@ -193,8 +193,8 @@ def _repeats(graph: GraphView, constants: ConstantValues, name: str) -> tuple[st
     return name, 1
 
 
-def _gather_repeats(graph: GraphView, constants: ConstantValues, node: onnx.NodeProto) -> tuple[str, int]:
-    indices, dims = constants.array(node.input[1]), graph.shape(node.input[0]) or ()
+def _gather_repeats(graph: KnownGraph, node: onnx.NodeProto) -> tuple[str, int]:
+    indices, dims = graph.array(node.input[1]), graph.shape(node.input[0]) or ()
     G = dims[1] if len(dims) == 4 else None
     if indices is None or indices.ndim != 1 or not isinstance(G, int) or len(indices) % G:
         return node.output[0], 1

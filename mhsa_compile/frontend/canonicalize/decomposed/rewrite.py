@@ -23,7 +23,6 @@ from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     weights_after,
 )
 from mhsa_compile.frontend.canonicalize.definitions import Definitions
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
@@ -35,7 +34,6 @@ _WEIGHTS = 3  # the standard's qk_matmul_output_mode for what the softmax gives
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCoverage]]:
     """The model with its decomposed attentions as Attention, and one entry for each, rewritten or not."""
     rewriter = Rewriter(model)
-    constants = ConstantValues(rewriter.graph)
     definitions = Definitions(rewriter.graph)
     blocks = []
     for node in rewriter.graph.nodes:
@@ -43,7 +41,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
             continue
         name = node.name or node.output[0]
         try:
-            notes = _rewrite_one(rewriter, constants, node, definitions)
+            notes = _rewrite_one(rewriter, node, definitions)
             blocks.append(AttentionCoverage(name, FORM, True, "; ".join(notes)))
         except NotRecognised as reason:
             rewriter.drop()
@@ -53,17 +51,15 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
     return result, blocks
 
 
-def _rewrite_one(
-    rewriter: Rewriter, constants: ConstantValues, softmax: onnx.NodeProto, definitions: Definitions
-) -> list[str]:
-    beside = sink_rewrite.beside_scores(rewriter.graph, constants, softmax)
+def _rewrite_one(rewriter: Rewriter, softmax: onnx.NodeProto, definitions: Definitions) -> list[str]:
+    beside = sink_rewrite.beside_scores(rewriter.graph, softmax)
     weights = weights_after(rewriter.graph, beside.weights)
     product = weights.product
-    scores = scores_before(rewriter.graph, constants, beside.scores)
-    operands = attention_operands(rewriter, constants, scores.product, product.input[1], scores.apart)
+    scores = scores_before(rewriter.graph, beside.scores)
+    operands = attention_operands(rewriter, scores.product, product.input[1], scores.apart)
     last, output = _result(rewriter.graph, product, scores.apart)
-    parts = [mask for mask in scores.masks if beside.sinks or not mask_rewrite.shifts_all(constants, mask)]
-    masks = mask_rewrite.collect(rewriter, constants, parts, operands)
+    parts = [mask for mask in scores.masks if beside.sinks or not mask_rewrite.shifts_all(rewriter.graph, mask)]
+    masks = mask_rewrite.collect(rewriter, parts, operands)
     scale = float(np.float32(scores.scale * operands.factor))
     if scale <= 0:
         raise NotRecognised(f"the scores are scaled by {scale:g}")

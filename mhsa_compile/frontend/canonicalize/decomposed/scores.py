@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 
 PRODUCTS = ("MatMul", "Einsum", "Gemm", "FusedMatMul")
@@ -64,7 +64,7 @@ class MatchedScores:
     apart: tuple[GraphDim, ...] = ()
 
 
-def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> MatchedScores:
+def scores_before(graph: KnownGraph, value: str) -> MatchedScores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
     masks: list[AdditiveMask | SelectiveMask] = []
     factor, softcap, windows = 1.0, 0.0, 0
@@ -84,7 +84,7 @@ def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> Ma
         if node.op_type in SAME:
             value = node.input[0]
         elif node.op_type in ("Mul", "Div"):
-            value, multiplier = scalar_factor(constants, node)
+            value, multiplier = scalar_factor(graph, node)
             factor *= multiplier
         elif node.op_type in ("Add", "Where"):
             if windows and node.op_type == "Where":
@@ -97,7 +97,7 @@ def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> Ma
             value, mask = (
                 _additive_mask(graph, node, factor, windows, bool(apart))
                 if node.op_type == "Add"
-                else _selective_mask(graph, constants, node, factor)
+                else _selective_mask(graph, node, factor)
             )
             masks.append(mask)
         elif node.op_type == "Tanh" and not softcap and factor > 0:
@@ -107,9 +107,9 @@ def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> Ma
     raise NotRecognised("no product of queries and keys was found before the Softmax")
 
 
-def scalar_factor(constants: ConstantValues, node: onnx.NodeProto) -> tuple[str, float]:
+def scalar_factor(graph: KnownGraph, node: onnx.NodeProto) -> tuple[str, float]:
     """A Mul or Div by a constant of one element, taken apart: (the other operand, the factor). Raises NotRecognised."""
-    left, right = (constants.scalar(name) for name in node.input)
+    left, right = (graph.scalar(name) for name in node.input)
     if right is not None and right != 0:
         return node.input[0], right if node.op_type == "Mul" else 1 / right
     if left is not None and node.op_type == "Mul":
@@ -141,12 +141,10 @@ def _additive_mask(
     return scores, AdditiveMask(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0, flat)
 
 
-def _selective_mask(
-    graph: GraphView, constants: ConstantValues, node: onnx.NodeProto, factor: float
-) -> tuple[str, SelectiveMask]:
+def _selective_mask(graph: KnownGraph, node: onnx.NodeProto, factor: float) -> tuple[str, SelectiveMask]:
     condition, *branches = node.input
     scores, fill = _scores_and_other(graph, node, branches)
-    value = constants.scalar(fill)
+    value = graph.scalar(fill)
     if value is None:
         raise NotRecognised(f"{_title(node)} puts something in the masked places that is not one constant number")
     if factor <= 0:

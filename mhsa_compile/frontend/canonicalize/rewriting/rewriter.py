@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, in_order, is_standard, live_nodes, reads, replace
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
+from mhsa_compile.frontend.onnx_graph import GraphDim, in_order, is_standard, live_nodes, reads, replace
 
 
 class Rewriter:
@@ -20,7 +21,7 @@ class Rewriter:
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.model, self.graph = model, GraphView(model)
+        self.model, self.graph = model, KnownGraph(model)
         self._written: list[onnx.NodeProto] = []
         self._constants: list[onnx.TensorProto] = []
         self._placed: dict[int, list[onnx.NodeProto]] = {}
