@@ -13,7 +13,16 @@ import onnx
 from onnx import helper, numpy_helper
 
 from mhsa_compile.frontend.detach_weights import FLOATS
-from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, branches, constant_value, inner_nodes, reads, replace
+from mhsa_compile.frontend.onnx_graph import (
+    GraphView,
+    all_nodes,
+    branches,
+    constant_value,
+    fresh_name,
+    inner_nodes,
+    reads,
+    replace,
+)
 
 Rewrite = Callable[[onnx.ModelProto], onnx.ModelProto]
 
@@ -51,7 +60,7 @@ def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, names: set[st
             tensor = numpy_helper.from_array(value, node.output[0])
             if tensor.data_type in FLOATS:
                 moved[tensor.name] = tensor
-    renamed = {name: name if name in alone else _fresh(name, names) for name in moved}
+    renamed = {name: name if name in alone else fresh_name(name, names) for name in moved}
     for name, tensor in moved.items():
         graph.initializer.add().CopyFrom(tensor)
         graph.initializer[-1].name = renamed[name]
@@ -79,7 +88,7 @@ def rewritten(model: onnx.ModelProto, rewrite: Rewrite, around: GraphView | None
             body = copy.deepcopy(changed.graph)
             new = [t for t in body.initializer if t.name not in outside]
             body_names = {t.name for t in new} | {name for inner in body.node for name in inner.output}
-            renamed = {name: _fresh(name, names) for name in body_names - own if name and name in names}
+            renamed = {name: fresh_name(name, names) for name in body_names - own if name and name in names}
             names |= body_names
             for tensor in new:
                 result.graph.initializer.add().CopyFrom(tensor)
@@ -140,15 +149,6 @@ def _defined(graph: onnx.GraphProto) -> Iterator[str]:
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     for node in all_nodes(graph):
         yield from branches(node)
-
-
-def _fresh(name: str, names: set[str]) -> str:
-    result, count = name, 0
-    while result in names:
-        count += 1
-        result = f"{name}_{count}"
-    names.add(result)
-    return result
 
 
 def rename(graph: onnx.GraphProto, names: dict[str, str]) -> None:

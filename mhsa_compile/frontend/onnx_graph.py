@@ -103,6 +103,16 @@ def add_import(model: onnx.ModelProto, domain: str) -> None:
         model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
 
 
+def fresh_name(hint: str, names: set[str]) -> str:
+    """A name that begins with `hint`, and is in `names` from now on."""
+    name, count = hint, 0
+    while name in names:
+        count += 1
+        name = f"{hint}_{count}"
+    names.add(name)
+    return name
+
+
 def replace(field: Any, items: Iterable[Any]) -> None:
     """Puts items, which may be some of its own, in the place of all that a repeated field holds."""
     whole = list(items)
