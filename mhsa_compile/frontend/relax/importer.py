@@ -212,8 +212,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _convert_subgraph(self, bb: Any, graph: onnx.GraphProto) -> Any:
         """A branch of an If as a block of its own: what it holds runs only where it is taken."""
-        for name in {name for node in graph.node for name in reads(node)} & self._nodes.keys():
-            self._nodes[name] = self._bound(self._nodes[name])  # here, for whoever reads it behind the branch
+        for name in dict.fromkeys(name for node in graph.node for name in reads(node)):
+            if name in self._nodes:  # here, for whoever reads it behind the branch
+                self._nodes[name] = self._bound(self._nodes[name])
         outside, scope = dict(self._nodes), self._names.scope()
         bb._begin_binding_block()
         try:
