@@ -134,13 +134,7 @@ class _Watch:
         after it, and a dropout in front of it before."""
         self._given.pop(module, None)
         call = self.calls[-1] if self.calls else None
-        if (
-            call is None
-            or keywords
-            or len(args) != 1
-            or not isinstance(args[0], Tensor)
-            or not isinstance(result, Tensor)
-        ):
+        if call is None or keywords or len(args) != 1 or not all(isinstance(one, Tensor) for one in (*args, result)):
             return
         flat = call.heads.flatten(2)
         if args[0].shape == flat.shape and torch.equal(args[0], flat):
@@ -209,9 +203,8 @@ def _attention(
     """What modules call: query (B, H, L, E), key (B, G, S, E), value (B, G, S, F)."""
     watch = vars(module).get(_WATCH)
     if not isinstance(watch, _Watch):
-        raise refusal(
-            module, f'its config says attn_implementation="{NAME}", which nothing outside of this process has'
-        )
+        why = f'its config says attn_implementation="{NAME}", which nothing outside of this process has'
+        raise refusal(module, why)
     return watch.notes(module, query, key, value, attention_mask, options)
 
 

@@ -21,11 +21,10 @@ from mhsa_compile.conversion.visible_keys import (
     VisibleKeys,
     bool_where_it_hides,
     constant_band,
-    mask_for,
+    gives,
     mask_kind,
 )
 from mhsa_compile.nn.modules import MultiHeadAttention
-from mhsa_compile.verification.error_budget import agrees
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +73,7 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
         causal=band.causal if is_band else None,
     )
     for call in calls:
-        results = []
-        for dtype in (torch.float64, torch.float32):
-            inputs = [one.to(dtype) for one in (call.x, call.context) if one is not None]
-            results.append(copy.deepcopy(attention).to(dtype)(*inputs, mask=mask_for(attention.spec, call.seen, dtype)))
-        sees = call.seen.rows(len(call.x))
-        if not agrees(results[0][sees], results[1][sees], call.exact[sees]):
+        if not gives(attention, (call.x, call.context), call.seen, call.exact):
             raise refusal(call.module, "its own result is another than that of its projections and masks")
     return attention
 

@@ -5,6 +5,7 @@ import onnx
 import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from support.onnx_models import graph_model
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
@@ -30,14 +31,10 @@ ELEMENTS = {
 def model_of(operator: str) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     inputs, outputs, attributes = OPERATORS[operator]
     feeds = {name: ELEMENTS[name] for name in inputs}
-    values = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-        for name, array in feeds.items()
-    ]
-    results = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in outputs]
+    kinds = {name: str(array.dtype) for name, array in feeds.items()}
     node = helper.make_node(operator, inputs, outputs, name="odd", **attributes)
-    graph = helper.make_graph([node], "g", values, results)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10), feeds
+    values = {name: array.shape for name, array in feeds.items()}
+    return graph_model([node], values, dict.fromkeys(outputs), kinds=kinds, opset=24), feeds
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
