@@ -82,9 +82,8 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
 def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if query.ndim != 3 or key is not value or query.is_nested:
-        raise refusal(
-            layer, "it is called with nested tensors, without a batch, or with keys and values of two tensors"
-        )
+        why = "it is called with nested tensors, without a batch, or with keys and values of two tensors"
+        raise refusal(layer, why)
     exact = _without_hooks(layer).double()(**{name: _exact(value) for name, value in arguments.items()})[0]
     context = None if key is query else key
     if not layer.batch_first:
@@ -93,10 +92,9 @@ def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     L, S = query.shape[1], query.shape[1] if context is None else context.shape[1]
     full = (query.shape[0], layer.num_heads, L, S)
     mask = join_masks(arguments.get("attn_mask"), arguments.get("key_padding_mask"), full, query.dtype)
-    mask_of_call = VisibleKeys(bool_where_it_hides(mask), L, S)
-    return TorchCall(
-        layer, query.detach(), None if context is None else context.detach(), mask_of_call, y.detach(), exact
-    )
+    seen = VisibleKeys(bool_where_it_hides(mask), L, S)
+    context = None if context is None else context.detach()
+    return TorchCall(layer, query.detach(), context, seen, y.detach(), exact)
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:

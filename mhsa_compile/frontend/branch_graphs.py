@@ -119,10 +119,7 @@ def _as_model(model: onnx.ModelProto, view: GraphView, branch: onnx.GraphProto) 
         elif (value := view.constant(name)) is not None:
             source.graph.initializer.append(numpy_helper.from_array(value, name))
         else:
-            shape = view.shape(name)
-            source.graph.input.append(
-                helper.make_tensor_value_info(name, view.elem_type(name), None if shape is None else list(shape))
-            )
+            source.graph.input.append(helper.make_tensor_value_info(name, view.elem_type(name), view.shape(name)))
     return source
 
 

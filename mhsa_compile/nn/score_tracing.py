@@ -178,9 +178,9 @@ class GraphReader:
             return number
         if step.op == "constant":
             value = constant_value(step)
-            return (
-                self._float(value) if kind == "float" else self._constant(bool(value) if kind == "bool" else int(value))
-            )
+            if kind == "float":
+                return self._float(value)
+            return self._constant(bool(value) if kind == "bool" else int(value))
         return self._add("cast", kind, (number,))
 
     def _narrow(self, number: int, dtype: torch.dtype) -> int:
@@ -246,9 +246,8 @@ class GraphReader:
     def _number(self, value: Any) -> int:
         """An argument as a step."""
         if isinstance(value, _Row):
-            raise SpecError(
-                self.name, "a captured tensor with an index for each of its axes", f"{value.axes} left over"
-            )
+            expected = "a captured tensor with an index for each of its axes"
+            raise SpecError(self.name, expected, f"{value.axes} left over")
         if isinstance(value, int):
             return value
         raise SpecError(self.name, ASKED, type(value).__name__, WHITELIST)

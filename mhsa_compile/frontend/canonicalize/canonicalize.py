@@ -86,9 +86,8 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     small = with_outputs(small, layers, outputs)
     result = whole(small, tensors)
     facts = {LIMITS_KEY: limits, ROWS_KEY: _table_rows(small)}
-    helper.set_model_props(
-        result, metadata_of(result) | {key: json.dumps(sizes) for key, sizes in facts.items() if sizes}
-    )
+    entries = {key: json.dumps(sizes) for key, sizes in facts.items() if sizes}
+    helper.set_model_props(result, metadata_of(result) | entries)
     return Canonical(result, (*(layer.block for layer in layers), *inner), limits, instead)
 
 

@@ -45,9 +45,7 @@ class Layer:
 
 def in_order(model: onnx.ModelProto, blocks: Iterable[AttentionCoverage]) -> list[Layer]:
     """One layer for each block, as their nodes stand in the graph. An attention has the name of what it was before."""
-    nodes = {
-        place: node for place, node in enumerate(model.graph.node) if is_attention(node) or node.op_type == "Softmax"
-    }
+    nodes = {i: node for i, node in enumerate(model.graph.node) if is_attention(node) or node.op_type == "Softmax"}
     behind, entries = len(model.graph.node), []
     for block in blocks:
         alike = (p for p, node in nodes.items() if name_of(node) == block.name and is_attention(node) == block.fused)

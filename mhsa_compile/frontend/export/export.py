@@ -231,9 +231,8 @@ def _constant_mask(
     if isinstance(L, str) or isinstance(S, str):
         symbols = " and ".join(dict.fromkeys(dim for dim in (L, S) if isinstance(dim, str)))
         expected = f"fixed lengths, as the spec's {CONSTANT_MASK} is laid out at compile time"
-        raise InputError(
-            "dims", expected, f"{symbols} left symbolic", "State them: --length 1024, or dims={'L': 1024}."
-        )
+        hint = "State them: --length 1024, or dims={'L': 1024}."
+        raise InputError("dims", expected, f"{symbols} left symbolic", hint)
     return module.spec.constant_pairs(L, S)
 
 

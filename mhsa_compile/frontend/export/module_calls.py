@@ -116,6 +116,5 @@ def _tensors_by_name(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors_by_name(f"{whole}_{key}".lstrip("_"), item)
     elif value is not None:
         hint = "Have the module return tensors; a cache of keys and values is switched off by config.use_cache = False."
-        raise ModelError(
-            "module", "results that are tensors, or tuples and dicts of them", f"{type(value).__name__} {name!r}", hint
-        )
+        expected = "results that are tensors, or tuples and dicts of them"
+        raise ModelError("module", expected, f"{type(value).__name__} {name!r}", hint)

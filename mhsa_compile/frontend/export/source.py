@@ -222,9 +222,8 @@ def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.Mod
     symbols = {d.dim_param for value in values for d in dims_of(value) if d.dim_param}
     for symbol in dims:
         if symbol not in symbols:
-            raise InputError(
-                "dims", f"a symbol of the model: {', '.join(sorted(symbols)) or 'it has none'}", repr(symbol)
-            )
+            expected = f"a symbol of the model: {', '.join(sorted(symbols)) or 'it has none'}"
+            raise InputError("dims", expected, repr(symbol))
     for value in values:
         for dim in dims_of(value):
             if dim.dim_param in dims:

@@ -26,9 +26,8 @@ def plain_layers(module: nn.Module) -> Iterator[None]:
 
     One that somebody gave a forward of its own keeps that.
     """
-    layers = [
-        layer for layer in module.modules() if type(layer) is nn.MultiheadAttention and "forward" not in vars(layer)
-    ]
+    layers = [layer for layer in module.modules() if type(layer) is nn.MultiheadAttention]
+    layers = [layer for layer in layers if "forward" not in vars(layer)]
     for layer in layers:
         vars(layer)["forward"] = MethodType(_forward, layer)
     try:

@@ -59,15 +59,13 @@ class AttentionNode(NodePattern):
         self._check_company()
         dtype = self._dtype()
         self.heads = self._heads()
-        axes = [
-            _axes(self._shape(role), 0 if self.heads is None else self.heads[i > 0]) for i, role in enumerate("QKV")
-        ]
+        counts = self.heads or (0, 0)
+        axes = [_axes(self._shape(role), counts[role != "Q"]) for role in "QKV"]
         past_axes = [_axes(self.ranked(name, name, 4), 0) for name in self.past]
         self._check_shapes(axes, past_axes)
         self.query_length, self.keys = axes[0][2], _sum(axes[1][2], past_axes[0][2] if past_axes else 0)
-        self.words: dict[str, int | float | str] = {
-            kind.attribute: self.attributes[kind.attribute] for kind in STEPS if self.attributes.get(kind.attribute)
-        }
+        stated = {kind.attribute: self.attributes.get(kind.attribute) for kind in STEPS}
+        self.words: dict[str, int | float | str] = {name: value for name, value in stated.items() if value}
         self.roles = self._roles()
         self._check_scores(dtype, axes[0])
         self.left, self.right = Band.sides(self.attributes)

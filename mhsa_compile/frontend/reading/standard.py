@@ -74,9 +74,8 @@ def resized_by_ratio(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
             if not whole.is_integer():
                 of = "a free size" if not isinstance(size, int) else str(size)
                 return "scales that make whole sizes", f"{factor} of {of}"
-        target = np.array(
-            [size * factor if isinstance(size, int) else 2 for factor, size in zip(factors, dims, strict=True)]
-        )
+        pairs = zip(factors, dims, strict=True)
+        target = np.array([size * factor if isinstance(size, int) else 2 for factor, size in pairs])
     if target is not None and target.size == len(dims):
         if any(isinstance(size, int) and size != to for size, to in zip(dims[:2], target[:2], strict=True)):
             return "batch and channels of the size that they have", str(target.tolist())

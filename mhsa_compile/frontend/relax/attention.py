@@ -252,11 +252,10 @@ def _padded(builder: relax.BlockBuilder, mask: RelaxValue, length: SizeExpr) -> 
     """The mask over `length` keys: those that it does not reach are hidden."""
 
     def longer(mask: te.Tensor) -> te.Tensor:
-        fill = _fill(mask.dtype)
-        shape = (*mask.shape[:3], length)
-        return te.compute(
-            shape, lambda b, h, i, j: tirx.if_then_else(j < mask.shape[3], mask[b, h, i, j], fill), "padded"
-        )
+        def element(*at: Any) -> Any:
+            return tirx.if_then_else(at[3] < mask.shape[3], mask[at], _fill(mask.dtype))
+
+        return te.compute((*mask.shape[:3], length), element, "padded")
 
     return builder.emit_te(longer, mask, primfunc_name_hint="padded_mask")
 

@@ -92,9 +92,8 @@ def _of_each_entry(rewriter: Rewriter, mask: AdditiveMask, operands: AttentionOp
     graph, name, windows = rewriter.graph, mask.name, mask.windows
     dims = graph.shape(name)
     if dims not in {(1, windows, heads, *operands.scores[2:]) for heads in (1, operands.scores[1])}:
-        raise NotRecognised(
-            f"the mask {name!r} of {windows} windows is {dims}, not (1, {windows}, 1 or H, L, S) in full"
-        )
+        expected = f"(1, {windows}, 1 or H, L, S) in full"
+        raise NotRecognised(f"the mask {name!r} of {windows} windows is {dims}, not {expected}")
     if graph.dtype(name) != operands.dtype:
         raise NotRecognised(f"the mask {name!r} of windows is {graph.dtype(name)}, the queries are {operands.dtype}")
     zero, one, axis = (rewriter.constant(value, "int64") for value in (0, 1, [0]))

@@ -75,9 +75,8 @@ def attention_operands(
     for what, size in sizes.items():
         if not isinstance(size, int):
             raise NotRecognised(f"the {what} is not a fixed number")
-    return AttentionOperands(
-        query, key, value, query_factor * key_factor, dtype, (dims[0][0], heads, dims[0][-2], dims[1][-1]), rank
-    )
+    scores = (dims[0][0], heads, dims[0][-2], dims[1][-1])
+    return AttentionOperands(query, key, value, query_factor * key_factor, dtype, scores, rank)
 
 
 def _of_heads(rewriter: Rewriter, name: str, apart: GraphDims) -> str:
@@ -86,9 +85,8 @@ def _of_heads(rewriter: Rewriter, name: str, apart: GraphDims) -> str:
     reshape = graph.producer(name, "Reshape")
     before, after = (graph.shape(reshape.input[0]) or (), graph.shape(name) or ()) if reshape is not None else ((), ())
     if reshape is None or len(before) != 4 or before[:2] != apart[:2] or None in before or before[2:] != after[1:]:
-        raise NotRecognised(
-            f"{name!r} has batch and heads as one axis, and is no Reshape of ({apart[0]}, {apart[1]}, ...)"
-        )
+        whole = f"({apart[0]}, {apart[1]}, ...)"
+        raise NotRecognised(f"{name!r} has batch and heads as one axis, and is no Reshape of {whole}")
     if not isinstance(before[3], int):
         raise NotRecognised(f"the head size of {name!r} is not a fixed number")
     return str(reshape.input[0])
@@ -181,9 +179,8 @@ def _repeats(graph: KnownGraph, name: str) -> tuple[str, int]:
     single = graph.producer(copies.input[0])
     if single is None or single.op_type not in ("Unsqueeze", "Reshape"):
         return name, 1
-    before, apart, wide, after = (
-        graph.shape(value) or () for value in (single.input[0], single.output[0], copies.output[0], name)
-    )
+    names = (single.input[0], single.output[0], copies.output[0], name)
+    before, apart, wide, after = (graph.shape(value) or () for value in names)
     if not len(before) == len(after) == 4 or not len(apart) == len(wide) == 5:
         return name, 1
     G, n = before[1], wide[2]

@@ -78,9 +78,8 @@ def _rewrite_one(rewriter: Rewriter, softmax: onnx.NodeProto, definitions: Defin
         attrs["qk_matmul_output_mode"] = _WEIGHTS
     results = [output, *([probs] if probs else [])]
     node_outputs = results if operands.rank == 4 else [rewriter.fresh(name) for name in results]
-    node = helper.make_node(
-        "Attention", inputs, [node_outputs[0], *(["", "", node_outputs[1]] if probs else [])], **attrs
-    )
+    outputs = [node_outputs[0], "", "", node_outputs[1]] if probs else node_outputs
+    node = helper.make_node("Attention", inputs, outputs, **attrs)
     if beside.sinks:
         definitions.define(node, bool_mask=bool(mask) and not masks.added)
     rewriter.append(node)
@@ -129,9 +128,8 @@ def _broadcastable_mask(rewriter: Rewriter, masks: mask_rewrite.Masks, operands:
             raise NotRecognised(f"the mask {name!r} is of rank {'unknown' if dims is None else len(dims)}")
         rank = max(rank, len(dims))
         full = operands.scores if operands.rank == 4 else (operands.scores[0], *operands.scores[2:])
-        proven &= all(
-            d == 1 or (d is not None and d == f) for d, f in zip(reversed(dims), reversed(full), strict=False)
-        )
+        pairs = zip(reversed(dims), reversed(full), strict=False)
+        proven &= all(size == 1 or (size is not None and size == whole) for size, whole in pairs)
     if not rank:
         raise NotRecognised("one number that a call brings is added to all scores")
     if operands.rank == 3 and rank == 3:  # (N, L, S) over (N, 1, L, S)

@@ -46,17 +46,16 @@ def beside_scores(graph: KnownGraph, softmax: onnx.NodeProto) -> Beside:
 def of_heads(rewriter: Rewriter, sinks: str, operands: AttentionOperands, probs: str) -> str:
     """The sinks (H,) of an attention. `probs` are its weights as others read them. Raises NotRecognised."""
     graph = rewriter.graph
-    if operands.rank != 4 or (graph.shape(sinks) or ())[-3:] not in ((operands.scores[1], 1, 1), (operands.scores[1],)):
-        raise NotRecognised(
-            f"the sinks {sinks!r} are {graph.shape(sinks)}, not one for each of {operands.scores[1]} heads"
-        )
+    heads = operands.scores[1]
+    if operands.rank != 4 or (graph.shape(sinks) or ())[-3:] not in ((heads, 1, 1), (heads,)):
+        raise NotRecognised(f"the sinks {sinks!r} are {graph.shape(sinks)}, not one for each of {heads} heads")
     if graph.dtype(sinks) != operands.dtype:
         raise NotRecognised(f"the sinks {sinks!r} are {graph.dtype(sinks)}, the values are {operands.dtype}")
     if probs:
         raise NotRecognised(f"{probs!r}, weights beside a sink, are read by others")
-    if graph.shape(sinks) == (operands.scores[1],):
+    if graph.shape(sinks) == (heads,):
         return sinks
-    return rewriter.node("Reshape", sinks, rewriter.constant([operands.scores[1]], "int64"))
+    return rewriter.node("Reshape", sinks, rewriter.constant([heads], "int64"))
 
 
 def _before_shift(graph: KnownGraph, value: str) -> str:

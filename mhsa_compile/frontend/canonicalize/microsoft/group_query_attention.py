@@ -62,9 +62,8 @@ def group_query_attention(node: MicrosoftNode) -> None:
             position_ids = node.write("Add", position_ids, node.positions((shape_of, 1)))
         query = _rotate_heads(node, query, position_ids, cos, sin, heads)
         key = _rotate_heads(node, key, position_ids, cos, sin, groups)
-    query, key, value = (
-        node.heads_apart(name, count) for name, count in ((query, heads), (key, groups), (value, groups))
-    )
+    query = node.heads_apart(query, heads)
+    key, value = (node.heads_apart(name, groups) for name in (key, value))
     presents = [name or node.rewriter.fresh("present") for name in node.outputs[1:3]]
     key, value = (
         _append(node, new, past, before, present)
@@ -117,7 +116,6 @@ def _is_buffer(node: MicrosoftNode, past: str, present: str) -> bool:
     if declared is not None and declared[2] is not None:
         return declared[2] == length
     buffer = isinstance(length, int)
-    node.note = (
-        f"{present!r} has no length in the file: taken to be {'the buffer of' if buffer else 'longer than'} {past!r}"
-    )
+    guess = "the buffer of" if buffer else "longer than"
+    node.note = f"{present!r} has no length in the file: taken to be {guess} {past!r}"
     return buffer

@@ -242,10 +242,10 @@ class ShapeOperators:
         data = as_tensor(self._bb, data)
         dims = dims_of(data)
         constant = all(map(is_constant, (starts, ends)))
-        fixed = dims is not None and all(number(size) is not None for size in dims)
-        if dims is None or (
-            constant and (fixed or steps is None or all(number(step) == 1 for step in self._entries(steps) or ()))
-        ):
+        if dims is None:
+            return None
+        fixed = steps is None or all(number(size) is not None for size in dims)
+        if constant and (fixed or all(number(step) == 1 for step in self._entries(steps) or ())):
             return None
         begin, end = self._entries(starts), self._entries(ends)
         strides = None if steps is None else self._entries(steps)
@@ -319,11 +319,9 @@ class ShapeOperators:
         by = number(step)
         if by is not None:
             return ceil_div(end - start if by > 0 else start - end, abs(int(by)))
-        ways = {
-            True: _ceil_div_by(end - start, _bound_step(step)),
-            False: _ceil_div_by(start - end, -_bound_step(step)),
-        }
-        return tirx.Select(step > 0, ways[True], ways[False]) if up is None else ways[up]
+        upwards = _ceil_div_by(end - start, _bound_step(step))
+        downwards = _ceil_div_by(start - end, -_bound_step(step))
+        return tirx.Select(step > 0, upwards, downwards) if up is None else upwards if up else downwards
 
     def _from_end(self, place: Entry, size: Entry) -> Entry:
         value = number(place)
@@ -437,9 +435,8 @@ class ShapeOperators:
         if is_fixed(count) or dims is None:
             return None
         axis, entries = attributes.get("axis", -1) % len(dims), self._stated(count, "one number of elements")
-        top_k = self._bb.emit(
-            relax.op.topk(data, -1, axis, ret_type="both", largest=bool(attributes.get("largest", 1)), dtype="int64")
-        )
+        largest = bool(attributes.get("largest", 1))
+        top_k = self._bb.emit(relax.op.topk(data, -1, axis, ret_type="both", largest=largest, dtype="int64"))
         if not self._names.at_least(dims[axis], entries[0]):
             self._names.checks.hold(entries[0] <= dims[axis], "no more elements than the axis has", count)
         self._hold_sizes(entries[:1], count)
