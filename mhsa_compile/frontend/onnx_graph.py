@@ -57,9 +57,7 @@ class GraphView:
         if name in self.initializers:
             return tuple(self.initializers[name].dims)
         kind = self._types.get(name)
-        if kind is None or not kind.HasField("shape"):
-            return None
-        return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim)
+        return None if kind is None or not kind.HasField("shape") else dims_of_type(kind)
 
     def dtype(self, name: str) -> str | None:
         """NumPy's name of the element type, or None where it is unknown."""
@@ -123,6 +121,10 @@ def replace(field: Any, items: Iterable[Any]) -> None:
 def is_standard(node: onnx.NodeProto, *operators: str) -> bool:
     """Whether a node is one of these operators of ONNX's own: a domain is part of an operator's name."""
     return node.op_type in operators and node.domain in ("", "ai.onnx")
+
+
+def dims_of_type(kind: onnx.TypeProto.Tensor) -> tuple[GraphDim, ...]:
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
 
 
 def title(node: onnx.NodeProto) -> str:

@@ -35,11 +35,13 @@ def evaluate(function: ScoreFunction, tensors: Sequence[Tensor], leaves: Mapping
         elif step.op == "constant":
             values.append(constant_value(step))
         elif step.op == "load":
-            values.append(tensors[int(step.value)][tuple(map(_index, args))])
+            index = tuple(arg if isinstance(arg, int) else arg.long() for arg in args)
+            values.append(tensors[int(step.value)][index])
         elif step.op == "cast":
             values.append(_cast(args[0], step, leaves))
         else:
-            values.append(_TORCH[step.op](*_wide(args, leaves)))
+            floating = _dtype_of("float", leaves)
+            values.append(_TORCH[step.op](*(_wide(arg, floating) for arg in args)))
     result = values[-1]
     return result if isinstance(result, Tensor) else torch.full((), result, dtype=_dtype_of(function.kind, leaves))
 
@@ -50,28 +52,13 @@ def _cast(value: Tensor, step: Step, leaves: Mapping[str, Tensor]) -> Tensor:
     return narrow.to(_dtype_of(step.kind, leaves))
 
 
-def _index(value: Any) -> Any:
-    return value if isinstance(value, int) else value.long()
-
-
-def _wide(args: list[Any], leaves: Mapping[str, Tensor]) -> list[Tensor]:
-    """Constants as tensors, captured floats in the precision of the score, and whole numbers of 64 bits."""
-    floating = _dtype_of("float", leaves)
-    return [_wide_tensor(arg, floating) for arg in args]
-
-
-def _wide_tensor(arg: Any, floating: torch.dtype) -> Tensor:
+def _wide(arg: Any, floating: torch.dtype) -> Tensor:
+    """A constant as a tensor, captured floats in the precision of the score, and whole numbers of 64 bits."""
     if not isinstance(arg, Tensor):
-        return torch.tensor(arg, dtype=_scalar_dtype(arg, floating))
+        return torch.tensor(arg, dtype=floating if isinstance(arg, float) else None)
     if arg.dtype == torch.bool:
         return arg
     return arg.to(floating if arg.is_floating_point() else torch.int64)
-
-
-def _scalar_dtype(value: Any, floating: torch.dtype) -> torch.dtype:
-    if isinstance(value, bool):
-        return torch.bool
-    return torch.int64 if isinstance(value, int) else floating
 
 
 def _dtype_of(kind: Kind, leaves: Mapping[str, Tensor]) -> torch.dtype:
@@ -81,9 +68,8 @@ def _dtype_of(kind: Kind, leaves: Mapping[str, Tensor]) -> torch.dtype:
 
 
 _TORCH: Mapping[str, Callable[..., Any]] = {
-    **{
-        name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "div", "where")
-    },
+    **{name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "where")},
     **{name: getattr(torch, name) for name in ("neg", "abs", "exp", "exp2", "log", "tanh", "sigmoid", "sqrt")},
     "floor_div": torch.floor_divide,
     "mod": torch.remainder,

@@ -15,7 +15,7 @@ import onnx
 from onnx import helper
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphDim, is_standard, metadata_of, reads
+from mhsa_compile.frontend.onnx_graph import dims_of_type, is_standard, metadata_of, reads
 from mhsa_compile.frontend.reading.microsoft import DOMAIN
 from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 
@@ -23,7 +23,8 @@ from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 def with_caches_in_place(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of the model whose metadata says of each of its caches that a call writes into it. Raises ModelError where
     it has none that a call could."""
-    shapes = {value.name: _dims(value) for value in (*model.graph.input, *model.graph.output)}
+    values = (*model.graph.input, *model.graph.output)
+    shapes = {value.name: dims_of_type(value.type.tensor_type) for value in values}
     inputs, outputs = ({value.name for value in values} for values in (model.graph.input, model.graph.output))
     readers = Counter(name for node in model.graph.node for name in reads(node))
     pairs = {
@@ -47,8 +48,3 @@ def _caches(model: onnx.ModelProto) -> Iterator[tuple[str, str]]:
             yield node.input[0], node.output[0]
         elif node.op_type == "GroupQueryAttention" and node.domain == DOMAIN and len(node.input) > 4:
             yield from zip(node.input[3:5], node.output[1:3], strict=False)
-
-
-def _dims(value: onnx.ValueInfoProto) -> list[GraphDim]:
-    dims = value.type.tensor_type.shape.dim
-    return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,68 +111,34 @@ class KnownGraph(GraphView):
 
     def _entries(self, node: onnx.NodeProto) -> np.ndarray | None:
         """Sizes as far as they are known, by the operators that exporters compute them with."""
-        attrs = attributes(node)
         if node.op_type == "Shape":
-            dims = self.shape(node.input[0])
+            dims, attrs = self.shape(node.input[0]), attributes(node)
             return None if dims is None else _object(list(dims)[attrs.get("start", 0) : attrs.get("end")])
-        operate = _OPERATORS.get(node.op_type)
-        if operate is None:
-            return None
-        inputs = [self.partial(name) if name else None for name in node.input]
-        if any(value is None for name, value in zip(node.input, inputs, strict=True) if name):
+        inputs = {name: self.partial(name) for name in node.input if name}
+        if node.op_type not in _OPERATORS or any(v is None for v in inputs.values()):
             return None
         try:
-            entries: np.ndarray = operate(inputs, attrs)
-            return entries
+            return _object(_OPERATORS[node.op_type](*(inputs.get(name) for name in node.input)))
         except (IndexError, TypeError, ValueError):  # indices that are themselves not known
             return None
 
 
-def _gather(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return _object(inputs[0][inputs[1].astype(np.int64)])
+def _slice(
+    entries: np.ndarray, start: np.ndarray, end: np.ndarray, axis: np.ndarray | None = None, step: Any = None
+) -> Any:
+    return entries[slice(int(start[0]), int(end[0]), 1 if step is None else int(step[0]))]
 
 
-def _slice(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    start, end = int(inputs[1][0]), int(inputs[2][0])
-    step = int(inputs[4][0]) if len(inputs) > 4 and inputs[4] is not None else 1
-    return _object(inputs[0][slice(start, end, step)])
-
-
-def _concat(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return np.concatenate(inputs)
-
-
-def _flat(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    """Reshape, Squeeze and Unsqueeze between a size and a list of one."""
-    value: np.ndarray = inputs[0].reshape(-1)
-    if len(value) != 1:
-        raise ValueError
-    return value
-
-
-def _scalar(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return _object(_flat(inputs, attrs)[0])
-
-
-def _reshape(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return _object(inputs[0].reshape([int(size) for size in inputs[1]]))
-
-
-def _same(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return _object(inputs[0])
+def _lone(entries: np.ndarray) -> Any:
+    """The entry of a size, or of a list of one."""
+    (entry,) = entries.reshape(-1)  # a longer list has no form here: ValueError
+    return entry
 
 
 def _object(value: Any) -> np.ndarray:
     array = np.empty(np.shape(value), dtype=object)
     array[...] = value
     return array
-
-
-def _elementwise(function: Any) -> Any:
-    def operate(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-        return _object(np.frompyfunc(function, len(inputs), 1)(*inputs))
-
-    return operate
 
 
 def multiplied(a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
@@ -215,19 +181,19 @@ def _where(condition: ShapeEntry, a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
     return None if not isinstance(condition, int) else a if condition else b
 
 
-_OPERATORS: dict[str, Any] = {
-    "Gather": _gather,
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "Gather": lambda entries, indices: entries[indices.astype(np.int64)],
     "Slice": _slice,
-    "Concat": _concat,
-    "Unsqueeze": _flat,
-    "Squeeze": _scalar,
-    "Reshape": _reshape,
-    "Cast": _same,
-    "Identity": _same,
-    "Mul": _elementwise(multiplied),
-    "Div": _elementwise(_divide),
-    "Add": _elementwise(_add),
-    "Sub": _elementwise(_subtract),
-    "Equal": _elementwise(_equal),
-    "Where": _elementwise(_where),
+    "Concat": lambda *parts: np.concatenate(parts),
+    "Unsqueeze": lambda entries, *_: [_lone(entries)],
+    "Squeeze": lambda entries, *_: _lone(entries),
+    "Reshape": lambda entries, target: entries.reshape([int(size) for size in target]),
+    "Cast": lambda entries: entries,
+    "Identity": lambda entries: entries,
+    "Mul": np.frompyfunc(multiplied, 2, 1),
+    "Div": np.frompyfunc(_divide, 2, 1),
+    "Add": np.frompyfunc(_add, 2, 1),
+    "Sub": np.frompyfunc(_subtract, 2, 1),
+    "Equal": np.frompyfunc(_equal, 2, 1),
+    "Where": np.frompyfunc(_where, 3, 1),
 }

@@ -15,8 +15,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import get_numpy
 
 from mhsa_compile.frontend.relax.sizes.broadcasting import broadcast_dims, dims_of, spread
 from mhsa_compile.frontend.relax.sizes.call_checks import Entry
-from mhsa_compile.frontend.relax.sizes.grids import affine_grid, one_hot
-from mhsa_compile.frontend.relax.sizes.nonzero import nonzero
+from mhsa_compile.frontend.relax.sizes.grids import affine_grid, nonzero, one_hot
 from mhsa_compile.frontend.relax.sizes.reductions import REDUCTIONS, reduce_by_call
 from mhsa_compile.frontend.relax.sizes.resizing import resize
 from mhsa_compile.frontend.relax.sizes.size_values import (
