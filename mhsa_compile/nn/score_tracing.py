@@ -399,12 +399,6 @@ class GraphReader:
             raise SpecError(self.name, "shifts of whole numbers by a constant", str(places), WHITELIST)
         return self._add(op, kind, (self._as(self._number(args[0]), kind), self._constant(1 << int(places))))
 
-    def _least(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
-        return self._clamp([args[0], args[1]], {}, kind)
-
-    def _most(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
-        return self._clamp([args[0], None, args[1]], {}, kind)
-
 
 _SAME = ("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous")
 _CASTS = ("_to_copy", "to", "convert_element_type")
@@ -432,8 +426,8 @@ _LOGICAL = {
 _PLAIN = {name: name for name in ("neg", "abs", "exp", "exp2", "log", "tanh", "sigmoid", "sqrt")}
 _SPECIAL: Mapping[str, Callable[..., int]] = {
     "clamp": GraphReader._clamp,
-    "clamp_min": GraphReader._least,
-    "clamp_max": GraphReader._most,
+    "clamp_min": GraphReader._clamp,
+    "clamp_max": lambda reader, args, kwargs, kind: reader._clamp([args[0], None, args[1]], kwargs, kind),
     "pow": GraphReader._power,
     **dict.fromkeys(("bitwise_left_shift", "__lshift__"), partial(GraphReader._shift, op="mul")),
     **dict.fromkeys(("bitwise_right_shift", "__rshift__"), partial(GraphReader._shift, op="floor_div")),

@@ -32,6 +32,7 @@ from mhsa_compile.frontend.export.signatures import (
     own_signature,
     sizes_within,
     with_fixed_dims,
+    zeros_of,
 )
 from mhsa_compile.frontend.export.torch_layers import slow_path
 from mhsa_compile.frontend.onnx_graph import add_import, opset_of, reads
@@ -284,16 +285,13 @@ def _run_exporter(
     symbols = list(dict.fromkeys(dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)))
     sizes = {symbol: 3 + 2 * i for i, symbol in enumerate(symbols)}  # torch.export specialises 1, and may equate twins
     axes = {symbol: torch.export.Dim(symbol) for symbol in symbols}
-    examples = {
-        name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
-        for name, (shape, dtype) in signature.items()
-    }
     dynamic = {
         name: {axis: axes[dim] for axis, dim in enumerate(shape) if isinstance(dim, str)}
         for name, (shape, _) in signature.items()
     }
     names = {"input_names": list(signature), "output_names": output_names(module)}
-    return _convert(module, opset_version=opset(module), kwargs=examples, dynamic_shapes=dynamic, **names)
+    inputs: dict[str, Any] = {"kwargs": zeros_of(signature, sizes), "dynamic_shapes": dynamic}
+    return _convert(module, opset_version=opset(module), **inputs, **names)
 
 
 def _write_signs_out(exported: torch.export.ExportedProgram) -> None:

@@ -24,7 +24,7 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.flex_attention import as_operators
 from mhsa_compile.frontend.export.module_calls import TensorModule
 from mhsa_compile.frontend.export.repeatable import check_repeatable
-from mhsa_compile.frontend.export.signatures import Axis, ModuleSignature, guess_symbols, with_fixed_dims
+from mhsa_compile.frontend.export.signatures import Axis, ModuleSignature, guess_symbols, with_fixed_dims, zeros_of
 from mhsa_compile.frontend.export.torch_layers import plain_layers
 
 LEAST = 2
@@ -227,11 +227,7 @@ def trace(wrapper: TensorModule, request: Freedom) -> Program:
 
     Raises ModelError.
     """
-    sizes = request.sizes_to_export_at()
-    examples = {
-        name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
-        for name, (shape, dtype) in request.signature.items()
-    }
+    examples = zeros_of(request.signature, request.sizes_to_export_at())
     hints: dict[str, dict[int, Any]] = {name: {} for name in request.signature}
     for (name, axis), symbol in request.symbols.items():
         hints[name][axis] = Dim.AUTO if symbol in request.optional else Dim.DYNAMIC

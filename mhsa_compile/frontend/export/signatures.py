@@ -54,6 +54,14 @@ def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Mod
     return signature
 
 
+def zeros_of(signature: ModuleSignature, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Tensors of a signature, its symbols of these sizes."""
+    return {
+        name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
+        for name, (shape, dtype) in signature.items()
+    }
+
+
 def check_lengths(spec: AttentionSpec, dims: Mapping[str, int | None]) -> None:
     """Whether what is fixed fits the spec's positions and one another. Raises InputError."""
     L, C = dims.get("L"), dims.get("C") if spec.kv_cache else None

@@ -125,11 +125,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                     self._nodes[tensor.name] = _constant(array)
                 except Exception as error:  # a dtype that TVM has no constants of
                     reader = next(node for node in graph.node if tensor.name in reads(node))
-                    expected, hint = (
-                        "constants of a dtype that can be compiled",
-                        "Widen them in the file: to int8, say.",
-                    )
-                    raise ModelError(title(reader), expected, f"{tensor.name!r} of {array.dtype}", hint) from error
+                    expected, got = "constants of a dtype that can be compiled", f"{tensor.name!r} of {array.dtype}"
+                    raise ModelError(title(reader), expected, got, "Widen them in the file: to int8, say.") from error
 
     def leave_blocks(self) -> None:
         """Ends what an error left open, of which TVM would write a line to stderr."""
