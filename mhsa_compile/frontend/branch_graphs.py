@@ -39,7 +39,10 @@ def with_weights_outside(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     result = copy.deepcopy(model)
     names = _names(result.graph)
-    makers = Counter(name for graph in (result.graph, *_graphs(result.graph)) for name in _defined(graph))
+    makers = Counter[str]()
+    for graph in (result.graph, *_graphs(result.graph)):
+        makers.update(value.name for value in (*graph.input, *graph.initializer))
+        makers.update(name for node in graph.node for name in node.output)
     alone = {name for name, count in makers.items() if count == 1}
     for node in result.graph.node:
         for branch in branches(node):
@@ -135,12 +138,6 @@ def _names(graph: onnx.GraphProto) -> set[str]:
     for inner in _graphs(graph):
         names |= {t.name for t in inner.initializer}
     return names
-
-
-def _defined(graph: onnx.GraphProto) -> Iterator[str]:
-    yield from (value.name for value in (*graph.input, *graph.initializer))
-    for node in graph.node:
-        yield from node.output
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -79,16 +79,21 @@ def _module_tensor(name: str, tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
         raise SpecError(name, "captured tensors that are dense, and have values", f"a {kind} one", "Use t.to_dense().")
-    if tensor.dtype == torch.float64:
-        narrow = tensor.to(torch.float32)
-        if bool((narrow.isinf() & ~tensor.isinf()).any()):
-            raise SpecError(name, "captured numbers that float32 holds", f"{float(tensor.abs().max()):g}")
-        tensor = narrow
-    elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
-        tensor = tensor.to(torch.int32)
+    if tensor.dtype == torch.float64 and bool((tensor.to(torch.float32).isinf() & ~tensor.isinf()).any()):
+        raise SpecError(name, "captured numbers that float32 holds", f"{float(tensor.abs().max()):g}")
+    tensor = as_kernels_read(tensor)
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise SpecError(name, f"captured tensors of {', '.join(DTYPES)}", str(tensor.dtype))
-    return tensor.reshape(1) if tensor.ndim == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def as_kernels_read(tensor: Tensor) -> Tensor:
+    """A captured tensor of one axis at least, of a dtype that kernels read."""
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.float32)
+    elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
+        tensor = tensor.to(torch.int32)
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 class _Row:

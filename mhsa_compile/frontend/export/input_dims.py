@@ -32,14 +32,13 @@ def check_dims(dims: Mapping[str, int] | None) -> None:
 
 
 def with_symbols(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with a name for every dim of an input that has no size: its own, or one that is made. Raises ModelError
-    for a size that is none."""
+    """The model of `with_named_dims`, changed in place so that all stages read its names alike. Raises ModelError for a
+    size that is none."""
     for value in model.graph.input:
         for axis, dim in enumerate(dims_of(value)):
             if dim.HasField("dim_value") and not 0 <= dim.dim_value <= LARGEST:
                 expected = f"a size from 0 to {LARGEST}, or a name for any"
                 raise ModelError(f"input {value.name!r}, axis {axis}", expected, str(dim.dim_value))
-    model = with_named_dims(model)
     new_names = _new_names({dim.dim_param for value in model.graph.input for dim in dims_of(value) if dim.dim_param})
     if new_names:
         del model.graph.value_info[:]  # shapes in between are inferred again

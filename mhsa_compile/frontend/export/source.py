@@ -50,7 +50,9 @@ def read_source(
         raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
     if isinstance(source, str | Path | onnx.ModelProto):
         original, model = _read(source)
-        model = with_symbols(fix_dims(with_named_dims(_checked_model(model)), dims))
+        model = inline(model)
+        check_file(model)
+        model = with_symbols(fix_dims(with_named_dims(model), dims))
         check_operands(model)
     else:
         original = model = _export(source, dims, example_inputs, dynamic_shapes)
@@ -66,13 +68,6 @@ def _read(source: str | Path | onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.M
         return source, model
     original = _load(Path(source))
     return original, _checked_file(Path(source), original)
-
-
-def _checked_model(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A checked model without functions of its own. Raises ModelError for an operator that nobody here knows."""
-    model = inline(model)
-    check_file(model)
-    return model
 
 
 def _export(

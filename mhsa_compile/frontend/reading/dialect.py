@@ -31,7 +31,7 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
     listed = any(value.name in weights for value in model.graph.input)
     imports = {entry.domain for entry in model.opset_import}
     renamed = {id(node): domain for node in _nodes(model) if (domain := _domain(node, _opset(model))) != node.domain}
-    long = any(entry.domain == _LONG for entry in _imports(model))
+    long = any(entry.domain == _LONG for owner in (model, *model.functions) for entry in owner.opset_import)
     runtimes = any(_domain(node, _opset(model)) == DOMAIN for node in _nodes(model))
     outputs = [value.name for value in model.graph.output]
     repeated = len(set(outputs)) < len(outputs)
@@ -82,12 +82,6 @@ def _domain(node: onnx.NodeProto, opset: int) -> str:
 
 def _opset(model: onnx.ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in ("", _LONG)), default=0)
-
-
-def _imports(model: onnx.ModelProto) -> Iterator[onnx.OperatorSetIdProto]:
-    yield from model.opset_import
-    for function in model.functions:
-        yield from function.opset_import
 
 
 def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

@@ -13,6 +13,7 @@ import onnx
 from onnx import defs, inliner
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.frontend.detach_weights import light, whole
 from mhsa_compile.frontend.onnx_graph import branches, inner_nodes, is_standard, opset_of, replace, title
 from mhsa_compile.frontend.reading.microsoft import DOMAIN as MICROSOFTS
@@ -46,7 +47,7 @@ def inline(model: onnx.ModelProto) -> onnx.ModelProto:
         result = inliner.inline_local_functions(small)
     except Exception as error:  # the inliner's own kinds, of C++
         hint = "Write out in the graph what they do."
-        raise ModelError("functions of the model", "functions that can be inlined", _line(error), hint) from error
+        raise ModelError("functions of the model", "functions that can be inlined", first_line(error), hint) from error
     _name(result.graph.node, model.graph.node, functions)
     imported = {entry.domain for entry in result.opset_import}
     for entry in (entry for key in called for entry in functions[key].opset_import):
@@ -152,7 +153,3 @@ def _written_out(
 
 def _refused(node: onnx.NodeProto, expected: str, got: str, hint: str) -> ModelError:
     return ModelError(f"{title(node)}, a function of the file", expected, got, hint)
-
-
-def _line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), "others").strip()[:200]
