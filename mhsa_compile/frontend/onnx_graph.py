@@ -59,6 +59,10 @@ class GraphView:
         kind = self._types.get(name)
         return None if kind is None or not kind.HasField("shape") else dims_of_type(kind)
 
+    def dims(self, name: str) -> tuple[GraphDim, ...]:
+        """The dims of a value; none, too, where its rank is unknown."""
+        return self.shape(name) or ()
+
     def dtype(self, name: str) -> str | None:
         """NumPy's name of the element type, or None where it is unknown."""
         code = self.elem_type(name)

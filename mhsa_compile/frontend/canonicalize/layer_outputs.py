@@ -133,7 +133,7 @@ class _Sizes:
     @classmethod
     def of(cls, graph: GraphView, node: onnx.NodeProto) -> _Sizes:
         """The sizes of an Attention node. Raises ModelError where its number of heads is free."""
-        q, k, v = (graph.shape(name) or () for name in node.input[:3])
+        q, k, v = (graph.dims(name) for name in node.input[:3])
         attrs = attributes(node)
         by_rows = len(q) == 3
         heads, width = (attrs.get("q_num_heads") if by_rows else q[1] if q else None), v[-1] if v else None

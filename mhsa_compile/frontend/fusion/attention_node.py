@@ -77,7 +77,7 @@ class AttentionNode(NodePattern):
         self.softmax_outputs = self._softmax_outputs(int(axes[0][1] or 0))
 
     def _shape(self, role: str) -> tuple[GraphDim, ...]:
-        return self.graph.shape(self.names[role]) or ()
+        return self.graph.dims(self.names[role])
 
     def _roles(self) -> dict[str, tuple[str, ...]]:
         """The tensors that steps of the scores take: those with a place of their own, then those that functions

@@ -55,7 +55,7 @@ class AttentionPattern(AttentionNode):
 
     def _operand(self, name: str, stated_heads: int | None) -> Operand:
         """Where an operand's heads lie: in the input itself, or before the Reshape and Transpose that split them."""
-        shape = self.graph.shape(name) or ()
+        shape = self.graph.dims(name)
         if stated_heads is not None:
             width = _fixed(shape[2])
             return Operand(name, "rows", stated_heads, width // stated_heads, width=width)
@@ -86,7 +86,7 @@ class AttentionPattern(AttentionNode):
         shape = None if expand is None else self.graph.producer(expand.input[0], "Shape")
         if expand is None or shape is None or self.keys is None:
             return name, "bottom_right"
-        attrs, measured = attributes(shape), self.graph.shape(shape.input[0]) or ()
+        attrs, measured = attributes(shape), self.graph.dims(shape.input[0])
         start, end = attrs.get("start", 0), attrs.get("end")
         one_axis = isinstance(start, int) and end == start + 1 and start < len(measured)
         if not one_axis or measured[start] != self.keys:
@@ -163,7 +163,7 @@ class AttentionPattern(AttentionNode):
             base = name
             while (unsqueeze := self.graph.producer(base, "Unsqueeze")) is not None:
                 base = unsqueeze.input[0]
-            if len(self.graph.shape(base) or ()) == 2:
+            if len(self.graph.dims(base)) == 2:
                 return base, True
         return name, False
 

@@ -58,7 +58,7 @@ class DecomposedRotaryPattern(NodePattern):
         super().__init__(graph, whole.end)
         self.terms = terms
         self.absorbed = needed_by(graph, whole.nodes, [whole.end])
-        shape, readers = graph.shape(whole.x) or (), [whole.end, *self.absorbed]
+        shape, readers = graph.dims(whole.x), [whole.end, *self.absorbed]
         heads, head_dim = int(shape[whole.axes[1]] or 0), int(shape[3] or 0)
         if whole.axes == _ROWS:
             view = graph.producer(whole.x, "Reshape")
@@ -113,7 +113,7 @@ def _whole(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> _Whole | No
     swap, view = graph.only_consumer(end.output[0], "Transpose"), graph.producer(x, "Reshape")
     if swap is None or view is None or attributes(swap).get("perm") != [0, 2, 1, 3] or not keeps_rows(graph, view):
         return None
-    before, after = (graph.shape(name) or () for name in (view.input[0], x))
+    before, after = (graph.dims(name) for name in (view.input[0], x))
     joined = len(before) == 3 and before[2] == int(after[2] or 0) * int(after[3] or 0)
     return _Whole(x, swap, [end, *nodes], axes) if joined else None
 
@@ -137,7 +137,7 @@ def _with_rest(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> tuple[s
 def _axes(graph: GraphView, terms: _Terms) -> tuple[int, int] | None:
     """The axes of length and heads in x; None unless dtypes and shapes are seen to be those of a rotary embedding."""
     dtypes = {graph.dtype(name) for name in terms[:3]}
-    x, *tables = (graph.shape(name) or () for name in terms[:3])
+    x, *tables = (graph.dims(name) for name in terms[:3])
     if len(dtypes) > 1 or not dtypes <= set(DTYPES) or len(x) != 4 or None in x or tables[0] != tables[1]:
         return None
     columns = x[3] if terms.whole or not isinstance(x[3], int) else x[3] // 2
@@ -214,7 +214,7 @@ class _JoinedHalves(NamedTuple):
 
 def _joined(graph: GraphView, name: str) -> _JoinedHalves | None:
     """What a value of four axes is put together of, in equal parts; None where it is not."""
-    node, shape = graph.producer(name), graph.shape(name) or ()
+    node, shape = graph.producer(name), graph.dims(name)
     if node is None or len(shape) != 4 or None in shape or not isinstance(shape[3], int) or shape[3] % 2:
         return None
     if node.op_type == "Concat" and len(node.input) == 2 and attributes(node).get("axis") in (-1, 3):
@@ -243,7 +243,7 @@ def _source(graph: GraphView, name: str, interleaved: bool) -> str:
 
 def _element(graph: GraphView, x: str, name: str, interleaved: bool) -> tuple[int, NodeList] | None:
     """(0 or 1, nodes) of a value that is the one element of each pair of x, or the other; None of another value."""
-    shape = graph.shape(x) or ()
+    shape = graph.dims(x)
     if len(shape) != 4 or not isinstance(size := shape[3], int) or size % 2:
         return None
     if interleaved:
@@ -280,7 +280,7 @@ def _every_other(graph: GraphView, x: str, size: int, name: str) -> tuple[int, N
 
 def _unbound(graph: GraphView, x: str, size: int, name: str) -> tuple[int, NodeList] | None:
     """x viewed as (..., R/2, 2), and one element of its last axis."""
-    squeeze, shape = graph.producer(name, "Squeeze"), graph.shape(x) or ()
+    squeeze, shape = graph.producer(name, "Squeeze"), graph.dims(x)
     slice_node = None if squeeze is None else graph.producer(squeeze.input[0])
     view = None if slice_node is None or not slice_node.input else graph.producer(slice_node.input[0], "Reshape")
     if squeeze is None or view is None or view.input[0] != x or None in shape:

@@ -79,12 +79,12 @@ def split_rows(
 
     With it the nodes among the two that nobody needs but `readers`. None where `name` is made otherwise.
     """
-    shape = graph.shape(name) or ()
+    shape = graph.dims(name)
     transpose = graph.producer(name, "Transpose")
     split = None if transpose is None else graph.producer(transpose.input[0], "Reshape")
     if len(shape) != 4 or transpose is None or split is None or attributes(transpose).get("perm") != [0, 2, 1, 3]:
         return None
-    heads, head_dim, rows = shape[1], shape[3], graph.shape(split.input[0]) or ()
+    heads, head_dim, rows = shape[1], shape[3], graph.dims(split.input[0])
     if not isinstance(heads, int) or not isinstance(head_dim, int) or len(rows) != 3 or not keeps_rows(graph, split):
         return None
     if rows[2] != heads * head_dim:
@@ -114,7 +114,7 @@ def keeps_rows(graph: GraphView, reshape: onnx.NodeProto) -> bool:
     shape = graph.constant(reshape.input[1])
     if shape is not None and list(shape[:2]) == [0, 0] and not attributes(reshape).get("allowzero"):
         return True
-    before, after = (graph.shape(name) or () for name in (reshape.input[0], reshape.output[0]))
+    before, after = (graph.dims(name) for name in (reshape.input[0], reshape.output[0]))
     return None not in before[:2] and before[:2] == after[:2] != ()
 
 

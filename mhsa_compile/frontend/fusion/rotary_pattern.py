@@ -63,7 +63,7 @@ class RotaryPattern(NodePattern):
 
     def _check_angles(self) -> bool:
         """Whether all batch entries share their angles; these are read at positions, or are those of each place."""
-        x, half = self.graph.shape(self.x) or (), self.rotary_dim // 2
+        x, half = self.graph.dims(self.x), self.rotary_dim // 2
         B, L = x[0], x[1 if len(x) == 3 else 2]
         rank = 2 if self.positions else 3
         cos, sin = self.ranked(self.cos, "cos_cache", rank), self.ranked(self.sin, "sin_cache", rank)
@@ -80,7 +80,7 @@ class RotaryPattern(NodePattern):
     def fused_node(self) -> onnx.NodeProto:
         fused = FusedRotary(
             x=self.operand.as_input(0),
-            output_layout="rows" if len(self.graph.shape(self.x) or ()) == 3 else "heads",
+            output_layout="rows" if len(self.graph.dims(self.x)) == 3 else "heads",
             num_heads=self.operand.heads,
             head_dim=self.operand.head_dim,
             rotary_dim=self.rotary_dim,

@@ -72,7 +72,7 @@ class ScatterPattern(NodePattern):
 
     def _rows(self) -> Operand | None:
         """The rows that the update is a view of, where it is one; None where it lies by itself, as the cache does."""
-        shape = self.graph.shape(self.update) or ()
+        shape = self.graph.dims(self.update)
         if len(shape) == 3 and self.axis == 1 and isinstance(shape[2], int):
             return Operand(self.update, "rows", 1, shape[2], width=shape[2])
         return self.split_rows(self.update) if self.axis == 2 else None

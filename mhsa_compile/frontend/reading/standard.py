@@ -32,7 +32,7 @@ _BITS = ("float16", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", 
 def some_numbers(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """MatMul: of one number or more."""
     for name in node.input:
-        if 0 in (dims := graph.shape(name) or ()):
+        if 0 in (dims := graph.dims(name)):
             return "axes of 1 or more", f"{name!r} of {dims}"
     return None
 

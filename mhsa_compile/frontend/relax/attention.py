@@ -266,7 +266,7 @@ def _checked(builder: relax.BlockBuilder, node: str, mask: RelaxValue, full: lis
     Raises ModelError.
     """
     sizes = dims(mask)
-    target = [size if _is_one(size) else whole for size, whole in zip(sizes, full, strict=True)]
+    target = [size if equal(size, 1) else whole for size, whole in zip(sizes, full, strict=True)]
     apart = [difference(size, want) for size, want in zip(sizes, target, strict=True)]
     if any(isinstance(by, int) and by for by in apart):
         raise ModelError(node, f"an {MASK} with axes of 1 or of {_text(full)}", _text(sizes))
@@ -319,24 +319,17 @@ def _banded(
                 visible = tirx.all(visible, j <= i + past + right)
             if not masks:
                 return visible
-            return tirx.Select(visible, masks[0][_masked_element(masks[0], b, h, i, j)], _fill(masks[0].dtype))
+            places = zip((b, h, i, j), masks[0].shape, strict=True)
+            value = masks[0][tuple(tirx.min(place, size - 1) for place, size in places)]  # an axis of 1 broadcasts
+            return tirx.Select(visible, value, _fill(masks[0].dtype))
 
         return te.compute((batch, heads, queries, keys), element, "banded")
 
     return builder.emit_te(inside, *([] if mask is None else [mask]), primfunc_name_hint="banded_mask")
 
 
-def _masked_element(mask: te.Tensor, *at: Any) -> tuple[Any, ...]:
-    """The indices of the mask's element at (b, h, i, j): an axis of 1 broadcasts."""
-    return tuple(tirx.min(index, size - 1) for index, size in zip(at, mask.shape, strict=True))
-
-
 def _fill(dtype: str) -> Any:
     return tirx.const(False, "bool") if dtype == "bool" else tirx.const(-math.inf, dtype)
-
-
-def _is_one(size: SizeExpr) -> bool:
-    return isinstance(size, int | tirx.IntImm) and int(size) == 1
 
 
 def _text(sizes: list[SizeExpr]) -> str:

@@ -68,7 +68,7 @@ def collect(
         if isinstance(mask, AdditiveMask) and mask.windows:
             masks.added.append(_times(rewriter, _of_each_entry(rewriter, mask, operands), mask.factor, dtype))
             continue
-        if isinstance(mask, AdditiveMask) and mask.flat and len(rewriter.graph.shape(mask.name) or ()) == 3:
+        if isinstance(mask, AdditiveMask) and mask.flat and len(rewriter.graph.dims(mask.name)) == 3:
             masks.added.append(_times(rewriter, _with_heads(rewriter, mask, operands), mask.factor, dtype))
             continue
         choice = _as_choice(rewriter.graph, mask)
@@ -106,7 +106,7 @@ def _with_heads(rewriter: Rewriter, mask: AdditiveMask, of: AttentionOperands) -
     """(B or 1, H or 1, 1 or L, S) of a mask (B * H or 1, 1 or L, S). Raises NotRecognised."""
     name = _of_dtype(rewriter.graph, mask.name, of.dtype)
     whole = rewriter.node("Unsqueeze", name, rewriter.constant([0], "int64"))
-    if (rewriter.graph.shape(name) or ())[0] == 1:
+    if rewriter.graph.dims(name)[0] == 1:
         return whole
     return rewriter.node("Reshape", whole, rewriter.constant([-1, of.scores[1], 0, 0], "int64"))
 

@@ -83,7 +83,7 @@ def _of_heads(rewriter: Rewriter, name: str, apart: GraphDims) -> str:
     """(B, H, n, E) that was reshaped to the value, (B * H, n, E). Raises NotRecognised."""
     graph = rewriter.graph
     reshape = graph.producer(name, "Reshape")
-    before, after = (graph.shape(reshape.input[0]) or (), graph.shape(name) or ()) if reshape is not None else ((), ())
+    before, after = (graph.dims(reshape.input[0]), graph.dims(name)) if reshape is not None else ((), ())
     if reshape is None or len(before) != 4 or before[:2] != apart[:2] or None in before or before[2:] != after[1:]:
         whole = f"({apart[0]}, {apart[1]}, ...)"
         raise NotRecognised(f"{name!r} has batch and heads as one axis, and is no Reshape of {whole}")
@@ -150,7 +150,7 @@ def _before_flat_swap(graph: GraphView, name: str) -> str | None:
     first = None if swap is None else graph.producer(swap.input[0], "Reshape")
     if swap is None or first is None or attributes(swap).get("perm") != [0, 2, 1]:
         return None
-    before, flat, after = (graph.shape(value) or () for value in (first.input[0], first.output[0], name))
+    before, flat, after = (graph.dims(value) for value in (first.input[0], first.output[0], name))
     if None in before or len(before) != 4 or flat[1:] != before[2:]:
         return None
     return first.input[0] if after == (*before[:2], before[3], before[2]) else None
@@ -180,7 +180,7 @@ def _repeats(graph: KnownGraph, name: str) -> tuple[str, int]:
     if single is None or single.op_type not in ("Unsqueeze", "Reshape"):
         return name, 1
     names = (single.input[0], single.output[0], copies.output[0], name)
-    before, apart, wide, after = (graph.shape(value) or () for value in names)
+    before, apart, wide, after = (graph.dims(value) for value in names)
     if not len(before) == len(after) == 4 or not len(apart) == len(wide) == 5:
         return name, 1
     G, n = before[1], wide[2]
@@ -191,7 +191,7 @@ def _repeats(graph: KnownGraph, name: str) -> tuple[str, int]:
 
 
 def _gather_repeats(graph: KnownGraph, node: onnx.NodeProto) -> tuple[str, int]:
-    indices, dims = graph.array(node.input[1]), graph.shape(node.input[0]) or ()
+    indices, dims = graph.array(node.input[1]), graph.dims(node.input[0])
     G = dims[1] if len(dims) == 4 else None
     if indices is None or indices.ndim != 1 or not isinstance(G, int) or len(indices) % G:
         return node.output[0], 1

@@ -95,8 +95,8 @@ def _rewrite_one(rewriter: Rewriter, softmax: onnx.NodeProto, definitions: Defin
 
 def _result(graph: GraphView, product: onnx.NodeProto, apart: tuple[GraphDim, ...]) -> tuple[onnx.NodeProto, str]:
     """(the node that gives what the operator gives, its output): the product, or its Reshape to (B, H, L, F)."""
-    rank = len(graph.shape(product.output[0]) or ())
-    if not apart and rank == len(graph.shape(product.input[0]) or ()):
+    rank = len(graph.dims(product.output[0]))
+    if not apart and rank == len(graph.dims(product.input[0])):
         return product, str(product.output[0])
     split = graph.only_consumer(product.output[0], "Reshape")
     dims = graph.shape(split.output[0]) if split is not None else None
@@ -110,7 +110,7 @@ def _output_probs(graph: GraphView, weights: MatchedProbs, operands: AttentionOp
     name = weights.output
     if name and graph.dtype(name) != operands.dtype:
         raise NotRecognised(f"its weights are read as {graph.dtype(name)}, the values are {operands.dtype}")
-    if name and len(graph.shape(name) or ()) != operands.rank:
+    if name and len(graph.dims(name)) != operands.rank:
         raise NotRecognised("its weights are read where batch and heads are one axis")
     return name
 

@@ -47,7 +47,7 @@ def of_heads(rewriter: Rewriter, sinks: str, operands: AttentionOperands, probs:
     """The sinks (H,) of an attention. `probs` are its weights as others read them. Raises NotRecognised."""
     graph = rewriter.graph
     heads = operands.scores[1]
-    if operands.rank != 4 or (graph.shape(sinks) or ())[-3:] not in ((heads, 1, 1), (heads,)):
+    if operands.rank != 4 or graph.dims(sinks)[-3:] not in ((heads, 1, 1), (heads,)):
         raise NotRecognised(f"the sinks {sinks!r} are {graph.shape(sinks)}, not one for each of {heads} heads")
     if graph.dtype(sinks) != operands.dtype:
         raise NotRecognised(f"the sinks {sinks!r} are {graph.dtype(sinks)}, the values are {operands.dtype}")
@@ -75,7 +75,7 @@ def _before_shift(graph: KnownGraph, value: str) -> str:
 
 def _each_head(graph: GraphView, value: str) -> str:
     """What `value` (B, H, L, 1) has one number of for each head: an array (H,), or (1, H, 1, 1). Else an empty name."""
-    dims = graph.shape(value) or ()
+    dims = graph.dims(value)
     if len(dims) != 4 or dims[-1] != 1:
         return ""
     expand = graph.producer(value, "Expand")
@@ -106,4 +106,4 @@ def _cut(graph: KnownGraph, softmax: onnx.NodeProto) -> str:
 
 
 def _is_last(graph: GraphView, value: str, axis: int) -> bool:
-    return axis == -1 or axis == len(graph.shape(value) or ()) - 1
+    return axis == -1 or axis == len(graph.dims(value)) - 1

@@ -37,7 +37,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _sizes(graph: KnownGraph, node: onnx.NodeProto) -> list[int] | None:
     """The length of each part of a sequence; None where that is not known."""
-    attrs, dims = attributes(node), graph.shape(node.input[0]) or ()
+    attrs, dims = attributes(node), graph.dims(node.input[0])
     if len(node.input) < 2 or not dims:
         return None
     size, lengths = dims[attrs.get("axis", 0)], graph.array(node.input[1])

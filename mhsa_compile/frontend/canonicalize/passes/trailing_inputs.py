@@ -24,7 +24,7 @@ def rewrite(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
     for node in graph.nodes:
         if node.op_type != "Slice" or (axis := _axis_to_the_end(graph, node)) is None:
             continue
-        dims = list(cut.get(node.input[0], graph.shape(node.input[0]) or ()))
+        dims = list(cut.get(node.input[0], graph.dims(node.input[0])))
         size = dims[axis]
         difference = _counted_back(graph, node.input[1], size)
         if difference is None or not isinstance(size, int):
@@ -50,8 +50,8 @@ def _axis_to_the_end(graph: KnownGraph, node: onnx.NodeProto) -> int | None:
     steps = graph.array(node.input[4]) if len(node.input) > 4 and node.input[4] else None
     if ends is None or axes is None or ends.size != 1 or axes.size != 1 or (steps is not None and steps.item() != 1):
         return None
-    axis = int(axes.item()) % len(graph.shape(node.input[0]) or ())
-    size = (graph.shape(node.input[0]) or ())[axis]
+    axis = int(axes.item()) % len(graph.dims(node.input[0]))
+    size = graph.dims(node.input[0])[axis]
     whole = ends.item() >= (size if isinstance(size, int) else 1 << 30)
     return axis if whole and (len(node.input) < 5 or not node.input[4] or steps is not None) else None
 
