@@ -184,7 +184,7 @@ def _width(layer: nn.Module, projection: str = "q") -> int:
 
 def _check_mask(call: LayerCall, mask: str | None) -> None:
     """Raises ModelError where the model adds to the scores, and calls have no way to say it."""
-    if call.said.get("position_bias") is not None and mask != "additive":
+    if call.keywords.get("position_bias") is not None and mask != "additive":
         hint = 'Give mask="additive", and call it with the bias as the mask.'
         got = f"a {type(call.module).__name__}, which adds a bias by distance to the scores, and mask={mask!r}"
         raise ModelError("mask", '"additive"', got, hint)

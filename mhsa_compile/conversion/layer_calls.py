@@ -36,7 +36,7 @@ _ROWS = 1024  # of an identity that are given at once
 def visible_keys_of(call: LayerCall) -> VisibleKeys:
     """What a call hides, and what it adds by distance."""
     L, S = call.weights.shape[2:]
-    mask, bias = call.mask, call.said.get("position_bias")
+    mask, bias = call.mask, call.keywords.get("position_bias")
     if bias is not None:
         sum_of_masks = bias.detach()[..., :S]
         if mask is not None:
@@ -250,7 +250,7 @@ class LayerCalls:
             return VisibleBand(causal, (window[0], window[1]))
         if call.window is None:
             in_config = getattr(getattr(self.module, "config", None), "sliding_window", None)
-            if in_config and "sliding_window" not in call.said and "layer_types" not in vars(self.module.config):
+            if in_config and "sliding_window" not in call.keywords and "layer_types" not in vars(self.module.config):
                 why = f"its config has a window of {in_config}, of which it says nothing: give window="
                 raise refusal(self.module, why)
             return VisibleBand(causal)

@@ -25,8 +25,8 @@ class VisibleBand:
     causal: str | None = None
     window: tuple[int, int] | None = None
 
-    def seen(self, L: int, S: int) -> Tensor:
-        """Returns which keys each query sees, (L, S) bool."""
+    def visible(self, L: int, S: int) -> Tensor:
+        """Which keys each query sees, (L, S) bool."""
         distance = torch.arange(S) - torch.arange(L)[:, None]
         visible = torch.ones(L, S, dtype=torch.bool)
         if self.causal is not None:
@@ -51,7 +51,7 @@ class VisibleKeys:
 
     def is_band(self, band: VisibleBand) -> bool:
         """Whether the mask is what `band` says."""
-        visible = band.seen(self.L, self.S)
+        visible = band.visible(self.L, self.S)
         return bool(visible.all()) if self.mask is None else bool((self.mask == visible).all())
 
     def rows(self, B: int) -> Tensor:

@@ -253,7 +253,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
             if converted is None:
                 converted = super()._convert_operator(op_name, inputs, attrs, opset)
-            converted = self.bb.normalize(converted)
+            else:
+                converted = self.bb.normalize(converted)
             if narrow is not None:
                 converted = float32_sums.narrowed(self.bb, op_name, converted, narrow)
             return self._of_known_rank(converted)
