@@ -44,7 +44,7 @@ class LayerCall:
     arguments     all it was called with, by the names of its forward
     q, k, v       what it handed to attention: (B, H, L, E), (B, G, S, E), (B, G, S, F)
     mask          bool (B or 1, H or 1, L, S), True takes part, or what is added; None: all keys are seen
-    said          the other keywords of the call
+    keywords      the others of the call
     weights       (B, H, L, S), by eager attention of the module's own file; heads, (B, L, H, F), their values
     projection    the module that took the heads' values, joined, and nothing else; y, (B, L, D), is its result
     """
@@ -57,7 +57,7 @@ class LayerCall:
     k: Tensor
     v: Tensor
     mask: Tensor | None
-    said: dict[str, Any] = field(repr=False)
+    keywords: dict[str, Any] = field(repr=False)
     weights: Tensor
     heads: Tensor
     projection: Any = None
@@ -66,36 +66,35 @@ class LayerCall:
     @property
     def is_causal(self) -> bool:
         """Whether the module calls itself causal."""
-        return _says_causal(self.module, self.said)
+        return _says_causal(self.module, self.keywords)
 
     @property
     def window(self) -> int | None:
         """How many keys a query sees back, itself among them, by the word of the call; None is all."""
-        window = self.said.get("sliding_window")
+        window = self.keywords.get("sliding_window")
         return int(window) if isinstance(window, int) and window > 0 else None
 
     @property
     def scale(self) -> float:
-        scaling = self.said.get("scaling")
+        scaling = self.keywords.get("scaling")
         return float(self.q.shape[-1] ** -0.5 if scaling is None else scaling)
 
     @property
     def softcap(self) -> float | None:
-        cap = self.said.get("softcap")
+        cap = self.keywords.get("softcap")
         return None if cap is None else float(cap)
 
     @property
     def sinks(self) -> Tensor | None:
-        logits = self.said.get("s_aux")
-        logits = self.said.get("sinks") if logits is None else logits
+        logits = self.keywords.get("s_aux")
+        logits = self.keywords.get("sinks") if logits is None else logits
         return None if logits is None else logits.detach().reshape(-1)
 
     @property
     def unknown(self) -> list[str]:
         """Keywords that may change what attention means."""
-        return sorted(
-            n for n, value in self.said.items() if n not in _SILENT and value is not None and value is not False
-        )
+        stated = {name for name, value in self.keywords.items() if value is not None and value is not False}
+        return sorted(stated - _SILENT)
 
 
 @contextmanager
@@ -124,32 +123,26 @@ class _Watch:
 
     def __init__(self) -> None:
         self.calls: list[LayerCall] = []
-        self._given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._arguments: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def begins(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._given[module] = args, keywords
+        self._arguments[module] = args, keywords
 
     def ends(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         """The last module to end that was given the heads' values alone is the output projection: what wraps it ends
         after it, and a dropout in front of it before."""
-        self._given.pop(module, None)
+        self._arguments.pop(module, None)
         call = self.calls[-1] if self.calls else None
-        if (
-            call is None
-            or keywords
-            or len(args) != 1
-            or not isinstance(args[0], Tensor)
-            or not isinstance(result, Tensor)
-        ):
+        if call is None or keywords or len(args) != 1 or not all(isinstance(one, Tensor) for one in (*args, result)):
             return
         flat = call.heads.flatten(2)
         if args[0].shape == flat.shape and torch.equal(args[0], flat):
             call.projection, call.y = module, result.detach()
 
     def notes(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, words: Any) -> Any:
-        if module not in self._given:
+        if module not in self._arguments:
             raise refusal(module, "its forward was called in a way that no hook sees")
-        args, keywords = self._given[module]
+        args, keywords = self._arguments[module]
         arguments = bound(module, args, keywords)
         x = next(iter(arguments.values()), None)
         context = next((arguments[n] for n in CONTEXTS if isinstance(arguments.get(n), Tensor)), None)
@@ -209,9 +202,8 @@ def _attention(
     """What modules call: query (B, H, L, E), key (B, G, S, E), value (B, G, S, F)."""
     watch = vars(module).get(_WATCH)
     if not isinstance(watch, _Watch):
-        raise refusal(
-            module, f'its config says attn_implementation="{NAME}", which nothing outside of this process has'
-        )
+        why = f'its config says attn_implementation="{NAME}", which nothing outside of this process has'
+        raise refusal(module, why)
     return watch.notes(module, query, key, value, attention_mask, options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -96,18 +97,20 @@ def join_masks(
         if tuple(key_padding_mask.shape) != (B, S):
             raise InputError("key_padding_mask", f"shape {(B, S)}", str(tuple(key_padding_mask.shape)))
         masks.append(key_padding_mask.reshape(B, 1, 1, S))
+    return one_mask(masks, dtype)
+
+
+def one_mask(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Masks as PyTorch's layers take them, True is hidden, as one: bool, True takes part, or added."""
     if not masks:
         return None
     if all(mask.dtype == torch.bool for mask in masks):
-        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
-        return hidden.logical_not()
-    bias = [
-        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
-        if mask.dtype == torch.bool
-        else mask.to(dtype)
-        for mask in masks
+        return functools.reduce(torch.logical_and, [mask.logical_not() for mask in masks])
+    added = [
+        torch.zeros_like(m, dtype=dtype).masked_fill(m, -torch.inf) if m.dtype == torch.bool else m.to(dtype)
+        for m in masks
     ]
-    return bias[0] if len(bias) == 1 else bias[0] + bias[1]
+    return functools.reduce(torch.add, added)
 
 
 def dtype_of(weight: Tensor) -> str:

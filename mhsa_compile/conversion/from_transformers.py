@@ -66,16 +66,14 @@ def from_transformers(
         raise ModelError("layer", "an attention module of transformers", type(layer).__name__, hint)
     dtypes = {dtype_of(parameter) for parameter in layer.parameters() if parameter.is_floating_point()}
     if len(dtypes) != 1:
-        raise ModelError(
-            "layer", "weights of one dtype", ", ".join(sorted(dtypes)) or "none", "Call layer.float() first."
-        )
+        got = ", ".join(sorted(dtypes)) or "none"
+        raise ModelError("layer", "weights of one dtype", got, "Call layer.float() first.")
     if not asks_by_name(layer):
         raise refusal(layer, "it computes attention itself, and asks for none by name")
     call = _trial_call(layer)
     layer_calls = LayerCalls([call], dtypes.pop())
-    attention = layer_calls.attention(
-        max_length=max_length, window=None if window is None else tuple(window), states_mask=True
-    )
+    window = None if window is None else tuple(window)
+    attention = layer_calls.attention(max_length=max_length, window=window, states_mask=True)
     _check_mask(call, mask)
     causal = "bottom_right" if kv_cache and attention.spec.causal else attention.spec.causal
     spec = msgspec.structs.replace(attention.spec, causal=causal, mask=mask, kv_cache=kv_cache, outputs=tuple(outputs))
@@ -166,10 +164,8 @@ def _arguments(layer: Any) -> dict[str, Any]:
     if "position_embeddings" in parameters:
         arguments["position_embeddings"] = tables_by_its_file(layer, x)
     for name, parameter in list(parameters.items())[1:]:
-        if parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        ):
+        variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not variadic:
             arguments.setdefault(name, None)
     return arguments
 
@@ -188,7 +184,7 @@ def _width(layer: nn.Module, projection: str = "q") -> int:
 
 def _check_mask(call: LayerCall, mask: str | None) -> None:
     """Raises ModelError where the model adds to the scores, and calls have no way to say it."""
-    if call.said.get("position_bias") is not None and mask != "additive":
+    if call.keywords.get("position_bias") is not None and mask != "additive":
         hint = 'Give mask="additive", and call it with the bias as the mask.'
         got = f"a {type(call.module).__name__}, which adds a bias by distance to the scores, and mask={mask!r}"
         raise ModelError("mask", '"additive"', got, hint)

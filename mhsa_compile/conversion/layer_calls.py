@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mhsa_compile.conversion.attention_calls import CONTEXTS, LayerCall, attention_calls, refusal
 from mhsa_compile.conversion.from_torch import loaded
 from mhsa_compile.conversion.rotary import Tables, check_tables, half_tables, rope_of
-from mhsa_compile.conversion.visible_keys import VisibleBand, VisibleKeys, constant_band, mask_for, mask_kind
+from mhsa_compile.conversion.visible_keys import VisibleBand, VisibleKeys, constant_band, gives, mask_kind
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.nn.functional import rotate
@@ -36,13 +36,12 @@ _ROWS = 1024  # of an identity that are given at once
 def visible_keys_of(call: LayerCall) -> VisibleKeys:
     """What a call hides, and what it adds by distance."""
     L, S = call.weights.shape[2:]
-    mask, bias = call.mask, call.said.get("position_bias")
+    mask, bias = call.mask, call.keywords.get("position_bias")
     if bias is not None:
         sum_of_masks = bias.detach()[..., :S]
         if mask is not None:
-            sum_of_masks = (
-                sum_of_masks.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else sum_of_masks + mask
-            )
+            hides = mask.dtype == torch.bool
+            sum_of_masks = sum_of_masks.masked_fill(~mask, -torch.inf) if hides else sum_of_masks + mask
         mask = sum_of_masks
     return VisibleKeys(mask, L, S, call.window)
 
@@ -185,12 +184,9 @@ class LayerCalls:
 
     def _why_not_linear(self, name: str) -> str:
         whole = {"q": "queries are", "k": "keys are", "v": "values are", "out": "result is"}[name]
-        norms = [
-            f"{n} ({type(m).__name__})" for n, m in self.module.named_modules() if "norm" in type(m).__name__.lower()
-        ]
-        return f"its {whole} no linear function of what is projected" + (
-            f"; it has {', '.join(norms)}" if norms else ""
-        )
+        kinds = {name: type(module).__name__ for name, module in self.module.named_modules()}
+        norms = [f"{name} ({kind})" for name, kind in kinds.items() if "norm" in kind.lower()]
+        return f"its {whole} no linear function of what is projected" + (f"; it has {', '.join(norms)}" * bool(norms))
 
     def _has_bias(self, maps: Mapping[str, LinearMap]) -> bool:
         names = [n for part in (self._exact, self._out) for n, _ in part.named_parameters()]
@@ -249,16 +245,14 @@ class LayerCalls:
         causal = "top_left" if call.is_causal else None
         if window is not None:
             if call.window is not None and causal and tuple(window) != (call.window - 1, 0):
-                raise refusal(
-                    self.module, f"its window is {(call.window - 1, 0)}, and window={tuple(window)} is another"
-                )
+                why = f"its window is {(call.window - 1, 0)}, and window={tuple(window)} is another"
+                raise refusal(self.module, why)
             return VisibleBand(causal, (window[0], window[1]))
         if call.window is None:
             in_config = getattr(getattr(self.module, "config", None), "sliding_window", None)
-            if in_config and "sliding_window" not in call.said and "layer_types" not in vars(self.module.config):
-                raise refusal(
-                    self.module, f"its config has a window of {in_config}, of which it says nothing: give window="
-                )
+            if in_config and "sliding_window" not in call.keywords and "layer_types" not in vars(self.module.config):
+                why = f"its config has a window of {in_config}, of which it says nothing: give window="
+                raise refusal(self.module, why)
             return VisibleBand(causal)
         if causal is None:
             raise refusal(self.module, f"it says a window of {call.window}, and not to which side: give window=")
@@ -271,18 +265,12 @@ class LayerCalls:
         if spec.rope is not None:  # no longer than it has to be
             spec = msgspec.structs.replace(spec, rope=msgspec.structs.replace(spec.rope, max_length=call.x.shape[1]))
         module = self._loaded(spec, maps)
-        results = []
-        for dtype in (torch.float64, torch.float32):
-            same = copy.deepcopy(module).to(dtype)
-            if spec.rope is not None:
-                theirs = half_tables(self.module, call.arguments.get("position_embeddings"))
-                assert theirs is not None
-                same.rope_cos, same.rope_sin = (table.to(dtype) for table in theirs)
-            inputs = [one.to(dtype) for one in (call.x, call.context) if one is not None]
-            results.append(same(*inputs, mask=mask_for(spec, visible_keys_of(call), dtype)))
+        if spec.rope is not None:
+            theirs = half_tables(self.module, call.arguments.get("position_embeddings"))
+            assert theirs is not None
+            module.rope_cos, module.rope_sin = theirs
         assert call.y is not None
-        sees = visible_keys_of(call).rows(len(call.x))
-        if not agrees(results[0][sees], results[1][sees], call.y[sees]):
+        if not gives(module, (call.x, call.context), visible_keys_of(call), call.y):
             raise refusal(self.module, "its own result is another than that of its projections, masks and scale")
 
 

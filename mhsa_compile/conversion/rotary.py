@@ -58,20 +58,13 @@ def half_tables(module: nn.Module, embeddings: Any) -> Tables | None:
     """What a layer was given as position_embeddings, one number for each pair of dims. Raises ModelError."""
     if embeddings is None:
         return None
-    if (
-        not isinstance(embeddings, tuple | list)
-        or len(embeddings) != 2
-        or not all(isinstance(one, Tensor) for one in embeddings)
-    ):
+    if not isinstance(embeddings, tuple | list) or [isinstance(one, Tensor) for one in embeddings] != [True, True]:
         raise refusal(module, "its position_embeddings are no cosines and sines")
     tables = []
     for table in embeddings:
         rows = table[0] if table.ndim == 3 else table
-        if (
-            rows.ndim != 2
-            or not rows.is_floating_point()
-            or (table.ndim == 3 and not torch.equal(table, rows.expand_as(table)))
-        ):
+        is_of_places = rows.ndim == 2 and rows.is_floating_point()
+        if not is_of_places or (table.ndim == 3 and not torch.equal(table, rows.expand_as(table))):
             raise refusal(module, "its rows stand at other places than 0, 1, ..., or at places with several axes")
         tables.append(rows.detach())
     width = tables[0].shape[1]
@@ -129,9 +122,8 @@ def _scaling_of(config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
     if kind == "linear":
         return {"factor": float(parameters.get("factor", 1.0))}
     longest = config.max_position_embeddings
-    own_length = parameters.get("original_max_position_embeddings") or getattr(
-        config, "original_max_position_embeddings", None
-    )
+    word = "original_max_position_embeddings"
+    own_length = parameters.get(word) or getattr(config, word, None)
     fields = {"scaling": kind, "original_max_length": int(own_length or longest)}
     fields["factor"] = float(parameters.get("factor") or longest / fields["original_max_length"])
     fields |= {name: parameters[name] for name in SCALINGS[kind] if parameters.get(name) is not None}

@@ -21,11 +21,10 @@ from mhsa_compile.conversion.visible_keys import (
     VisibleKeys,
     bool_where_it_hides,
     constant_band,
-    mask_for,
+    gives,
     mask_kind,
 )
 from mhsa_compile.nn.modules import MultiHeadAttention
-from mhsa_compile.verification.error_budget import agrees
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +73,7 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
         causal=band.causal if is_band else None,
     )
     for call in calls:
-        results = []
-        for dtype in (torch.float64, torch.float32):
-            inputs = [one.to(dtype) for one in (call.x, call.context) if one is not None]
-            results.append(copy.deepcopy(attention).to(dtype)(*inputs, mask=mask_for(attention.spec, call.seen, dtype)))
-        sees = call.seen.rows(len(call.x))
-        if not agrees(results[0][sees], results[1][sees], call.exact[sees]):
+        if not gives(attention, (call.x, call.context), call.seen, call.exact):
             raise refusal(call.module, "its own result is another than that of its projections and masks")
     return attention
 
@@ -88,9 +82,8 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
 def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if query.ndim != 3 or key is not value or query.is_nested:
-        raise refusal(
-            layer, "it is called with nested tensors, without a batch, or with keys and values of two tensors"
-        )
+        why = "it is called with nested tensors, without a batch, or with keys and values of two tensors"
+        raise refusal(layer, why)
     exact = _without_hooks(layer).double()(**{name: _exact(value) for name, value in arguments.items()})[0]
     context = None if key is query else key
     if not layer.batch_first:
@@ -99,10 +92,9 @@ def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     L, S = query.shape[1], query.shape[1] if context is None else context.shape[1]
     full = (query.shape[0], layer.num_heads, L, S)
     mask = join_masks(arguments.get("attn_mask"), arguments.get("key_padding_mask"), full, query.dtype)
-    mask_of_call = VisibleKeys(bool_where_it_hides(mask), L, S)
-    return TorchCall(
-        layer, query.detach(), None if context is None else context.detach(), mask_of_call, y.detach(), exact
-    )
+    seen = VisibleKeys(bool_where_it_hides(mask), L, S)
+    context = None if context is None else context.detach()
+    return TorchCall(layer, query.detach(), context, seen, y.detach(), exact)
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:

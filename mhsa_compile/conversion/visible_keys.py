@@ -5,14 +5,17 @@ Notation: B batch, L query length, S key length, H heads.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.masks import HIDES
+from mhsa_compile.verification.error_budget import agrees
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,8 @@ class VisibleBand:
     causal: str | None = None
     window: tuple[int, int] | None = None
 
-    def seen(self, L: int, S: int) -> Tensor:
-        """Returns which keys each query sees, (L, S) bool."""
+    def visible(self, L: int, S: int) -> Tensor:
+        """Which keys each query sees, (L, S) bool."""
         distance = torch.arange(S) - torch.arange(L)[:, None]
         visible = torch.ones(L, S, dtype=torch.bool)
         if self.causal is not None:
@@ -48,7 +51,7 @@ class VisibleKeys:
 
     def is_band(self, band: VisibleBand) -> bool:
         """Whether the mask is what `band` says."""
-        visible = band.seen(self.L, self.S)
+        visible = band.visible(self.L, self.S)
         return bool(visible.all()) if self.mask is None else bool((self.mask == visible).all())
 
     def rows(self, B: int) -> Tensor:
@@ -83,6 +86,17 @@ def mask_for(spec: AttentionSpec, call: VisibleKeys, dtype: torch.dtype) -> Tens
     if call.mask.dtype == torch.bool:
         return torch.zeros_like(call.mask, dtype=dtype).masked_fill(~call.mask, -torch.inf)
     return call.mask.to(dtype)
+
+
+def gives(module: MultiHeadAttention, inputs: Sequence[Tensor | None], call: VisibleKeys, y: Tensor) -> bool:
+    """Whether a module gives y (B, L, D) for these rows, as closely as float32 computes it, where a query sees a
+    key."""
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        tensors = [rows.to(dtype) for rows in inputs if rows is not None]
+        results.append(copy.deepcopy(module).to(dtype)(*tensors, mask=mask_for(module.spec, call, dtype)))
+    sees = call.rows(len(y))
+    return agrees(results[0][sees], results[1][sees], y[sees])
 
 
 def constant_band(calls: Sequence[VisibleKeys]) -> VisibleBand | None:

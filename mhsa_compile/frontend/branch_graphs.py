@@ -5,6 +5,7 @@ What a branch reads of the graph around it is an input of such a model, or an in
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -12,7 +13,16 @@ import onnx
 from onnx import helper, numpy_helper
 
 from mhsa_compile.frontend.detach_weights import FLOATS
-from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, branches, constant_value, inner_nodes, reads
+from mhsa_compile.frontend.onnx_graph import (
+    GraphView,
+    all_nodes,
+    branches,
+    constant_value,
+    fresh_name,
+    inner_nodes,
+    reads,
+    replace,
+)
 
 Rewrite = Callable[[onnx.ModelProto], onnx.ModelProto]
 
@@ -27,10 +37,12 @@ def with_weights_outside(model: onnx.ModelProto) -> onnx.ModelProto:
     load, wherever they are read."""
     if not has_branches(model):
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = copy.deepcopy(model)
     names = _names(result.graph)
-    makers = Counter(name for graph in (result.graph, *_graphs(result.graph)) for name in _defined(graph))
+    makers = Counter[str]()
+    for graph in (result.graph, *_graphs(result.graph)):
+        makers.update(value.name for value in (*graph.input, *graph.initializer))
+        makers.update(name for node in graph.node for name in node.output)
     alone = {name for name, count in makers.items() if count == 1}
     for node in result.graph.node:
         for branch in branches(node):
@@ -51,13 +63,12 @@ def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, names: set[st
             tensor = numpy_helper.from_array(value, node.output[0])
             if tensor.data_type in FLOATS:
                 moved[tensor.name] = tensor
-    initializers = [t for t in branch.initializer if t.name not in moved]
-    nodes = [node for node in branch.node if not (node.op_type == "Constant" and node.output[0] in moved)]
-    renamed = {name: name if name in alone else _fresh(name, names) for name in moved}
+    renamed = {name: name if name in alone else fresh_name(name, names) for name in moved}
     for name, tensor in moved.items():
         graph.initializer.add().CopyFrom(tensor)
         graph.initializer[-1].name = renamed[name]
-    _replace(branch, nodes, initializers)
+    replace(branch.initializer, (t for t in branch.initializer if t.name not in moved))
+    replace(branch.node, (n for n in branch.node if n.op_type != "Constant" or n.output[0] not in moved))
     rename(branch, renamed)
 
 
@@ -68,8 +79,7 @@ def rewritten(model: onnx.ModelProto, rewrite: Rewrite, around: GraphView | None
     """
     if not has_branches(model):
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = copy.deepcopy(model)
     view, names = around or GraphView(model), _names(model.graph)
     domains = {entry.domain for entry in result.opset_import}
     for node in result.graph.node:
@@ -78,19 +88,18 @@ def rewritten(model: onnx.ModelProto, rewrite: Rewrite, around: GraphView | None
             source = _as_model(model, view, branch)
             outside = {t.name for t in source.graph.initializer} - {t.name for t in branch.initializer}
             changed = rewrite(source)
-            body = onnx.GraphProto()
-            body.CopyFrom(changed.graph)
+            body = copy.deepcopy(changed.graph)
             new = [t for t in body.initializer if t.name not in outside]
             body_names = {t.name for t in new} | {name for inner in body.node for name in inner.output}
-            renamed = {name: _fresh(name, names) for name in body_names - own if name and name in names}
+            renamed = {name: fresh_name(name, names) for name in body_names - own if name and name in names}
             names |= body_names
             for tensor in new:
                 result.graph.initializer.add().CopyFrom(tensor)
                 result.graph.initializer[-1].name = renamed.get(tensor.name, tensor.name)
             rename(body, renamed)
-            _replace(branch, list(body.node), [])
-            del branch.value_info[:]
-            branch.value_info.extend(value for value in body.value_info if value.name not in renamed)
+            replace(branch.node, body.node)
+            replace(branch.initializer, [])
+            replace(branch.value_info, (value for value in body.value_info if value.name not in renamed))
             result.opset_import.extend(entry for entry in changed.opset_import if entry.domain not in domains)
             domains |= {entry.domain for entry in changed.opset_import}
     return result
@@ -113,10 +122,7 @@ def _as_model(model: onnx.ModelProto, view: GraphView, branch: onnx.GraphProto) 
         elif (value := view.constant(name)) is not None:
             source.graph.initializer.append(numpy_helper.from_array(value, name))
         else:
-            shape = view.shape(name)
-            source.graph.input.append(
-                helper.make_tensor_value_info(name, view.elem_type(name), None if shape is None else list(shape))
-            )
+            source.graph.input.append(helper.make_tensor_value_info(name, view.elem_type(name), view.shape(name)))
     return source
 
 
@@ -134,24 +140,9 @@ def _names(graph: onnx.GraphProto) -> set[str]:
     return names
 
 
-def _defined(graph: onnx.GraphProto) -> Iterator[str]:
-    yield from (value.name for value in (*graph.input, *graph.initializer))
-    for node in graph.node:
-        yield from node.output
-
-
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     for node in all_nodes(graph):
         yield from branches(node)
-
-
-def _fresh(name: str, names: set[str]) -> str:
-    result, count = name, 0
-    while result in names:
-        count += 1
-        result = f"{name}_{count}"
-    names.add(result)
-    return result
 
 
 def rename(graph: onnx.GraphProto, names: dict[str, str]) -> None:
@@ -167,11 +158,3 @@ def rename(graph: onnx.GraphProto, names: dict[str, str]) -> None:
             rename(inner, {name: new for name, new in names.items() if name not in hidden})
     for value in graph.output:
         value.name = names.get(value.name, value.name)
-
-
-def _replace(graph: onnx.GraphProto, nodes: list[onnx.NodeProto], initializers: list[onnx.TensorProto]) -> None:
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    tensors = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in initializers]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(copies)
-    graph.initializer.extend(tensors)

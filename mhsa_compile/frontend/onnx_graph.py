@@ -28,7 +28,7 @@ class GraphView:
         self.inputs = [value.name for value in graph.input if value.name not in {i.name for i in graph.initializer}]
         self.outputs = [value.name for value in graph.output]
         self.initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-        self.opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+        self.opset = opset_of(model)
         inner = [branch for node in all_nodes(graph) for branch in branches(node)]
         values = (v for g in (*inner, graph) for v in (*g.value_info, *g.input, *g.output))
         self._types = {v.name: v.type.tensor_type for v in values}
@@ -57,9 +57,11 @@ class GraphView:
         if name in self.initializers:
             return tuple(self.initializers[name].dims)
         kind = self._types.get(name)
-        if kind is None or not kind.HasField("shape"):
-            return None
-        return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim)
+        return None if kind is None or not kind.HasField("shape") else dims_of_type(kind)
+
+    def dims(self, name: str) -> tuple[GraphDim, ...]:
+        """The dims of a value; none, too, where its rank is unknown."""
+        return self.shape(name) or ()
 
     def dtype(self, name: str) -> str | None:
         """NumPy's name of the element type, or None where it is unknown."""
@@ -88,9 +90,45 @@ class GraphView:
         return constant_value(node)
 
 
+def opset_of(owner: onnx.ModelProto | onnx.FunctionProto) -> int:
+    """The version of the standard operators; 0 where none is imported."""
+    return next((entry.version for entry in owner.opset_import if entry.domain in ("", "ai.onnx")), 0)
+
+
+def metadata_of(model: onnx.ModelProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def add_import(model: onnx.ModelProto, domain: str) -> None:
+    """States version 1 of a domain, where the model does not import it yet."""
+    if all(entry.domain != domain for entry in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+
+
+def fresh_name(hint: str, names: set[str]) -> str:
+    """A name that begins with `hint`, and is in `names` from now on."""
+    name, count = hint, 0
+    while name in names:
+        count += 1
+        name = f"{hint}_{count}"
+    names.add(name)
+    return name
+
+
+def replace(field: Any, items: Iterable[Any]) -> None:
+    """Puts items, which may be some of its own, in the place of all that a repeated field holds."""
+    whole = list(items)
+    del field[:]
+    field.extend(whole)
+
+
 def is_standard(node: onnx.NodeProto, *operators: str) -> bool:
     """Whether a node is one of these operators of ONNX's own: a domain is part of an operator's name."""
     return node.op_type in operators and node.domain in ("", "ai.onnx")
+
+
+def dims_of_type(kind: onnx.TypeProto.Tensor) -> tuple[GraphDim, ...]:
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
 
 
 def title(node: onnx.NodeProto) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.errors import InputError
-from mhsa_compile.nn import softmax_outputs
 from mhsa_compile.nn.score_features import FORMULAS, EagerCall, EagerScoring, FeatureTensors, scoring_of
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
@@ -40,9 +39,49 @@ def softmax_outputs_of(
 ) -> dict[str, Tensor]:
     """What the rows of `attend`'s softmax are like: the arrays `outputs.names`."""
     scores, visible = _scores(q, k, scoring, scale)
-    return softmax_outputs.softmax_outputs_of_rows(
-        scores if visible is None else scores.masked_fill(~visible, -torch.inf), scoring.no_key, outputs
-    )
+    masked = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+    return softmax_outputs_of_rows(masked, scoring.no_key, outputs)
+
+
+def softmax_outputs_of_rows(scores: Tensor, no_key: Tensor | None, outputs: SoftmaxOutputs) -> dict[str, Tensor]:
+    """The arrays `outputs.names` of scores (B, H, L, S), -inf where hidden, as the softmax takes them; `no_key`
+    (H,) are scores of no key.
+
+    Statistics are float32 at least, like the largest weights; the weights themselves are of the scores' dtype.
+    """
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    everything = wide if no_key is None else _with_no_key(wide, no_key)
+    lse = everything.logsumexp(dim=-1, keepdim=True)
+    level = lse.masked_fill(lse == -torch.inf, 0.0)
+    weights = (wide - level).exp().masked_fill(wide == -torch.inf, 0.0)  # hidden is 0, also in a row with NaN
+    largest, keys = _largest(wide, outputs.top_k)
+    arrays = {
+        "lse": lse.squeeze(-1),
+        "entropy": torch.special.entr((everything - level).exp()).sum(dim=-1),
+        "top_k_weights": (largest - level).exp(),
+        "top_k_keys": keys,
+        "weights": _selection(weights, outputs).to(scores.dtype),
+    }
+    return {name: arrays[name] for name in outputs.names}
+
+
+def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores and their keys; -inf and -1 beyond those that are seen. Of equals the first stays first."""
+    ordered, keys = torch.nn.functional.pad(scores, (0, k), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
+    ordered, keys = ordered[..., :k], keys[..., :k]
+    return ordered, keys.masked_fill(ordered == -torch.inf, -1)
+
+
+def _selection(weights: Tensor, outputs: SoftmaxOutputs) -> Tensor:
+    """(B, heads, rows, S); rows that are not there are zeros."""
+    if outputs.heads is not None:
+        weights = weights[:, list(outputs.heads)]
+    if outputs.rows is None:
+        return weights
+    L = weights.shape[2]
+    none = torch.zeros_like(weights[:, :, :1])
+    rows = [weights[:, :, row % L, None] if -L <= row < L else none for row in outputs.rows]
+    return torch.cat(rows, dim=2)
 
 
 def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
@@ -69,10 +108,12 @@ def _scores(q: Tensor, k: Tensor, scoring: EagerScoring, scale: float) -> tuple[
 
 
 def _softmax(scores: Tensor, no_key: Tensor | None) -> Tensor:
-    if no_key is None:
-        return scores.softmax(dim=-1)
-    extra = no_key.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
+    return scores.softmax(dim=-1) if no_key is None else _with_no_key(scores, no_key).softmax(dim=-1)[..., :-1]
+
+
+def _with_no_key(scores: Tensor, no_key: Tensor) -> Tensor:
+    """Scores (B, H, L, S) with those of no key (H,) behind them."""
+    return torch.cat((scores, no_key.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
 
 
 def _dropout(weights: Tensor, probability: float) -> Tensor:

@@ -29,9 +29,8 @@ from mhsa_compile.spec.position_encoding import Rope
 
 _Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
 _OutputTensors = dict[str, Tensor]  # by the names of `outputs.array_names`
-_Result = tuple[
-    Tensor, _OutputTensors, tuple[Tensor, Tensor] | None
-]  # y, what else is wanted, and the caches as they are now
+_Result = tuple[Tensor, _OutputTensors, tuple[Tensor, Tensor] | None]
+"""y, what else is wanted, and the caches as they are now."""
 
 
 class _AttentionModule(nn.Module):
@@ -128,12 +127,8 @@ class MultiHeadAttention(_AttentionModule):
             expected = "set for a QueryKeyValueAttention, and for no other subclass of MultiHeadAttention"
             raise SpecError("v_embed_dim", expected, f"{spec.v_embed_dim} for {type(self).__name__}")
         dtype = getattr(torch, spec.dtype)
-        query, key, value = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.v_head_dim,
-        )
-        width = spec.embed_dim
+        query, width = spec.num_heads * spec.head_dim, spec.embed_dim
+        key, value = spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim
         sources = spec.source_dim * key + spec.v_source_dim * value
         elements = width * query + sources + spec.num_heads * spec.v_head_dim * width
         require_memory("embed_dim and heads", elements * dtype.itemsize)
@@ -204,9 +199,8 @@ class MultiHeadAttention(_AttentionModule):
             q = onnx_symbolic.rotary_node(spec.rope, q, spec.num_heads, *tables, positions)
             k = onnx_symbolic.rotary_node(spec.rope, k, spec.num_kv_heads, *tables, positions)
         if cache is None:
-            y, arrays = onnx_symbolic.attention_node(
-                spec, q, k, v, mask, self.feature_tensors, free_lengths=spec.is_cross
-            )
+            tensors, free = self.feature_tensors, spec.is_cross
+            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, tensors, free_lengths=free)
             if "heads" in spec.outputs:
                 arrays["heads"] = onnx_symbolic.split_heads(y, spec.num_heads)
             return y, arrays, None
@@ -257,10 +251,8 @@ class ScaledDotProductAttention(_AttentionModule):
             if getattr(spec, name):
                 raise SpecError(name, "none in ScaledDotProductAttention", repr(getattr(spec, name)), "Use the block.")
         if "heads" in spec.outputs:
-            got = ", ".join(spec.outputs)
-            raise SpecError(
-                "outputs", 'no "heads" in ScaledDotProductAttention', got, "Its y holds each head's result."
-            )
+            expected, hint = 'no "heads" in ScaledDotProductAttention', "Its y holds each head's result."
+            raise SpecError("outputs", expected, ", ".join(spec.outputs), hint)
         super().__init__(spec, dropout=dropout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:

@@ -79,16 +79,21 @@ def _module_tensor(name: str, tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
         raise SpecError(name, "captured tensors that are dense, and have values", f"a {kind} one", "Use t.to_dense().")
-    if tensor.dtype == torch.float64:
-        narrow = tensor.to(torch.float32)
-        if bool((narrow.isinf() & ~tensor.isinf()).any()):
-            raise SpecError(name, "captured numbers that float32 holds", f"{float(tensor.abs().max()):g}")
-        tensor = narrow
-    elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
-        tensor = tensor.to(torch.int32)
+    if tensor.dtype == torch.float64 and bool((tensor.to(torch.float32).isinf() & ~tensor.isinf()).any()):
+        raise SpecError(name, "captured numbers that float32 holds", f"{float(tensor.abs().max()):g}")
+    tensor = as_kernels_read(tensor)
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise SpecError(name, f"captured tensors of {', '.join(DTYPES)}", str(tensor.dtype))
-    return tensor.reshape(1) if tensor.ndim == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def as_kernels_read(tensor: Tensor) -> Tensor:
+    """A captured tensor of one axis at least, of a dtype that kernels read."""
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.float32)
+    elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
+        tensor = tensor.to(torch.int32)
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 class _Row:
@@ -178,9 +183,9 @@ class GraphReader:
             return number
         if step.op == "constant":
             value = constant_value(step)
-            return (
-                self._float(value) if kind == "float" else self._constant(bool(value) if kind == "bool" else int(value))
-            )
+            if kind == "float":
+                return self._float(value)
+            return self._constant(bool(value) if kind == "bool" else int(value))
         return self._add("cast", kind, (number,))
 
     def _narrow(self, number: int, dtype: torch.dtype) -> int:
@@ -246,9 +251,8 @@ class GraphReader:
     def _number(self, value: Any) -> int:
         """An argument as a step."""
         if isinstance(value, _Row):
-            raise SpecError(
-                self.name, "a captured tensor with an index for each of its axes", f"{value.axes} left over"
-            )
+            expected = "a captured tensor with an index for each of its axes"
+            raise SpecError(self.name, expected, f"{value.axes} left over")
         if isinstance(value, int):
             return value
         raise SpecError(self.name, ASKED, type(value).__name__, WHITELIST)
@@ -400,12 +404,6 @@ class GraphReader:
             raise SpecError(self.name, "shifts of whole numbers by a constant", str(places), WHITELIST)
         return self._add(op, kind, (self._as(self._number(args[0]), kind), self._constant(1 << int(places))))
 
-    def _least(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
-        return self._clamp([args[0], args[1]], {}, kind)
-
-    def _most(self, args: list[Any], kwargs: Mapping[str, Any], kind: Kind) -> int:
-        return self._clamp([args[0], None, args[1]], {}, kind)
-
 
 _SAME = ("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous")
 _CASTS = ("_to_copy", "to", "convert_element_type")
@@ -433,8 +431,8 @@ _LOGICAL = {
 _PLAIN = {name: name for name in ("neg", "abs", "exp", "exp2", "log", "tanh", "sigmoid", "sqrt")}
 _SPECIAL: Mapping[str, Callable[..., int]] = {
     "clamp": GraphReader._clamp,
-    "clamp_min": GraphReader._least,
-    "clamp_max": GraphReader._most,
+    "clamp_min": GraphReader._clamp,
+    "clamp_max": lambda reader, args, kwargs, kind: reader._clamp([args[0], None, args[1]], kwargs, kind),
     "pow": GraphReader._power,
     **dict.fromkeys(("bitwise_left_shift", "__lshift__"), partial(GraphReader._shift, op="mul")),
     **dict.fromkeys(("bitwise_right_shift", "__rshift__"), partial(GraphReader._shift, op="floor_div")),

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
@@ -33,13 +34,6 @@ def zero_points(rng: np.random.Generator, rows: int, blocks: int, bits: int, kin
         return (rng.random((rows, blocks)) * (1 << bits)).astype(dtype)
     whole = -(-blocks * bits // 8) * 8 // bits
     return in_bytes(rng.integers(0, 1 << bits, (rows, whole)), bits)
-
-
-def model_of(node: onnx.NodeProto, x: onnx.ValueInfoProto, y: onnx.ValueInfoProto, arrays: dict[str, np.ndarray]):
-    weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
-    graph = helper.make_graph([node], "g", [x], [y], weights)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
 def product(
@@ -65,8 +59,8 @@ def product(
         names += [*[""] * (5 - len(names)), "b"]
     words = {"K": K, "N": N, "bits": bits, "block_size": block, **attributes}
     node = helper.make_node("MatMulNBits", names, ["y"], name="product", domain=MICROSOFT, **words)
-    x, y = (helper.make_tensor_value_info(name, TYPES[dtype], ["B", "L", size]) for name, size in (("x", K), ("y", N)))
-    return model_of(node, x, y, arrays)
+    dims, kinds = [{name: ["B", "L", size]} for name, size in (("x", K), ("y", N))], dict.fromkeys("xy", dtype)
+    return model_of([node], *dims, arrays, kinds=kinds, opset=21, domain=MICROSOFT)
 
 
 def table(
@@ -80,9 +74,8 @@ def table(
         names.append("z")
     words = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1, **attributes}
     node = helper.make_node("GatherBlockQuantized", names, ["y"], name="table", domain=MICROSOFT, **words)
-    i = helper.make_tensor_value_info("i", TensorProto.INT64, ["B", "L"])
-    y = helper.make_tensor_value_info("y", TYPES[dtype], ["B", "L", D])
-    return model_of(node, i, y, arrays)
+    dims, kinds = [{"i": ["B", "L"]}, {"y": ["B", "L", D]}], {"i": "int64", "y": dtype}
+    return model_of([node], *dims, arrays, kinds=kinds, opset=21, domain=MICROSOFT)
 
 
 def check(model: onnx.ModelProto, feed: np.ndarray, tolerance: float) -> None:

@@ -7,23 +7,12 @@ import math
 import numpy as np
 import pytest
 from onnx import helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 
-NUMBERS = [
-    0.0,
-    1.9,
-    -1.9,
-    255.5,
-    300.0,
-    -1.0,
-    -129.0,
-    70000.0,
-    2147483648.0,
-    -2147483648.0,
-    1e30,
-    *map(float, ("nan", "inf", "-inf")),
-]
+NUMBERS = [0.0, 1.9, -1.9, 255.5, 300.0, -1.0, -129.0, 70000.0, 2147483648.0, -2147483648.0, 1e30]
+NUMBERS += map(float, ("nan", "inf", "-inf"))
 KINDS = ("int8", "uint8", "int16", "uint16", "int32", "int64")
 
 
@@ -36,14 +25,11 @@ def _expected(number: float, kind: str) -> int:
 
 @pytest.mark.parametrize("source", ["float32", "float16"])
 def test_numbers_that_have_none_become_the_least(source: str) -> None:
-    def info(name: str, kind: str):
-        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(kind)), ["N"])
-
     nodes = [
         helper.make_node("Cast", ["x"], [kind], to=helper.np_dtype_to_tensor_dtype(np.dtype(kind))) for kind in KINDS
     ]
-    graph = helper.make_graph(nodes, "g", [info("x", source)], [info(kind, kind) for kind in KINDS])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    kinds = {kind: kind for kind in KINDS} | {"x": source}
+    model = model_of(nodes, {"x": ["N"]}, dict.fromkeys(KINDS, ("N",)), kinds=kinds, opset=20)
     with np.errstate(over="ignore"):
         x = np.array(NUMBERS * 5, source)
     results = mhsa.load(mhsa.compile(model, without_attention="accept", check=False))(x)

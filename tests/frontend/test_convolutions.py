@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper, parser
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
@@ -60,11 +61,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("said", OTHERS.values(), ids=OTHERS.keys())
 def test_others_stay_as_they_are(said: dict[str, object]) -> None:
-    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["B", 4, "Y", "X"])
-    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
-    w = numpy_helper.from_array(np.ones((4, 4 // said.get("group", 1), 1, 1), "f4"), "w")  # type: ignore[operator]
+    w = np.ones((4, 4 // said.get("group", 1), 1, 1), "f4")  # type: ignore[operator]
     node = helper.make_node("Conv", ["x", "w"], ["y"], **said)
-    made = helper.make_model(helper.make_graph([node], "g", [x], [y], [w]), opset_imports=[helper.make_opsetid("", 23)])
+    made = model_of([node], {"x": ["B", 4, "Y", "X"]}, {"y": None}, {"w": w})
     assert pointwise_conv.rewrite(made) is made
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from support.onnx_models import model_of
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import LARGE, contents_as_inputs, light, whole, without_contents
@@ -20,10 +21,7 @@ assert WIDTH * WIDTH > LARGE
 def model() -> onnx.ModelProto:
     weights = {"large": np.ones((WIDTH, WIDTH), np.float32), "small": np.ones(WIDTH, np.float32)}
     nodes = [helper.make_node("MatMul", ["x", "large"], ["p"]), helper.make_node("Add", ["p", "small"], ["y"])]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", WIDTH]) for name in "xy"]
-    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return model_of(nodes, {"x": ["B", WIDTH]}, {"y": ["B", WIDTH]}, weights, opset=20)
 
 
 def test_large_weights_keep_dims_and_dtype_alone() -> None:

@@ -15,8 +15,7 @@ from torch import nn
 
 from mhsa_compile import masks
 from mhsa_compile.errors import InputError, ModelError
-from mhsa_compile.frontend.export.check import check_equal_but_for_sizes, check_symbols
-from mhsa_compile.frontend.export.export import export
+from mhsa_compile.frontend.export.export import check_equal_but_for_sizes, check_symbols, export
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
 from mhsa_compile.verification.error_budget import max_error

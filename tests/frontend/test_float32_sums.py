@@ -8,11 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 
-KINDS = {"float16": (TensorProto.FLOAT16, 2e-3), "bfloat16": (TensorProto.BFLOAT16, 1e-2)}
+ALLOWED = {"float16": 2e-3, "bfloat16": 1e-2}
 WIDTH = 3001
 
 
@@ -31,9 +32,9 @@ def _wide(x: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module", params=list(ALLOWED))
 def outputs(request: pytest.FixtureRequest) -> tuple[Any, Any, float]:
-    kind, allowed = KINDS[request.param]
+    allowed = ALLOWED[request.param]
     dtype = np.dtype(getattr(ml_dtypes, request.param, request.param))
     node = helper.make_node
     nodes = [
@@ -48,22 +49,12 @@ def outputs(request: pytest.FixtureRequest) -> tuple[Any, Any, float]:
         node("Pow", ["x", "x"], ["power"]),
         node("Hardmax", ["x"], ["largest"]),
     ]
-    constants = {
-        "last": np.array([-1]),
-        "one": np.array(1),
-        "ones": np.array([1]),
-        "scale": np.ones(WIDTH, dtype),
-    }
+    constants = {"last": [-1], "one": 1, "ones": [1], "scale": np.ones(WIDTH, dtype)}
     x = np.random.default_rng(0).uniform(0.5, 1, (2, WIDTH)).astype(dtype)
     right = _wide(x.astype(np.float64))
-    graph = helper.make_graph(
-        nodes,
-        "sums",
-        [helper.make_tensor_value_info("x", kind, [2, WIDTH])],
-        [helper.make_tensor_value_info(name, kind, list(value.shape)) for name, value in right.items()],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    dims = {name: list(value.shape) for name, value in right.items()}
+    kinds = dict.fromkeys(("x", *dims), request.param)
+    model = model_of(nodes, {"x": [2, WIDTH]}, dims, constants, kinds=kinds, opset=21)
     results = mhsa.load(mhsa.compile(model, without_attention="accept"))(x)
     return dict(zip(right, results, strict=True)), right, allowed
 
@@ -77,18 +68,13 @@ def test_each_sum_is_rounded_once(outputs: tuple[Any, Any, float]) -> None:
 
 def test_elementary_functions_in_vectors() -> None:
     """Of bfloat16, whose rounding reads what it rounds twice."""
-    kind, allowed = KINDS["bfloat16"]
     names = ("Elu", "LogSoftmax", "Softplus")
-    graph = helper.make_graph(
-        [helper.make_node(name, ["x"], [name]) for name in names],
-        "functions",
-        [helper.make_tensor_value_info("x", kind, ["n", 16])],
-        [helper.make_tensor_value_info(name, kind, ["n", 16]) for name in names],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+    nodes = [helper.make_node(name, ["x"], [name]) for name in names]
+    kinds = dict.fromkeys(("x", *names), "bfloat16")
+    model = model_of(nodes, {"x": ["n", 16]}, dict.fromkeys(names, ("n", 16)), kinds=kinds, opset=22)
     x = np.linspace(-3, 3, 64).reshape(4, 16).astype(ml_dtypes.bfloat16)
     results, wide = mhsa.load(mhsa.compile(model, without_attention="accept"))(x), x.astype(np.float64)
     right = [np.where(wide < 0, np.expm1(wide), wide), wide - np.log(np.exp(wide).sum(1, keepdims=True)),
              np.logaddexp(0, wide)]  # fmt: skip
     for result, value in zip(results, right, strict=True):
-        np.testing.assert_allclose(np.asarray(result, np.float64), value, rtol=allowed, atol=1e-3)
+        np.testing.assert_allclose(np.asarray(result, np.float64), value, rtol=ALLOWED["bfloat16"], atol=1e-3)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
@@ -40,20 +41,11 @@ def model(nodes: list[onnx.NodeProto], opset: int = 20) -> onnx.ModelProto:
     dims: dict[str, Any] = {"real": REAL, "complex": COMPLEX, "halves": HALVES, "signal": SIGNAL}
     dims["pair_signal"] = ("B", "L", 2)
     read = {name for node in nodes for name in node.input}
-    kinds = {"halves": TensorProto.FLOAT16, "halves_out": TensorProto.FLOAT16}
-    inputs = [
-        helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), shape)
-        for name, shape in dims.items()
-        if name in read
-    ]
-    outputs = [
-        helper.make_tensor_value_info(node.output[0], kinds.get(node.output[0], TensorProto.FLOAT), None)
-        for node in nodes
-    ]
-    constants = {name: np.array(number, np.int64) for name, number in NUMBERS.items()} | {"window": WINDOW}
-    weights = [numpy_helper.from_array(array, name) for name, array in constants.items() if name in read]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    inputs = {name: shape for name, shape in dims.items() if name in read}
+    outputs = {node.output[0]: None for node in nodes}
+    constants = {name: array for name, array in (NUMBERS | {"window": WINDOW}).items() if name in read}
+    kinds = dict.fromkeys(("halves", "halves_out"), "float16")
+    return model_of(nodes, inputs, outputs, constants, kinds=kinds, opset=opset)
 
 
 def joined(x: Array) -> Array:

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.attention_ops import features
+from support.onnx_models import model_of
 from support.operator_models import model as operator_model
 
 from mhsa_compile.errors import ModelError
@@ -35,11 +36,7 @@ def model(
 ) -> onnx.ModelProto:
     """q (B, H, L, 8), k and v (B, H, S, 8) -> Attention, with a constant mask."""
     shapes = {"q": ["B", H, lengths[0], 8], "k": ["B", H, lengths[1], 8], "v": ["B", H, lengths[1], 8]}
-    inputs = [
-        helper.make_tensor_value_info(name, KINDS[dtype], shape)
-        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
-    ]
-    tensor = [] if mask is None else [numpy_helper.from_array(mask, "mask")]
+    constants = {} if mask is None else {"mask": mask}
     names = ["q", "k", "v", "mask" if mask is not None else ""]
     nodes = []
     if nonpad:
@@ -50,11 +47,10 @@ def model(
             helper.make_node("Expand", ["S", "B"], ["lengths"]),
         ]
     if as_constant_node:
-        nodes.append(helper.make_node("Constant", [], ["mask"], value=tensor.pop()))
+        nodes.append(helper.make_node("Constant", [], ["mask"], value=numpy_helper.from_array(constants.pop("mask"))))
     nodes.append(helper.make_node("Attention", names, ["y"], **(attributes or {})))
-    y = helper.make_tensor_value_info("y", KINDS[dtypes[0]], ["B", H, lengths[0], 8])
-    graph = helper.make_graph(nodes, "g", inputs, [y], tensor)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    kinds = dict(zip("qkv", dtypes, strict=True)) | {"y": dtypes[0]}
+    return model_of(nodes, shapes, {"y": ["B", H, lengths[0], 8]}, constants, kinds=kinds, opset=opset)
 
 
 def attention(source: onnx.ModelProto) -> AttentionOp:
@@ -308,15 +304,11 @@ def test_eight_bits_need_a_linear() -> None:
 def test_a_gemm_with_a_constant_weight_is_a_linear(attributes: dict[str, Any], bias: Any, fused: bool) -> None:
     rng = np.random.default_rng(0)
     shape = (5, 7) if attributes.get("transB") else (7, 5)
-    tensors = [numpy_helper.from_array(rng.random(shape, np.float32), "w")]
-    tensors += [] if bias is None else [numpy_helper.from_array(rng.random(bias, np.float32), "b")]
-    node = helper.make_node("Gemm", ["x", *(tensor.name for tensor in tensors)], ["y"], **attributes)
-    x, y = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
-        for name, dims in (("x", [7, 3] if attributes.get("transA") else ["N", 7]), ("y", [None, 5]))
-    )
-    graph = helper.make_graph([node], "g", [x], [y], tensors)
-    source = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    shapes = {"w": shape} | ({} if bias is None else {"b": bias})
+    arrays = {name: rng.random(dims, np.float32) for name, dims in shapes.items()}
+    node = helper.make_node("Gemm", ["x", *arrays], ["y"], **attributes)
+    dims = [7, 3] if attributes.get("transA") else ["N", 7]
+    source = model_of([node], {"x": dims}, {"y": [None, 5]}, arrays)
     ops = list(import_onnx(source).ops.values())
     if not fused:
         assert ops == []

@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +30,7 @@ import mhsa_compile as mhsa
 from mhsa_compile.errors import MhsaError, ModelError, SpecError
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
 from mhsa_compile.frontend.export.export import export
+from mhsa_compile.frontend.export.torch_layers import slow_path
 from mhsa_compile.spec.outputs import LayerWord, layer_words, split_words
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle.evaluate import oracle
@@ -179,7 +179,7 @@ def of_encoder(model: Any, x: Tensor, hidden: Tensor) -> dict[str, Tensor]:
 
 def exported(model: nn.Module, inputs: dict[str, Tensor], opset: int, path: Path) -> Path:
     """Exports a model by PyTorch's old exporter up to opset 17, else by its new one; batch and length are free."""
-    with warnings.catch_warnings(), fast_path_off():
+    with warnings.catch_warnings(), slow_path():
         warnings.simplefilter("ignore")
         if opset <= 17:
             axes = {name: {0: "B", 1: "L"} for name in (*inputs, "y")}
@@ -196,17 +196,6 @@ def exported(model: nn.Module, inputs: dict[str, Tensor], opset: int, path: Path
         assert program is not None
         program.save(path)
     return path
-
-
-@contextmanager
-def fast_path_off() -> Iterator[None]:
-    """Turns PyTorch's fast path off: what it calls has no ONNX."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def check_all(name: str, model: nn.Module, artifact: mhsa.Artifact) -> None:

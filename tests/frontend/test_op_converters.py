@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from support.onnx_models import model_of
 from torch import Tensor, nn
 from torch.nn import functional
 from tvm import relax
@@ -32,25 +33,21 @@ SLICES = {
     "two axes": (([1, 4], [INT64.max, 6], [-1, 2], None), np.s_[:, :, 4:6, 1:]),
 }
 
+ROTARY = {"x": ("B", 3, 7, 10), "cos": ("B", 7, 5), "sin": ("B", 7, 5)}
+
 
 def test_slices_and_expand() -> None:
     """A tensor is cut and expanded beside a rotary embedding, which is what there is to compile. Its batch is
     symbolic."""
     nodes = [helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"])]
-    value, tensors = helper.make_tensor_value_info, []
-    outputs = [value("y", TensorProto.FLOAT, ("B", 3, 7, 10))]
+    constants = {"sizes": [5, 1, 1, 7, 1]}
     for i, (bounds, _) in enumerate(SLICES.values()):
         names = ["" if bound is None else f"{role}_{i}" for role, bound in zip("seat", bounds, strict=True)]
-        tensors += [numpy_helper.from_array(np.array(b), n) for b, n in zip(bounds, names, strict=True) if n]
+        constants |= {name: bound for name, bound in zip(names, bounds, strict=True) if name}
         nodes.append(helper.make_node("Slice", ["x", *names], [f"part_{i}"]))
-        outputs.append(value(f"part_{i}", TensorProto.FLOAT, None))
     nodes.append(helper.make_node("Expand", ["x", "sizes"], ["expanded"]))
-    tensors.append(numpy_helper.from_array(np.array([5, 1, 1, 7, 1]), "sizes"))
-    outputs.append(value("expanded", TensorProto.FLOAT, None))
-    inputs = [value("x", TensorProto.FLOAT, ("B", 3, 7, 10))]
-    inputs += [value(name, TensorProto.FLOAT, ("B", 7, 5)) for name in ("cos", "sin")]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, tensors)
-    source = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    outputs = {node.output[0]: None for node in nodes} | {"y": ("B", 3, 7, 10)}
+    source = model_of(nodes, ROTARY, outputs, constants)
     x = np.random.default_rng(0).standard_normal((2, 3, 7, 10), np.float32)
     _, *parts, expanded = mhsa.load(mhsa.compile(source))(x, np.ones((2, 7, 5), "f4"), np.zeros((2, 7, 5), "f4"))
     for name, part, (_, index) in zip(SLICES, parts, SLICES.values(), strict=True):
@@ -78,17 +75,13 @@ def test_the_first_and_the_last_of_any_number_broadcast() -> None:
 def agreeing() -> Artifact:
     """A Concat whose dims only a call shows to be equal, as in PP-OCR's recogniser, whose images have any height until
     there is one row left."""
-    value = helper.make_tensor_value_info
     nodes = [
         helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"]),
         helper.make_node("Concat", ["x", "rows"], ["both"], axis=3),
         helper.make_node("Relu", ["both"], ["z"]),
     ]
-    inputs = [value("x", TensorProto.FLOAT, ("B", 3, 7, 10)), value("rows", TensorProto.FLOAT, ("B", 3, "R", 2))]
-    inputs += [value(name, TensorProto.FLOAT, ("B", 7, 5)) for name in ("cos", "sin")]
-    outputs = [value("y", TensorProto.FLOAT, ("B", 3, 7, 10)), value("z", TensorProto.FLOAT, None)]
-    graph = helper.make_graph(nodes, "g", inputs, outputs)
-    return mhsa.compile(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10))
+    inputs = {"x": ("B", 3, 7, 10), "rows": ("B", 3, "R", 2), **ROTARY}
+    return mhsa.compile(model_of(nodes, inputs, {"y": ("B", 3, 7, 10), "z": None}))
 
 
 def test_a_concat_whose_dims_only_a_call_shows_to_be_equal(agreeing: Artifact) -> None:

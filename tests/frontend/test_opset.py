@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from support.onnx_models import model_of
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
@@ -20,13 +21,10 @@ X = np.random.default_rng(0).standard_normal((1, 6, 4, 5)).astype(np.float32)
 
 def model(operator: str, opset: int, weights: Any = (), outputs: int = 1, **said: Any) -> onnx.ModelProto:
     """x (1, 6, 4, 5), and weights, through one node."""
-    tensors = [numpy_helper.from_array(np.asarray(array), f"w{i}") for i, array in enumerate(weights)]
+    constants = {f"w{i}": array for i, array in enumerate(weights)}
     names = [f"y{i}" for i in range(outputs)]
-    node = helper.make_node(operator, ["x", *(tensor.name for tensor in tensors)], names, name="odd", **said)
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, X.shape)
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
-    graph = helper.make_graph([node], "g", [x], values, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    node = helper.make_node(operator, ["x", *constants], names, name="odd", **said)
+    return model_of([node], {"x": X.shape}, dict.fromkeys(names), constants, opset=opset, ir_version=8)
 
 
 def run(file: onnx.ModelProto) -> list[np.ndarray]:

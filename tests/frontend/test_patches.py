@@ -15,7 +15,8 @@ import onnx
 import pytest
 import torch
 import transformers
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from support.onnx_models import model_of
 from torch import nn
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -32,15 +33,15 @@ def model(
     layers: Sequence[tuple[onnx.NodeProto, tuple[int, ...]]], channels: int, sizes: Sequence[int | str], *more: str
 ) -> onnx.ModelProto:
     """x -> convolutions, each with the shape of its weights, and what `more` names between -> rows -> attention."""
-    rng, dtype = np.random.default_rng(len(layers)), TensorProto.FLOAT
-    nodes, weights, value = [], [], "x"
+    rng = np.random.default_rng(len(layers))
+    nodes, constants, value = [], {"flat": np.array([0, WIDTH, -1])}, "x"
     for i, (layer, shape) in enumerate(layers):
         node = onnx.NodeProto()
         node.CopyFrom(layer)
         names = [f"w{i}", f"b{i}"][: 2 if "b" in layer.input else 1]
-        weights.append((names[0], (rng.standard_normal(shape) / np.prod(shape[1:]) ** 0.5).astype("f4")))
+        constants[names[0]] = (rng.standard_normal(shape) / np.prod(shape[1:]) ** 0.5).astype("f4")
         if len(names) > 1:
-            weights.append((names[1], rng.standard_normal(shape[:1]).astype("f4")))
+            constants[names[1]] = rng.standard_normal(shape[:1]).astype("f4")
         del node.input[:], node.output[:]
         node.input.extend([value, *names])
         node.output.append(f"y{i}")
@@ -49,15 +50,10 @@ def model(
         for kind in more:
             nodes.append(helper.make_node(kind, [value], [f"{value}_{kind}"]))
             value = f"{value}_{kind}"
-    constants = [("flat", np.array([0, WIDTH, -1]))]
     nodes.append(helper.make_node("Reshape", [value, "flat"], ["flattened"]))
     nodes.append(helper.make_node("Transpose", ["flattened"], ["rows"], perm=[0, 2, 1]))
     nodes.append(helper.make_node("Attention", ["rows"] * 3, ["y"], q_num_heads=2, kv_num_heads=2))
-    inputs = [helper.make_tensor_value_info("x", dtype, ["B", channels, *sizes])]
-    outputs = [helper.make_tensor_value_info("y", dtype, ["B", None, WIDTH])]
-    tensors = [numpy_helper.from_array(array, name) for name, array in (*weights, *constants)]
-    graph = helper.make_graph(nodes, "convolutions", inputs, outputs, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    return model_of(nodes, {"x": ["B", channels, *sizes]}, {"y": ["B", None, WIDTH]}, constants)
 
 
 def conv(bias: bool = True, **said: object) -> onnx.NodeProto:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 
@@ -37,23 +38,14 @@ def call() -> Any:
         node("Softplus", ["x"], ["softplus"]),
         node("Selu", ["narrow"], ["selu"]),
     ]
-    kinds = dict.fromkeys(("narrow_sums", "elu", "selu", "unit"), TensorProto.FLOAT16)
-    kinds |= dict.fromkeys(("above", "below", "neither", "mask"), TensorProto.BOOL) | {"bits": TensorProto.INT32}
-    outputs = [
-        helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), ["n", 3, 4])
-        for each in nodes
-        for name in each.output
-    ]
-    inputs = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 4]),
-        helper.make_tensor_value_info("narrow", TensorProto.FLOAT16, ["n", 3, 4]),
-        helper.make_tensor_value_info("axis", TensorProto.INT64, []),
-    ]
-    affine = [numpy_helper.from_array(array, name) for name, array in (("ones", np.ones(3, "f4")), ("zeros", ZEROS))]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, affine)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 26)], ir_version=11)
+    kinds = dict.fromkeys(("narrow", "narrow_sums", "elu", "selu", "unit"), "float16")
+    kinds |= dict.fromkeys(("above", "below", "neither", "mask"), "bool") | {"bits": "int32", "axis": "int64"}
+    names = [name for each in nodes for name in each.output]
+    inputs = {"x": ["n", 3, 4], "narrow": ["n", 3, 4], "axis": []}
+    affine = {"ones": np.ones(3, "f4"), "zeros": ZEROS}
+    outputs = dict.fromkeys(names, ("n", 3, 4))
+    model = model_of(nodes, inputs, outputs, affine, kinds=kinds, opset=26, ir_version=11)
     compiled = mhsa.load(mhsa.compile(model, without_attention="accept"))
-    names = [output.name for output in outputs]
     return lambda x, axis: dict(
         zip(names, map(np.asarray, compiled(x, x.astype(np.float16), np.array(axis))), strict=True)
     )

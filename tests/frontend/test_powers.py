@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 
-KINDS = {"int32": TensorProto.INT32, "int64": TensorProto.INT64, "float32": TensorProto.FLOAT}
+KINDS = ("int32", "int64", "float32")
 PAIRS = [(base, exponent) for base in KINDS for exponent in KINDS]
 BASES = np.array([[2], [-3], [7], [1], [-1], [0], [10]])
 EXPONENTS = np.array([[0, 1, 2, 3, 5, 9]])
 
 
 def test_powers_are_of_the_kind_of_the_base() -> None:
-    inputs = [helper.make_tensor_value_info(f"b_{kind}", code, ["n", 1]) for kind, code in KINDS.items()]
-    inputs += [helper.make_tensor_value_info(f"e_{kind}", code, [1, "m"]) for kind, code in KINDS.items()]
+    inputs = {f"b_{kind}": ["n", 1] for kind in KINDS} | {f"e_{kind}": [1, "m"] for kind in KINDS}
     nodes = [helper.make_node("Pow", [f"b_{one}", f"e_{other}"], [f"{one}_{other}"]) for one, other in PAIRS]
-    outputs = [helper.make_tensor_value_info(f"{one}_{other}", KINDS[one], ["n", "m"]) for one, other in PAIRS]
-    graph = helper.make_graph(nodes, "g", inputs, outputs)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    kinds = {name: name[2:] for name in inputs} | {f"{one}_{other}": one for one, other in PAIRS}
+    outputs = {f"{one}_{other}": ["n", "m"] for one, other in PAIRS}
+    model = model_of(nodes, inputs, outputs, kinds=kinds, opset=18, ir_version=9)
     compiled = mhsa.load(mhsa.compile(model, without_attention="accept", check=False))
     feeds = {f"b_{kind}": BASES.astype(kind) for kind in KINDS} | {
         f"e_{kind}": EXPONENTS.astype(kind) for kind in KINDS

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
@@ -64,18 +65,11 @@ KINDS = {"rows": "uint8", "products": "int8", "image": "int8"}
 
 def model(nodes: list[onnx.NodeProto], constants: dict[str, Array]) -> onnx.ModelProto:
     read = {name for node in nodes for name in node.input}
-    inputs = [
-        helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, dims)
-        for name, dims in INPUTS.items()
-        if name in read
-    ]
-    outputs = []
-    for node in nodes:
-        kind = helper.np_dtype_to_tensor_dtype(np.dtype(KINDS.get(node.output[0], "int32")))
-        outputs.append(helper.make_tensor_value_info(node.output[0], kind, None))
-    weights = [numpy_helper.from_array(array, name) for name, array in constants.items() if name in read]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    inputs = {name: dims for name, dims in INPUTS.items() if name in read}
+    outputs = {node.output[0]: None for node in nodes}
+    kinds = dict.fromkeys(inputs, "uint8") | dict.fromkeys(outputs, "int32") | KINDS
+    weights = {name: array for name, array in constants.items() if name in read}
+    return model_of(nodes, inputs, outputs, weights, kinds=kinds, opset=21)
 
 
 def convolved(x: Array, w: Array, pads: list[int], strides: list[int], dilations: list[int], group: int) -> Array:

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
@@ -78,13 +79,11 @@ LINEARS = {  # name -> (nodes, weight, zero, scale, bias, whether x's zero is ta
 }  # fmt: skip
 
 
-def model(nodes: list[onnx.NodeProto], outputs: list[str], kind: int = TensorProto.FLOAT) -> onnx.ModelProto:
+def model(nodes: list[onnx.NodeProto], outputs: list[str], kind: str = "float32") -> onnx.ModelProto:
     read = {name for node in nodes for name in node.input}
-    weights = [numpy_helper.from_array(array, name) for name, array in CONSTANTS.items() if name in read]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", "L", K])
-    results = [helper.make_tensor_value_info(name, kind, None) for name in outputs]
-    graph = helper.make_graph(nodes, "g", [x], results, weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    weights = {name: array for name, array in CONSTANTS.items() if name in read}
+    kinds = dict.fromkeys(outputs, kind)
+    return model_of(nodes, {"x": ["B", "L", K]}, dict.fromkeys(outputs), weights, kinds=kinds, opset=21)
 
 
 def every_form() -> onnx.ModelProto:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from support.onnx_models import model_of
 
 from mhsa_compile.frontend.fusion.row_products import as_row_products
 
@@ -19,12 +20,8 @@ def model(
 ) -> onnx.ModelProto:
     """x ("B", L 5, K) -> the outputs, with a weight "w" (K, N), "t" (N, K), a bias "b" and `arrays`."""
     weights = {"w": (K, N), "t": (N, K), "b": (N,)}
-    named = [(name, RNG.standard_normal(shape).astype(np.float32)) for name, shape in weights.items()]
-    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in (*named, *arrays)]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 5, K])
-    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in outputs.items()]
-    graph = helper.make_graph(nodes, "g", [x], results, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    named = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in weights.items()}
+    return model_of(nodes, {"x": ["B", 5, K]}, outputs, named | dict(arrays))
 
 
 def kinds(source: onnx.ModelProto) -> list[str]:

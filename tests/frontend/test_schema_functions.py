@@ -5,13 +5,13 @@ import onnx
 import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from support import onnx_models
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.passes import schema_functions
-from mhsa_compile.frontend.reading import preview
 from mhsa_compile.frontend.reading.check import check_graph
-from mhsa_compile.frontend.reading.standard import STANDARD
+from mhsa_compile.frontend.reading.standard import PREVIEW, PREVIEW_VERSION, STANDARD
 
 OPERATORS = {
     "LayerNormalization": (["x", "scale"], ["y", "mean", "deviation"], {"axis": 1}),
@@ -31,14 +31,10 @@ ELEMENTS = {
 def model_of(operator: str) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     inputs, outputs, attributes = OPERATORS[operator]
     feeds = {name: ELEMENTS[name] for name in inputs}
-    values = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-        for name, array in feeds.items()
-    ]
-    results = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in outputs]
+    kinds = {name: str(array.dtype) for name, array in feeds.items()}
     node = helper.make_node(operator, inputs, outputs, name="odd", **attributes)
-    graph = helper.make_graph([node], "g", values, results)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10), feeds
+    values = {name: array.shape for name, array in feeds.items()}
+    return onnx_models.model_of([node], values, dict.fromkeys(outputs), kinds=kinds, opset=24), feeds
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -76,17 +72,17 @@ def flex_attention(version: int) -> onnx.ModelProto:
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["B", "H", "L", "S"]) for name in ("p", "doubled")
     )
     body = helper.make_graph([helper.make_node("Add", ["p", "p"], ["doubled"])], "twice", [scores], [doubled])
-    node = helper.make_node("FlexAttention", ["q", "k", "v"], ["y"], domain=preview.DOMAIN, scale=0.5, prob_mod=body)
+    node = helper.make_node("FlexAttention", ["q", "k", "v"], ["y"], domain=PREVIEW, scale=0.5, prob_mod=body)
     inputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 2, 3, 4]) for name in "qkv"]
     output = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 2, 3, 4])
-    imports = [helper.make_opsetid("", 26), helper.make_opsetid(preview.DOMAIN, version)]
+    imports = [helper.make_opsetid("", 26), helper.make_opsetid(PREVIEW, version)]
     return helper.make_model(helper.make_graph([node], "g", inputs, [output]), opset_imports=imports, ir_version=11)
 
 
 def test_flex_attention_of_the_preview() -> None:
     """It is written out, with the graph that it holds."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 3, 4), dtype=np.float32)
-    written = schema_functions.rewrite(flex_attention(preview.VERSION))
+    written = schema_functions.rewrite(flex_attention(PREVIEW_VERSION))
     assert {node.domain for node in written.graph.node} == {""}
     scores = np.exp(q @ k.swapaxes(2, 3) * 0.5)
     expected = 2 * scores / scores.sum(-1, keepdims=True) @ v
@@ -96,6 +92,6 @@ def test_flex_attention_of_the_preview() -> None:
 
 def test_another_version_of_the_preview_is_refused() -> None:
     """Its definition may be another."""
-    model = schema_functions.rewrite(flex_attention(preview.VERSION + 1))
+    model = schema_functions.rewrite(flex_attention(PREVIEW_VERSION + 1))
     with pytest.raises(ModelError, match=r"FlexAttention.*version"):
         check_graph(model)

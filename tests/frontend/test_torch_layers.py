@@ -13,6 +13,7 @@ import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
 from mhsa_compile.frontend.export.export import export
+from mhsa_compile.frontend.export.torch_layers import slow_path
 from mhsa_compile.verification.error_budget import budget, max_error
 
 D, H = 32, 4
@@ -47,14 +48,9 @@ def results(module: nn.Module, inputs: dict[str, np.ndarray], dtype: torch.dtype
     """What the module gives, computed in the words of an encoder layer's slow path."""
     given = {name: torch.from_numpy(array) for name, array in inputs.items()}
     given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            made = module.to(dtype)(**given)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-        module.float()
+    with slow_path(), torch.no_grad():
+        made = module.to(dtype)(**given)
+    module.float()
     return [value.numpy() for value in (made if isinstance(made, tuple) else (made,)) if value is not None]
 
 

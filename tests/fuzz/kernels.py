@@ -35,8 +35,7 @@ from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, LinearOp, Op, SoftmaxStatsOp
-from mhsa_compile.nn import softmax_outputs as inside
-from mhsa_compile.nn.functional import to_numpy, to_torch
+from mhsa_compile.nn.functional import softmax_outputs_of_rows, to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.verification.oracle import softmax_outputs as reference_inside
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
@@ -180,7 +179,7 @@ def _inside_eager(op: AttentionOp, given: Operands, wanted: SoftmaxOutputs) -> d
     """What is wanted, by PyTorch at the dtype."""
     scores, _ = scores_of(op, given, getattr(torch, op.dtype))
     sinks = None if given.sinks is None else to_torch(given.sinks)
-    return {name: to_numpy(tensor) for name, tensor in inside.softmax_outputs_of_rows(scores, sinks, wanted).items()}
+    return {name: to_numpy(tensor) for name, tensor in softmax_outputs_of_rows(scores, sinks, wanted).items()}
 
 
 def _weights_of(keys: np.ndarray, expected: np.ndarray, weights: np.ndarray) -> np.ndarray:

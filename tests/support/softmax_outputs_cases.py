@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, HeadLayout, SoftmaxStatsOp
-from mhsa_compile.nn import softmax_outputs
+from mhsa_compile.nn import functional
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.error_budget import budget, max_error
@@ -96,10 +96,8 @@ def compare(
         # PyTorch's error is that of all rows: that of a few chosen ones says less than the budget takes it for.
         every = replace(which, heads=None, rows=None)
         whole = collect(look, [slice(0, L)], L, S, every)
-        yardstick = {
-            name: to_numpy(t)
-            for name, t in softmax_outputs.softmax_outputs_of_rows(narrow, narrow_sinks, every).items()
-        }
+        arrays = functional.softmax_outputs_of_rows(narrow, narrow_sinks, every)
+        yardstick = {name: to_numpy(tensor) for name, tensor in arrays.items()}
         rows = (B, op.num_heads, L)
         outputs = [np.full(rows, np.nan, np.float32) for _ in "le"]
         outputs += [np.full((*rows, which.top_k), np.nan, np.float32), np.full((*rows, which.top_k), -7, np.int64)]

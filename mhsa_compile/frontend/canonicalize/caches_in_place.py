@@ -6,6 +6,7 @@ the length that it had: a TensorScatter, or a GroupQueryAttention whose past and
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import onnx
 from onnx import helper
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphDim, is_standard, reads
+from mhsa_compile.frontend.onnx_graph import dims_of_type, is_standard, metadata_of, reads
 from mhsa_compile.frontend.reading.microsoft import DOMAIN
 from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 
@@ -22,7 +23,8 @@ from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 def with_caches_in_place(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of the model whose metadata says of each of its caches that a call writes into it. Raises ModelError where
     it has none that a call could."""
-    shapes = {value.name: _dims(value) for value in (*model.graph.input, *model.graph.output)}
+    values = (*model.graph.input, *model.graph.output)
+    shapes = {value.name: dims_of_type(value.type.tensor_type) for value in values}
     inputs, outputs = ({value.name for value in values} for values in (model.graph.input, model.graph.output))
     readers = Counter(name for node in model.graph.node for name in reads(node))
     pairs = {
@@ -34,10 +36,8 @@ def with_caches_in_place(model: onnx.ModelProto) -> onnx.ModelProto:
         expected = "a cache that a call can write into: an input that nobody else reads, and an output of its shape"
         hint = "Give past and present one length in the file: one name, or one number."
         raise ModelError("in_place", expected, "a model without one", hint)
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    metadata = {entry.key: entry.value for entry in result.metadata_props}
-    helper.set_model_props(result, metadata | {IN_PLACE_KEY: json.dumps(pairs)})
+    result = copy.deepcopy(model)
+    helper.set_model_props(result, metadata_of(model) | {IN_PLACE_KEY: json.dumps(pairs)})
     return result
 
 
@@ -48,8 +48,3 @@ def _caches(model: onnx.ModelProto) -> Iterator[tuple[str, str]]:
             yield node.input[0], node.output[0]
         elif node.op_type == "GroupQueryAttention" and node.domain == DOMAIN and len(node.input) > 4:
             yield from zip(node.input[3:5], node.output[1:3], strict=False)
-
-
-def _dims(value: onnx.ValueInfoProto) -> list[GraphDim]:
-    dims = value.type.tensor_type.shape.dim
-    return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]

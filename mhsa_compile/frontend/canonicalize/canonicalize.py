@@ -21,9 +21,9 @@ from onnx import helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend import branch_graphs
-from mhsa_compile.frontend.canonicalize import layer_outputs, stored_blocks
+from mhsa_compile.frontend.canonicalize import stored_blocks
 from mhsa_compile.frontend.canonicalize.decomposed import rewrite as decomposed
-from mhsa_compile.frontend.canonicalize.layers import in_order, is_attention, name_of
+from mhsa_compile.frontend.canonicalize.layer_outputs import in_order, is_attention, name_of, with_outputs
 from mhsa_compile.frontend.canonicalize.microsoft import rewrite as microsoft
 from mhsa_compile.frontend.canonicalize.passes import (
     einsum,
@@ -40,7 +40,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.frontend.detach_weights import Tensors, light, whole
-from mhsa_compile.frontend.onnx_graph import all_nodes
+from mhsa_compile.frontend.onnx_graph import all_nodes, metadata_of, opset_of
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.spec.attention_spec import LIMITS_KEY, ROWS_KEY, SPEC_KEY
 from mhsa_compile.spec.outputs import LayerWord
@@ -68,7 +68,7 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     Raises ModelError where an operator of Microsoft's has no standard form, or an output is asked for that there cannot
     be.
     """
-    if any(entry.key == SPEC_KEY for entry in model.metadata_props):
+    if SPEC_KEY in metadata_of(model):
         if outputs:
             got = f"{', '.join(map(str, outputs))} of a file that was exported from a spec"
             raise ModelError("outputs", "a spec with them, or somebody else's model", got, "Compile the spec instead.")
@@ -78,9 +78,9 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     plain, products = stored_blocks.hidden(packed_weights.rewrite(outside))
     small, tensors = light(plain)
     small = loops.rewrite(small, limits)  # before the opset is raised: that of a Scan's batch is one of its own
-    if opset.opset_of(small) < opset.BOUNDS_AS_INPUTS:
+    if opset_of(small) < opset.BOUNDS_AS_INPUTS:
         small = opset.raised(small, opset.SOFTMAX_OF_ONE_AXIS - 1)
-    if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
+    if opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
         small = propagate_shapes(small, limits)
     small = schema_functions.rewrite(opset.raised(small, max(opset.LEAST, microsoft.least_opset(small))))
     small, blocks, inner = _in_standard_words(small, tensors, limits)
@@ -88,11 +88,11 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     if not (blocks or inner) and not any(node.op_type in _OTHERS for node in all_nodes(small.graph)):
         instead = ", ".join(sorted({node.op_type for node in model.graph.node}))
     layers = in_order(small, blocks)
-    small = layer_outputs.with_outputs(small, layers, outputs)
+    small = with_outputs(small, layers, outputs)
     result = whole(stored_blocks.restored(small, products, tensors), tensors)
     facts = {LIMITS_KEY: limits, ROWS_KEY: _table_rows(small)}
-    metadata = {entry.key: entry.value for entry in result.metadata_props}
-    helper.set_model_props(result, metadata | {key: json.dumps(sizes) for key, sizes in facts.items() if sizes})
+    entries = {key: json.dumps(sizes) for key, sizes in facts.items() if sizes}
+    helper.set_model_props(result, metadata_of(result) | entries)
     return Canonical(result, (*(layer.block for layer in layers), *inner), limits, instead)
 
 
@@ -121,9 +121,9 @@ def _in_standard_words(
 
 def _size_limits(model: onnx.ModelProto) -> dict[str, int]:
     """The largest sizes of the symbols of inputs, as the export found them or was told."""
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
     symbols = {dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim}
-    return {symbol: most for symbol, most in json.loads(metadata.get(LIMITS_KEY, "{}")).items() if symbol in symbols}
+    limits = json.loads(metadata_of(model).get(LIMITS_KEY, "{}"))
+    return {symbol: most for symbol, most in limits.items() if symbol in symbols}
 
 
 def _table_rows(model: onnx.ModelProto) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
-from mhsa_compile.frontend.onnx_graph import GraphView
+from mhsa_compile.frontend.onnx_graph import GraphView, add_import
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.attention_spec import DOMAIN
 
@@ -48,8 +48,7 @@ class Definitions:
         for entry in versions:
             if entry.domain in ("", "ai.onnx"):
                 entry.version = max(entry.version, self._opset)
-        if all(entry.domain != DOMAIN for entry in versions):
-            versions.append(helper.make_opsetid(DOMAIN, 1))
+        add_import(model, DOMAIN)
         least = helper.find_min_ir_version_for(versions, True)
         overloaded = _OVERLOADS if any(function.overload for function in self._functions) else 0
         model.ir_version = max(model.ir_version, least, overloaded)

@@ -1,4 +1,5 @@
-"""Outputs of a graph that say what its attentions do inside: `weights@3` becomes the output `layer3_weights`.
+"""The attentions of a canonical graph by number, in the graph's order: what a user calls layer 3; and outputs that say
+what they do inside: `weights@3` becomes the output `layer3_weights`.
 
 Such an Attention becomes the operator of our domain, which has these outputs, with its definition in standard ones.
 What its heads put out is its Y.
@@ -8,8 +9,9 @@ Notation: B batch, L query length, S key length, H heads, F value head dim.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -17,12 +19,53 @@ from onnx import TensorProto, helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.definitions import Definitions
-from mhsa_compile.frontend.canonicalize.layers import Layer
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
+from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import LayerWord, SoftmaxOutputs, array_names, inside_of
 
 _LISTED = 16  # layers, in a message
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention; `place` is that of its operator among the graph's nodes, None where it was not fused, or where
+    nobody reads what it makes."""
+
+    number: int
+    block: AttentionCoverage
+    place: int | None
+
+    @property
+    def title(self) -> str:
+        """The layer as errors name it, by its number and the name of its attention."""
+        return f"layer {self.number} ({self.block.name!r})"
+
+
+def in_order(model: onnx.ModelProto, blocks: Iterable[AttentionCoverage]) -> list[Layer]:
+    """One layer for each block, as their nodes stand in the graph. An attention has the name of what it was before."""
+    nodes = {i: node for i, node in enumerate(model.graph.node) if is_attention(node) or node.op_type == "Softmax"}
+    behind, entries = len(model.graph.node), []
+    for block in blocks:
+        alike = (p for p, node in nodes.items() if name_of(node) == block.name and is_attention(node) == block.fused)
+        place = next(alike, behind)
+        nodes.pop(place, None)  # names need not be unique
+        entries.append((place, block))
+    entries.sort(key=lambda entry: entry[0])
+    return [
+        Layer(number, block, place if block.fused and place < behind else None)
+        for number, (place, block) in enumerate(entries)
+    ]
+
+
+def is_attention(node: onnx.NodeProto) -> bool:
+    """Whether a node is the standard's Attention or ours."""
+    return node.op_type == "Attention" and node.domain in ("", "ai.onnx", DOMAIN)
+
+
+def name_of(node: onnx.NodeProto) -> str:
+    return str(node.name or node.output[0])
 
 
 def with_outputs(model: onnx.ModelProto, layers: Sequence[Layer], words: Sequence[LayerWord]) -> onnx.ModelProto:
@@ -33,8 +76,7 @@ def with_outputs(model: onnx.ModelProto, layers: Sequence[Layer], words: Sequenc
     by_layer = _by_layer(layers, words)
     if not by_layer:
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = copy.deepcopy(model)
     change = _Change(GraphView(model), result)
     for layer in layers:
         if layer.number in by_layer and layer.place is not None:
@@ -91,7 +133,7 @@ class _Sizes:
     @classmethod
     def of(cls, graph: GraphView, node: onnx.NodeProto) -> _Sizes:
         """The sizes of an Attention node. Raises ModelError where its number of heads is free."""
-        q, k, v = (graph.shape(name) or () for name in node.input[:3])
+        q, k, v = (graph.dims(name) for name in node.input[:3])
         attrs = attributes(node)
         by_rows = len(q) == 3
         heads, width = (attrs.get("q_num_heads") if by_rows else q[1] if q else None), v[-1] if v else None

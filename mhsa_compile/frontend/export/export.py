@@ -20,32 +20,29 @@ from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.detach_weights import contents_as_inputs
-from mhsa_compile.frontend.export.check import (
-    Shape,
-    check_declared,
-    check_equal_but_for_sizes,
-    check_symbols,
-)
 from mhsa_compile.frontend.export.free_dims import Program, cause, freest_model, quiet, requested_freedom, with_names
 from mhsa_compile.frontend.export.module_calls import TensorModule, flatten, with_own_names
-from mhsa_compile.frontend.export.score_functions import sizes_within
 from mhsa_compile.frontend.export.sdpa_translation import TRANSLATIONS
 from mhsa_compile.frontend.export.signatures import (
     IN_PLACE,
     ModuleSignature,
+    Shape,
     check_lengths,
     output_names,
     own_signature,
+    sizes_within,
     with_fixed_dims,
+    zeros_of,
 )
 from mhsa_compile.frontend.export.torch_layers import slow_path
-from mhsa_compile.frontend.onnx_graph import reads
+from mhsa_compile.frontend.onnx_graph import add_import, opset_of, reads
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.mhsa_operator import attention_function
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, opset
 from mhsa_compile.nn.score_features import CONSTANT_MASK
 from mhsa_compile.spec.attention_spec import DOMAIN, IN_PLACE_KEY, LIMITS_KEY, SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
+from mhsa_compile.verification.unseen_sizes import check_unseen_sizes
 
 _LONGEST_CHECK = 512
 _SHORT = {"L": 11, "S": 13}
@@ -181,6 +178,50 @@ def _shapes(signature: ModuleSignature) -> dict[str, Shape]:
     return {name: shape for name, (shape, _) in signature.items()}
 
 
+def check_declared(model: onnx.ModelProto, requested: Mapping[str, Shape]) -> None:
+    """Whether the graph's inputs have the dims that were asked for. Raises ModelError."""
+    declared = {value.name: _dims(value) for value in model.graph.input}
+    for name, shape in requested.items():
+        if declared.get(name) != shape:
+            hint = "The module fixes this size: fix it in dims, or name another symbol in dynamic_shapes."
+            raise ModelError(name, f"dims {shape} after the export", str(declared.get(name)), hint)
+
+
+def check_symbols(model: onnx.ModelProto, module: nn.Module, requested: Mapping[str, Shape]) -> None:
+    """Shows that no dim was specialised: by the declared inputs, and by runs at sizes that the export never saw.
+
+    `requested` is input name -> dims. Raises ModelError.
+    """
+    check_declared(model, requested)
+    symbols = {dim for shape in requested.values() for dim in shape if isinstance(dim, str)}
+    check_unseen_sizes(model, module, symbols, _forward)
+
+
+def _forward(module: nn.Module, tensors: dict[str, Tensor]) -> Any:
+    return module(tensors) if isinstance(module, TensorModule) else module(**tensors)
+
+
+def check_equal_but_for_sizes(model: onnx.ModelProto, other: onnx.ModelProto) -> None:
+    """Shows that two exports of one module differ in nothing but the sizes that were fixed and what is of that size.
+
+    Raises ModelError.
+    """
+    (one, weights), (two, other_weights) = _sizeless(model), _sizeless(other)
+    different = next((a for a, b in zip(one, two, strict=False) if a != b), None)
+    if different is not None or len(one) != len(two) or weights != other_weights:
+        what = "weights or the number of nodes" if different is None else f"{different.op_type} nodes"
+        raise ModelError("module", "a graph that is the same at every length", f"{what} that differ")
+
+
+def _sizeless(model: onnx.ModelProto) -> tuple[list[Any], dict[str, bytes]]:
+    weights = {t.name: t.SerializeToString() for t in model.graph.initializer if t.name != CONSTANT_MASK}
+    return list(model.graph.node), weights
+
+
+def _dims(value: onnx.ValueInfoProto) -> Shape:
+    return tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
+
+
 def _constant_mask(
     module: MultiHeadAttention | ScaledDotProductAttention, signature: ModuleSignature
 ) -> np.ndarray | None:
@@ -191,9 +232,8 @@ def _constant_mask(
     if isinstance(L, str) or isinstance(S, str):
         symbols = " and ".join(dict.fromkeys(dim for dim in (L, S) if isinstance(dim, str)))
         expected = f"fixed lengths, as the spec's {CONSTANT_MASK} is laid out at compile time"
-        raise InputError(
-            "dims", expected, f"{symbols} left symbolic", "State them: --length 1024, or dims={'L': 1024}."
-        )
+        hint = "State them: --length 1024, or dims={'L': 1024}."
+        raise InputError("dims", expected, f"{symbols} left symbolic", hint)
     return module.spec.constant_pairs(L, S)
 
 
@@ -222,16 +262,14 @@ def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
             mhsa_operator.put_in_place(node, inside_of(spec.outputs))
             if not mhsa_operator.has_definition(node):
                 continue
-            standard = next(entry.version for entry in model.opset_import if entry.domain == "")
-            model.functions.append(attention_function(node, standard, bool_mask=not spec.adds_mask))
+            model.functions.append(attention_function(node, opset_of(model), bool_mask=not spec.adds_mask))
     _import_own_operators(model)
 
 
 def _import_own_operators(model: onnx.ModelProto) -> None:
     """States the version of our domain, where the graph has operators of it."""
-    used = any(node.domain == DOMAIN for node in model.graph.node)
-    if used and all(entry.domain != DOMAIN for entry in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    if any(node.domain == DOMAIN for node in model.graph.node):
+        add_import(model, DOMAIN)
 
 
 def _set_mask(model: onnx.ModelProto, mask: np.ndarray) -> None:
@@ -247,16 +285,13 @@ def _run_exporter(
     symbols = list(dict.fromkeys(dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)))
     sizes = {symbol: 3 + 2 * i for i, symbol in enumerate(symbols)}  # torch.export specialises 1, and may equate twins
     axes = {symbol: torch.export.Dim(symbol) for symbol in symbols}
-    examples = {
-        name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
-        for name, (shape, dtype) in signature.items()
-    }
     dynamic = {
         name: {axis: axes[dim] for axis, dim in enumerate(shape) if isinstance(dim, str)}
         for name, (shape, _) in signature.items()
     }
     names = {"input_names": list(signature), "output_names": output_names(module)}
-    return _convert(module, opset_version=opset(module), kwargs=examples, dynamic_shapes=dynamic, **names)
+    inputs: dict[str, Any] = {"kwargs": zeros_of(signature, sizes), "dynamic_shapes": dynamic}
+    return _convert(module, opset_version=opset(module), **inputs, **names)
 
 
 def _write_signs_out(exported: torch.export.ExportedProgram) -> None:

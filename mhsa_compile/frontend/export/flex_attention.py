@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mhsa_compile.errors import ModelError, SpecError
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.nn.score_masks import MOST_PAIRS
-from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, UserFunction, trace, with_named_arguments
+from mhsa_compile.nn.score_functions import MOST_PAIRS
+from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, UserFunction, as_kernels_read, trace, with_named_arguments
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.score_functions import ScoreFunction, TensorKind
 
@@ -224,7 +224,7 @@ def separate_captures(name: str, function: UserFunction) -> tuple[ScoreFunction,
     tensors = []
     for stand_in in used:
         (key,) = (key for key in stand_ins if getattr(module, key) is stand_in)
-        tensors.append(_ready(tracer.captured[key]))
+        tensors.append(as_kernels_read(tracer.captured[key]))
     kinds = (TensorKind(kind.dtype, tuple(_sizes(tensor))) for kind, tensor in zip(steps.tensors, tensors, strict=True))
     return ScoreFunction(steps.steps, tuple(kinds)), tensors
 
@@ -232,15 +232,6 @@ def separate_captures(name: str, function: UserFunction) -> tuple[ScoreFunction,
 def _stand_in(tensor: Tensor) -> Tensor:
     """A tensor of the same kind that nobody is tracing."""
     return torch.zeros([size if isinstance(size, int) else _ANY for size in tensor.shape], dtype=tensor.dtype)
-
-
-def _ready(tensor: Tensor) -> Tensor:
-    """A tensor as the operator takes it: of one axis at least, of a dtype that kernels read."""
-    if tensor.dtype == torch.float64:
-        tensor = tensor.to(torch.float32)
-    elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
-        tensor = tensor.to(torch.int32)
-    return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 def _sizes(tensor: Tensor) -> Iterator[int]:

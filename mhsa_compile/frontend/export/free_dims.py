@@ -24,7 +24,7 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.flex_attention import as_operators
 from mhsa_compile.frontend.export.module_calls import TensorModule
 from mhsa_compile.frontend.export.repeatable import check_repeatable
-from mhsa_compile.frontend.export.signatures import Axis, ModuleSignature, guess_symbols, with_fixed_dims
+from mhsa_compile.frontend.export.signatures import Axis, ModuleSignature, guess_symbols, with_fixed_dims, zeros_of
 from mhsa_compile.frontend.export.torch_layers import plain_layers
 
 LEAST = 2
@@ -66,22 +66,17 @@ class Freedom:
         for axis, symbol in self.symbols.items():
             if symbol not in sizes:
                 unavailable = {0, 1, *sizes.values()}
-                size = self.sizes[axis]
-                sizes[symbol] = (
-                    size if size not in unavailable else next(n for n in range(3, 99) if n not in unavailable)
-                )
+                sizes[symbol] = next(n for n in (self.sizes[axis], *range(3, 99)) if n not in unavailable)
         return sizes
 
     def replace_symbols(self, symbols: Mapping[Axis, str], most: Mapping[str, int]) -> Freedom:
         """The same freedom with these symbols; axes that have none are fixed at the examples' sizes."""
+
+        def dim_of(axis: Axis, dim: int | str) -> int | str:
+            return symbols.get(axis, self.sizes[axis] if isinstance(dim, str) else dim)
+
         signature: ModuleSignature = {
-            name: (
-                tuple(
-                    symbols.get((name, axis), self.sizes[name, axis] if isinstance(dim, str) else dim)
-                    for axis, dim in enumerate(shape)
-                ),
-                dtype,
-            )
+            name: (tuple(dim_of((name, i), dim) for i, dim in enumerate(shape)), dtype)
             for name, (shape, dtype) in self.signature.items()
         }
         return replace(self, signature=signature, most={s: most[s] for s in symbols.values() if s in most})
@@ -232,20 +227,10 @@ def trace(wrapper: TensorModule, request: Freedom) -> Program:
 
     Raises ModelError.
     """
-    sizes = request.sizes_to_export_at()
-    shapes = {name: shape for name, (shape, _) in request.signature.items()}
-    examples = {
-        name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
-        for name, (shape, dtype) in request.signature.items()
-    }
-    hints = {
-        name: {
-            i: Dim.AUTO if dim in request.optional else Dim.DYNAMIC
-            for i, dim in enumerate(shape)
-            if isinstance(dim, str)
-        }
-        for name, shape in shapes.items()
-    }
+    examples = zeros_of(request.signature, request.sizes_to_export_at())
+    hints: dict[str, dict[int, Any]] = {name: {} for name in request.signature}
+    for (name, axis), symbol in request.symbols.items():
+        hints[name][axis] = Dim.AUTO if symbol in request.optional else Dim.DYNAMIC
     outputs = wrapper.output_names(examples)
     options: dict[str, Any] = {"kwargs": {"inputs": examples}, "dynamic_shapes": {"inputs": hints}}
     try:
@@ -264,11 +249,8 @@ def trace(wrapper: TensorModule, request: Freedom) -> Program:
 
 def _symbols_of(exported_program: torch.export.ExportedProgram, request: Freedom) -> tuple[Freedom, dict[str, str]]:
     """What was left free, under our symbols; and what torch.export calls these."""
-    (_, arguments), input_nodes = (
-        exported_program.call_spec.in_spec.children(),
-        exported_program.graph_signature.user_inputs,
-    )
-    (by_name,) = arguments.children()
+    _, arguments = exported_program.call_spec.in_spec.children()
+    (by_name,), input_nodes = arguments.children(), exported_program.graph_signature.user_inputs
     nodes = {node.name: node for node in exported_program.graph.nodes}
     shapes = {name: nodes[node].meta["val"].shape for name, node in zip(by_name.context, input_nodes, strict=True)}
     theirs = {axis: getattr(getattr(shapes[axis[0]][axis[1]], "node", None), "expr", None) for axis in request.symbols}
@@ -284,10 +266,8 @@ def _symbols_of(exported_program: torch.export.ExportedProgram, request: Freedom
             continue
         symbols[axis] = ours.setdefault(dim, symbol)
         if symbol in request.user_symbols and symbols[axis] != symbol:
-            hint = "Give them one name."
-            raise ModelError(
-                "module", f"dims {symbols[axis]!r} and {symbol!r} that may differ", "equal ones, always", hint
-            )
+            expected = f"dims {symbols[axis]!r} and {symbol!r} that may differ"
+            raise ModelError("module", expected, "equal ones, always", "Give them one name.")
         upper = exported_program.range_constraints[dim].upper
         if upper.is_Integer:
             most[symbols[axis]] = min(int(upper), most.get(symbols[axis], int(upper)))

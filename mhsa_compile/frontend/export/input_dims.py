@@ -7,6 +7,7 @@ difference. So a name is kept where it is one, or where it is an expression of t
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,14 +32,13 @@ def check_dims(dims: Mapping[str, int] | None) -> None:
 
 
 def with_symbols(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with a name for every dim of an input that has no size: its own, or one that is made. Raises ModelError
-    for a size that is none."""
+    """The model of `with_named_dims`, changed in place so that all stages read its names alike. Raises ModelError for a
+    size that is none."""
     for value in model.graph.input:
         for axis, dim in enumerate(dims_of(value)):
             if dim.HasField("dim_value") and not 0 <= dim.dim_value <= LARGEST:
                 expected = f"a size from 0 to {LARGEST}, or a name for any"
                 raise ModelError(f"input {value.name!r}, axis {axis}", expected, str(dim.dim_value))
-    model = with_named_dims(model)
     new_names = _new_names({dim.dim_param for value in model.graph.input for dim in dims_of(value) if dim.dim_param})
     if new_names:
         del model.graph.value_info[:]  # shapes in between are inferred again
@@ -51,13 +51,12 @@ def with_symbols(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def with_named_dims(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which every dim of an input that has neither a size nor a name has one: "x_0" and the like."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    for value in copy.graph.input:
+    result = copy.deepcopy(model)
+    for value in result.graph.input:
         for axis, dim in enumerate(dims_of(value)):
             if dim.WhichOneof("value") is None or (dim.dim_param == "" and not dim.HasField("dim_value")):
                 dim.dim_param = f"{value.name}_{axis}"
-    return copy
+    return result
 
 
 def dims_of(value: onnx.ValueInfoProto) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import branches
+from mhsa_compile.frontend.branch_graphs import rename
 
 _PAIR, _HALVES = "position_embeddings", ("cos", "sin")
 _PREFIX = "module."
@@ -79,22 +79,10 @@ def with_own_names(model: onnx.ModelProto) -> onnx.ModelProto:
     names = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
     own = {tensor.name: tensor.name.removeprefix(_PREFIX) for tensor in graph.initializer}
     short_names = {name: short for name, short in own.items() if short not in names}
-    for value in (*graph.initializer, *graph.value_info, *graph.output):
+    for value in (*graph.initializer, *graph.value_info):
         value.name = short_names.get(value.name, value.name)
-    for node in graph.node:
-        _rename_reads(node, short_names)
+    rename(graph, short_names)
     return model
-
-
-def _rename_reads(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
-    """Renames what a node reads, the bodies of its subgraphs included."""
-    for i, name in enumerate(node.input):
-        node.input[i] = renamed.get(name, name)
-    for graph in branches(node):
-        for value in graph.output:
-            value.name = renamed.get(value.name, value.name)
-        for inner in graph.node:
-            _rename_reads(inner, renamed)
 
 
 def _is_attention_of_transformers(module: nn.Module) -> bool:
@@ -116,6 +104,5 @@ def _tensors_by_name(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors_by_name(f"{whole}_{key}".lstrip("_"), item)
     elif value is not None:
         hint = "Have the module return tensors; a cache of keys and values is switched off by config.use_cache = False."
-        raise ModelError(
-            "module", "results that are tensors, or tuples and dicts of them", f"{type(value).__name__} {name!r}", hint
-        )
+        expected = "results that are tensors, or tuples and dicts of them"
+        raise ModelError("module", expected, f"{type(value).__name__} {name!r}", hint)

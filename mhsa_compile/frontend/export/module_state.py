@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -41,11 +39,9 @@ def _alike(layer: nn.Module, new: nn.Module) -> bool:
         return False
     if any(state[name] != value for name, value in expected.items() if name not in _OWN):
         return False
-    return all(_tensors_alike(state[name], expected[name]) for name in ("_parameters", "_buffers"))
-
-
-def _tensors_alike(tensors: Mapping[str, Tensor | None], new: Mapping[str, Tensor | None]) -> bool:
-    return tensors.keys() == new.keys() and all(_tensor_alike(tensors[name], new[name]) for name in tensors)
+    tensors, new_tensors = ({**one["_parameters"], **one["_buffers"]} for one in (state, expected))
+    same_names = all(state[kind].keys() == expected[kind].keys() for kind in ("_parameters", "_buffers"))
+    return same_names and all(_tensor_alike(tensors[name], new_tensors[name]) for name in tensors)
 
 
 def _tensor_alike(tensor: Tensor | None, new: Tensor | None) -> bool:

@@ -76,10 +76,8 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def _title(node: fx.Node) -> str:
     operator: Any = node.target
-    arguments = {
-        name: value for name, value in _arguments(node).items() if name in ("p", "dropout_p", "train", "training")
-    }
-    text = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    arguments, names = _arguments(node), ("p", "dropout_p", "train", "training")
+    text = ", ".join(f"{name}={value}" for name, value in arguments.items() if name in names)
     return f"{operator.overloadpacket.__name__}({text})" if text else operator.overloadpacket.__name__
 
 

@@ -32,33 +32,21 @@ def scaled_dot_product_attention(
 
     The export is of a module at inference: nothing is dropped. Raises ValueError for what Attention has no words for.
     """
-    ranks = {len(tensor.shape) for tensor in (query, key, value)}
+    ranks, axis = {len(tensor.shape) for tensor in (query, key, value)}, op.Constant(value_ints=[1])
     if ranks == {3}:
-        axis = op.Constant(value_ints=[1])
         if attn_mask is not None and len(attn_mask.shape) == 3:
             attn_mask = op.Unsqueeze(attn_mask, axis)
         query, key, value = (op.Unsqueeze(tensor, axis) for tensor in (query, key, value))
-        return op.Squeeze(_attention(query, key, value, attn_mask, is_causal, scale), axis)
-    if ranks != {4}:
+    elif ranks != {4}:
         raise ValueError(f"queries, keys and values of {', '.join(map(str, sorted(ranks)))} axes")
-    heads = [tensor.shape[1] for tensor in (query, key, value)]
-    if heads[1] != heads[2] or not all(isinstance(count, int) for count in heads) or heads[0] % heads[1]:
-        raise ValueError("queries, keys and values of {}, {} and {} heads".format(*heads))
-    if heads[1] not in (1, heads[0]) and not enable_gqa:
-        raise ValueError(f"{heads[0]} heads of queries and {heads[1]} of keys without enable_gqa")
-    return _attention(query, key, value, attn_mask, is_causal, scale)
-
-
-def _attention(
-    query: GraphValue,
-    key: GraphValue,
-    value: GraphValue,
-    attn_mask: GraphValue | None,
-    is_causal: bool,
-    scale: float | None,
-) -> GraphValue:
+    else:
+        heads = [tensor.shape[1] for tensor in (query, key, value)]
+        if heads[1] != heads[2] or not all(isinstance(count, int) for count in heads) or heads[0] % heads[1]:
+            raise ValueError("queries, keys and values of {}, {} and {} heads".format(*heads))
+        if heads[1] not in (1, heads[0]) and not enable_gqa:
+            raise ValueError(f"{heads[0]} heads of queries and {heads[1]} of keys without enable_gqa")
     y, *_ = op.Attention(query, key, value, attn_mask, is_causal=int(is_causal), scale=scale)
-    return y
+    return op.Squeeze(y, axis) if ranks == {3} else y
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.errors import InputError
-from mhsa_compile.frontend.export.check import Shape
+from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
 
+Shape = tuple[int | str, ...]
 ModuleSignature = dict[str, tuple[Shape, torch.dtype]]
 """Input name -> (dims, dtype); a dim is a size or the name of a symbol."""
 
@@ -54,6 +54,14 @@ def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Mod
     return signature
 
 
+def zeros_of(signature: ModuleSignature, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Tensors of a signature, its symbols of these sizes."""
+    return {
+        name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
+        for name, (shape, dtype) in signature.items()
+    }
+
+
 def check_lengths(spec: AttentionSpec, dims: Mapping[str, int | None]) -> None:
     """Whether what is fixed fits the spec's positions and one another. Raises InputError."""
     L, C = dims.get("L"), dims.get("C") if spec.kv_cache else None
@@ -63,6 +71,30 @@ def check_lengths(spec: AttentionSpec, dims: Mapping[str, int | None]) -> None:
         if spec.rope is not None and size is not None and size > spec.rope.max_length:
             expected = f"{name} of at most the spec's rope.max_length = {spec.rope.max_length}"
             raise InputError("dims", expected, str(size), "Raise max_length.")
+
+
+def sizes_within(spec: AttentionSpec, sizes: Mapping[str, int | str]) -> dict[str, int]:
+    """Symbol -> the largest size that tensors allow which a function reads by a place itself, such as doc[q_idx].
+
+    sizes   of b, q_idx and kv_idx, fixed or by name. Raises SpecError where a fixed one is too large.
+    """
+    limits: dict[str, int] = {}
+    for name, function in spec.functions.items():
+        for step in function.steps:
+            if step.op != "load":
+                continue
+            kind = function.tensors[int(step.value)]
+            for arg, most in zip(step.args, kind.shape, strict=True):
+                leaf = function.steps[arg].op
+                size = spec.num_heads if leaf == "h" else sizes.get(leaf, 0)
+                if spec.kv_cache and leaf != "h":  # a cache may be longer than what is visible of it
+                    continue
+                if isinstance(size, str):
+                    limits[size] = min(most, limits.get(size, most))
+                elif size > most:
+                    got = f"one of {most}, read by {leaf}"
+                    raise SpecError(name, f"a captured tensor of at least {size} elements", got)
+    return limits
 
 
 def output_names(module: nn.Module) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements
 from mhsa_compile.frontend.export.input_dims import check_dims, dims_of, with_named_dims, with_symbols
+from mhsa_compile.frontend.onnx_graph import metadata_of
 from mhsa_compile.frontend.reading.check import check_domains, check_file, check_operands
 from mhsa_compile.frontend.reading.contradictions import check_shapes
 from mhsa_compile.frontend.reading.dialect import in_one_dialect
@@ -48,11 +50,13 @@ def read_source(
         raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
     if isinstance(source, str | Path | onnx.ModelProto):
         original, model = _read(source)
-        model = with_symbols(fix_dims(with_named_dims(_checked_model(model)), dims))
+        model = inline(model)
+        check_file(model)
+        model = with_symbols(fix_dims(with_named_dims(model), dims))
         check_operands(model)
     else:
         original = model = _export(source, dims, example_inputs, dynamic_shapes)
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    metadata = metadata_of(model)
     return Source(model, AttentionSpec.from_json(metadata[SPEC_KEY]) if SPEC_KEY in metadata else None, original)
 
 
@@ -64,13 +68,6 @@ def _read(source: str | Path | onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.M
         return source, model
     original = _load(Path(source))
     return original, _checked_file(Path(source), original)
-
-
-def _checked_model(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A checked model without functions of its own. Raises ModelError for an operator that nobody here knows."""
-    model = inline(model)
-    check_file(model)
-    return model
 
 
 def _export(
@@ -186,11 +183,10 @@ def _with_ranks(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with a shape of every output, which the checker alone wants, as it follows from the graph."""
     if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    for value in copy.graph.output:
+    result = copy.deepcopy(model)
+    for value in result.graph.output:
         value.type.tensor_type.shape.SetInParent()
-    return copy
+    return result
 
 
 def symbols_of(path: Path) -> set[str]:
@@ -215,16 +211,14 @@ def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.Mod
     """The model with the named symbols fixed. Raises InputError for a symbol that no input has."""
     if not dims:
         return model
-    fixed = onnx.ModelProto()
-    fixed.CopyFrom(model)
+    fixed = copy.deepcopy(model)
     del fixed.graph.value_info[:]  # shapes in between are inferred again
     values = [*fixed.graph.input, *fixed.graph.output]
     symbols = {d.dim_param for value in values for d in dims_of(value) if d.dim_param}
     for symbol in dims:
         if symbol not in symbols:
-            raise InputError(
-                "dims", f"a symbol of the model: {', '.join(sorted(symbols)) or 'it has none'}", repr(symbol)
-            )
+            expected = f"a symbol of the model: {', '.join(sorted(symbols)) or 'it has none'}"
+            raise InputError("dims", expected, repr(symbol))
     for value in values:
         for dim in dims_of(value):
             if dim.dim_param in dims:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mhsa_compile.conversion.from_torch import one_mask
+
 
 @contextmanager
 def plain_layers(module: nn.Module) -> Iterator[None]:
@@ -24,9 +26,8 @@ def plain_layers(module: nn.Module) -> Iterator[None]:
 
     One that somebody gave a forward of its own keeps that.
     """
-    layers = [
-        layer for layer in module.modules() if type(layer) is nn.MultiheadAttention and "forward" not in vars(layer)
-    ]
+    layers = [layer for layer in module.modules() if type(layer) is nn.MultiheadAttention]
+    layers = [layer for layer in layers if "forward" not in vars(layer)]
     for layer in layers:
         vars(layer)["forward"] = MethodType(_forward, layer)
     try:
@@ -114,18 +115,7 @@ def _one_mask(
         masks.append(key_padding_mask[:, None, None, :])
     if added:
         masks = [F.pad(mask, (0, added)) for mask in masks]
-    if not masks:
-        return None
-    if all(mask.dtype == torch.bool for mask in masks):
-        visible = [mask.logical_not() for mask in masks]
-        return visible[0] if len(visible) == 1 else visible[0] & visible[1]
-    both = [_additive(mask, q.dtype) for mask in masks]
-    return both[0] if len(both) == 1 else both[0] + both[1]
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added, of one that may be boolean, in which True is hidden."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+    return one_mask(masks, q.dtype)
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 
-from mhsa_compile.frontend.fusion import attention_node
+from mhsa_compile.frontend.fusion.attention_node import LENGTHS, MASK, AttentionNode
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
-from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, split_rows
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
+from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, metadata_of
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 from mhsa_compile.kernels.scores.order import STEPS
 from mhsa_compile.spec.attention_spec import SPEC_KEY
@@ -23,22 +23,16 @@ from mhsa_compile.spec.score_functions import ScoreFunction
 LOWEST = float(np.finfo(np.float32).min)
 
 
-class AttentionPattern:
-    """One Attention node, checked, with the views around it. Raises ModelError."""
+class AttentionPattern(AttentionNode):
+    """One Attention node with the views around it."""
 
     def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
-        self.graph, self.node = graph, node
-        self.attention = attention = attention_node.read(graph, node)
-        self.absorbed: list[onnx.NodeProto] = []
-        query_heads, key_heads = attention.heads or (None, None)
-        self.operands = [
-            self._operand(name, heads)
-            for name, heads in ((attention.q, query_heads), (attention.k, key_heads), (attention.v, key_heads))
-        ]
+        super().__init__(graph, node)
+        heads = (None,) * 3 if self.heads is None else (self.heads[0], self.heads[1], self.heads[1])
+        self.operands = [self._operand(self.names[role], count) for role, count in zip("QKV", heads, strict=True)]
         self.lengths, self.alignment = self._find_lengths()
         self.output, self.output_layout = self._find_output()
         self.pairs = self._constant_pairs()
-        self.words, self.roles = dict(attention.words), dict(attention.roles)
         for kind in STEPS:
             if kind.foreseeable and (pairs := self._foreseen(kind)) is not None:
                 self.pairs = pairs if self.pairs is None else self.pairs & pairs
@@ -47,38 +41,31 @@ class AttentionPattern:
         self.mask, self.key_mask = ("", False) if self.pairs is not None else self._find_mask()
         if self.pairs is not None and self.pairs.all():
             self.pairs = None  # what hides nothing is no mask: the one row of a causal one that a step needs
-        self.right = attention.right
         if self._is_causal():
             self.pairs, self.right = None, 0
 
     @property
-    def _is_ours(self) -> bool:
-        """Whether the graph was exported from a module of this library, whose masks broadcast in every axis; the
-        runtime sees to the last."""
-        return any(entry.key == SPEC_KEY for entry in self.graph.model.metadata_props)
-
-    @property
     def _pads_mask(self) -> bool:
-        """Whether a mask over fewer keys than there are hides the rest: opset 24 says so, before it was an error."""
-        return self.graph.opset >= 24 and not self._is_ours
+        """Whether a mask over fewer keys than there are hides the rest: opset 24 says so, before it was an error.
+
+        Masks of a graph that was exported from a module of this library broadcast in every axis; the runtime sees to
+        the last.
+        """
+        return self.graph.opset >= 24 and SPEC_KEY not in metadata_of(self.graph.model)
 
     def _operand(self, name: str, stated_heads: int | None) -> Operand:
         """Where an operand's heads lie: in the input itself, or before the Reshape and Transpose that split them."""
-        shape = self.graph.shape(name) or ()
+        shape = self.graph.dims(name)
         if stated_heads is not None:
             width = _fixed(shape[2])
             return Operand(name, "rows", stated_heads, width // stated_heads, width=width)
         heads, head_dim = _fixed(shape[1]), _fixed(shape[3])
-        split = split_rows(self.graph, name, [self.node])
-        if split is not None:
-            self.absorbed += split[1]
-            return split[0]
-        return Operand(name, "heads", heads, head_dim)
+        return self.split_rows(name) or Operand(name, "heads", heads, head_dim)
 
     def _find_output(self) -> tuple[str, Literal["rows", "heads"]]:
         """The value to write: Y itself, or what the Transpose and Reshape that join the heads again make of it."""
         y = self.node.output[0]
-        if self.attention.heads is not None:
+        if self.heads is not None:
             return y, "rows"
         transpose = self.graph.only_consumer(y, "Transpose")
         if transpose is not None and attributes(transpose).get("perm") == [0, 2, 1, 3]:
@@ -93,16 +80,16 @@ class AttentionPattern:
 
     def _find_lengths(self) -> tuple[str, Literal["top_left", "bottom_right"]]:
         """(the tensor of the keys' numbers, how queries and keys are aligned); no tensor where all keys count."""
-        if not (name := self.attention.lengths):
+        if not (name := self.names[LENGTHS]):
             return "", "top_left"
         expand = self.graph.producer(name, "Expand")
         shape = None if expand is None else self.graph.producer(expand.input[0], "Shape")
-        if expand is None or shape is None or self.attention.keys is None:
+        if expand is None or shape is None or self.keys is None:
             return name, "bottom_right"
-        attrs, measured = attributes(shape), self.graph.shape(shape.input[0]) or ()
+        attrs, measured = attributes(shape), self.graph.dims(shape.input[0])
         start, end = attrs.get("start", 0), attrs.get("end")
         one_axis = isinstance(start, int) and end == start + 1 and start < len(measured)
-        if not one_axis or measured[start] != self.attention.keys:
+        if not one_axis or measured[start] != self.keys:
             return name, "bottom_right"
         readers = self.graph.consumers(name)
         if len(readers) == 1 and readers[0] is self.node and name not in self.graph.outputs:
@@ -116,8 +103,8 @@ class AttentionPattern:
 
         What stands for -inf does so where every query sees a key; in a row of nothing else it is a number.
         """
-        mask = self.graph.constant(self.attention.mask) if self.attention.mask else None
-        L, S = self.attention.query_length, self.attention.keys
+        mask = self.graph.constant(self.names[MASK])
+        L, S = self.query_length, self.keys
         if mask is None or mask.ndim > 4 or not isinstance(L, int) or not isinstance(S, int):
             return None
         if mask.dtype != np.bool_:
@@ -133,76 +120,72 @@ class AttentionPattern:
             visible = np.pad(visible, [(0, 0), (0, 0), (0, max(0, S - visible.shape[-1]))])
         full = (self.operands[0].heads, L, S)
         if any(size not in (1, whole) for size, whole in zip(visible.shape, full, strict=True)):
-            raise self.attention.refusal(f"an {attention_node.MASK} that broadcasts to {(1, *full)}", str(mask.shape))
+            raise self.refusal(f"an {MASK} that broadcasts to {(1, *full)}", mask.shape)
         return np.broadcast_to(visible, (len(visible), L, S))
 
     def _foreseen(self, kind: type[ScoreStep]) -> np.ndarray[Any, Any] | None:
         """What a function of places says of every pair, bool (1 or H, L, S), where all that it asks for is known."""
-        attention = self.attention
-        L, S = attention.query_length, attention.keys
-        arrays = [self.graph.constant(name) for name in attention.roles.get(kind.role, ())]
-        of_call = self.lengths or (attention.mask and self.pairs is None)
+        L, S = self.query_length, self.keys
+        arrays = [self.graph.constant(name) for name in self.roles.get(kind.role, ())]
+        of_call = self.lengths or (self.names[MASK] and self.pairs is None)
         known = [array for array in arrays if array is not None]
         unknown = of_call or len(known) < len(arrays)
-        if kind.attribute not in attention.words or unknown or not isinstance(L, int) or not isinstance(S, int):
+        if kind.attribute not in self.words or unknown or not isinstance(L, int) or not isinstance(S, int):
             return None
-        from mhsa_compile.nn.score_masks import fixed_mask  # PyTorch is needed here only
+        from mhsa_compile.nn.score_functions import fixed_mask  # PyTorch is needed here only
 
-        function = ScoreFunction.from_json(kind.attribute, str(attention.words[kind.attribute]))
+        function = ScoreFunction.from_json(kind.attribute, str(self.words[kind.attribute]))
         offset = S - L if self.alignment == "bottom_right" else 0
         return fixed_mask(kind.attribute, function, known, heads=self.operands[0].heads, L=L, S=S, offset=offset)
 
     def _step_tensors(self) -> dict[str, tuple[str, ...]]:
         """The tensors of the steps of scores; those that are looked through come first."""
-        first = {attention_node.MASK: (self.mask,), attention_node.LENGTHS: (self.lengths,)}
+        first = {MASK: (self.mask,), LENGTHS: (self.lengths,)}
         return first | {role: names for role, names in self.roles.items() if role not in first}
 
     def _is_causal(self) -> bool:
         """Whether the constant mask says no more than is_causal would."""
-        attention, mask = self.attention, self.pairs
-        if mask is None or attention.past or attention.lengths or (attention.left, attention.right) != (-1, -1):
+        if self.pairs is None or self.past or self.names[LENGTHS] or (self.left, self.right) != (-1, -1):
             return False
-        _, L, S = mask.shape
-        return bool((mask == causal(L, S, self.alignment)).all())
+        _, L, S = self.pairs.shape
+        return bool((self.pairs == causal(L, S, self.alignment)).all())
 
     def _find_mask(self) -> tuple[str, bool]:
         """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""
-        name = self.attention.mask
+        name = self.names[MASK]
         shape = self.graph.shape(name) if name else ()
         if name and (shape is None or not 1 <= len(shape) <= 4):
-            raise self.attention.refusal(f"{attention_node.MASK} of known rank 1 to 4", str(shape))
+            raise self.refusal(f"{MASK} of known rank 1 to 4", shape)
         if shape:
             self._refuse_contradictions(shape)
-        whole = shape and (shape[-1] == self.attention.keys is not None or not self._pads_mask)
+        whole = shape and (shape[-1] == self.keys is not None or not self._pads_mask)
         if whole and shape is not None and len(shape) == 4 and shape[1:3] == (1, 1):
             base = name
             while (unsqueeze := self.graph.producer(base, "Unsqueeze")) is not None:
                 base = unsqueeze.input[0]
-            if len(self.graph.shape(base) or ()) == 2:
+            if len(self.graph.dims(base)) == 2:
                 return base, True
         return name, False
 
     def _refuse_contradictions(self, shape: tuple[GraphDim, ...]) -> None:
         """Refuses a mask with fixed sizes that do not broadcast to (B, H, L, S)."""
-        batch = (self.graph.shape(self.attention.q) or (None,))[0]
-        full = (batch, self.operands[0].heads, self.attention.query_length, self.attention.keys)
+        batch = (self._shape("Q") or (None,))[0]
+        full = (batch, self.operands[0].heads, self.query_length, self.keys)
         for axis, (size, whole) in enumerate(zip(reversed(shape), reversed(full), strict=False)):
             if not isinstance(size, int) or not isinstance(whole, int) or size in (1, whole):
                 continue
             if not (self._pads_mask and axis == 0 and size < whole):
                 shape_of_scores = f"({', '.join(str(dim or '?') for dim in full)})"
-                raise self.attention.refusal(
-                    f"an {attention_node.MASK} that broadcasts to {shape_of_scores}", str(shape)
-                )
+                raise self.refusal(f"an {MASK} that broadcasts to {shape_of_scores}", shape)
 
     def fused_node(self) -> onnx.NodeProto:
-        attention, (q, k, v) = self.attention, self.operands
-        past_key, past_value = attention.past or ("", "")
+        q, k, v = self.operands
+        past_key, past_value = self.past or ("", "")
         roles = {role: names for role, names in self._step_tensors().items() if any(names)}
         others = (*(name for names in roles.values() for name in names), past_key, past_value)
         names = dict.fromkeys((q.source, k.source, v.source, *filter(None, others)))
         inputs = {name: number for number, name in enumerate(names)}
-        outputs = {**attention.outputs, "y": self.output}
+        outputs = {**self.outputs, "y": self.output}
         fused = FusedAttention(
             num_heads=q.heads,
             num_kv_heads=v.heads,
@@ -213,19 +196,19 @@ class AttentionPattern:
             value=v.as_input(inputs[v.source]),
             output_layout=self.output_layout,
             gives=tuple(outputs),
-            softmax_outputs=attention.softmax_outputs,
-            left=attention.left,
+            softmax_outputs=self.softmax_outputs,
+            left=self.left,
             right=self.right,
             alignment=self.alignment,
-            softmax=attention.softmax,
-            stage=attention.stage,
+            softmax=self.softmax,
+            stage=self.stage,
             key_mask=self.key_mask,
             pads_mask=self._pads_mask,
             words=self.words,
             roles={role: tuple(inputs[name] for name in names) for role, names in roles.items()},
             past_key=inputs.get(past_key),
             past_value=inputs.get(past_value),
-            scale=attention.scale,
+            scale=self.scale,
             pairs=self.pairs,
         )
         return fused.to_node(self.node, list(inputs), list(outputs.values()))

@@ -16,7 +16,7 @@ import onnx
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, add_import, attributes
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.checks import DTYPES
 
@@ -52,7 +52,7 @@ class _Rewriting:
         result = self.rewriter.finished()
         if result is self.rewriter.model:
             return result
-        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))  # else nobody infers the shapes behind ours
+        add_import(result, DOMAIN)  # else nobody infers the shapes behind ours
         return without_aliases(result)
 
     def _move(self, node: onnx.NodeProto, source: str, perm: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class _Rewriting:
             return
         x, weight, *bias = node.input
         rank = len(patches.kernel) + 2
-        first, dims = _channels_first(rank), list(self.graph.shape(weight) or ())
+        first, dims = _channels_first(rank), list(self.graph.dims(weight))
         before = self.graph.producer(x, "Transpose")
         if x in self.moved and self.moved[x][1] == first:
             x = self.moved[x][0]
@@ -138,7 +138,7 @@ def _channels_first(rank: int) -> tuple[int, ...]:
 def _patches(graph: GraphView, node: onnx.NodeProto) -> FusedPatches | None:
     """What the rows of a convolution are, as read from rows; None where it stays as it is."""
     x, weight, *bias = node.input
-    dims, attrs, shape = graph.shape(weight) or (), attributes(node), graph.shape(x) or ()
+    dims, attrs, shape = graph.dims(weight), attributes(node), graph.dims(x)
     constant = weight in graph.initializers and all(name in graph.initializers for name in bias if name)
     if not constant or len(dims) < 3 or len(shape) != len(dims) or attrs.get("group", 1) != 1 or 0 in dims:
         return None
@@ -150,7 +150,7 @@ def _patches(graph: GraphView, node: onnx.NodeProto) -> FusedPatches | None:
     ones, zeros = [1] * len(kernel), [0] * (2 * len(kernel))
     pads = zeros if attrs.get("auto_pad") == "VALID" else attrs.get("pads", zeros)
     steps = tuple(attrs.get("strides", ones))
-    outer = [size for size in (graph.shape(node.output[0]) or ())[2:] if isinstance(size, int)]
+    outer = [size for size in graph.dims(node.output[0])[2:] if isinstance(size, int)]
     overlaps = any(size > step for size, step in zip(kernel, steps, strict=True))
     if min(pads) < 0 or (overlaps and math.prod((*outer, *kernel, int(dims[1] or 0))) > _MOST_PATCHES):
         return None

@@ -18,12 +18,11 @@ from onnx import numpy_helper
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes, is_standard, title
+from mhsa_compile.frontend.onnx_graph import add_import, attributes, is_standard, title
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 MOST = 1 << 23
 """Elements of a matrix."""
-_NARROW = ("float16", "bfloat16")
 _TRANSFORMS = ("DFT", "STFT")
 
 
@@ -34,11 +33,12 @@ def as_products(model: onnx.ModelProto) -> onnx.ModelProto:
     rewriter = Rewriter(model)
     for node in rewriter.graph.nodes:
         if is_standard(node, *_TRANSFORMS):
-            (_dft if node.op_type == "DFT" else _stft)(rewriter, node)
+            transform = _Transform(rewriter, node)
+            y = transform.dft() if node.op_type == "DFT" else transform.stft()
+            rewriter.node("Cast" if transform.narrow else "Identity", y, output=node.output[0], **transform.narrow)
             rewriter.place(node)
     result = rewriter.finished()
-    if all(entry.domain != DOMAIN for entry in result.opset_import):
-        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    add_import(result, DOMAIN)
     return result
 
 
@@ -65,179 +65,154 @@ def matrix(length: int, rows: int, columns: int, *, complex_in: bool, complex_ou
     return parts.reshape(rows * parts.shape[1], -1)
 
 
-def _dft(rewriter: Rewriter, node: onnx.NodeProto) -> None:
-    graph, attrs = rewriter.graph, attributes(node)
-    x, length_name, axis_name = [*node.input, "", ""][:3]
-    dims, inverse, onesided = graph.shape(x), bool(attrs.get("inverse")), bool(attrs.get("onesided"))
-    if dims is None or len(dims) < 2 or dims[-1] not in (1, 2):
-        raise _unknown(node, "a signal of a known rank, whose last axis is 1 or 2")
-    if onesided and (dims[-1] == 2) == (not inverse):
-        expected = "a spectrum of complex numbers" if inverse else "real numbers"
-        raise ModelError(title(node), f"{expected}, for onesided=1", f"a last axis of {dims[-1]}")
-    length = _number(graph, length_name) if length_name else None
-    axes = _axes(graph, node, axis_name, len(dims), every=not (onesided or length_name))
-    sizes = [dims[axis] for axis in axes]
-    if not all(isinstance(size, int) and size > 0 for size in sizes) or (length_name and (length or 0) < 1):
-        raise _unknown(node, "an axis and a size along it that are known, and a dft_length of 1 or more")
-    kind = graph.dtype(x)
-    wide = _widened(rewriter, x, kind)
-    results = [_along(rewriter, node, wide, axis, dims, length, kind) for axis in axes]
-    y = results.pop()
-    for axis, result in zip(axes, results, strict=False):  # one that comes by the call
-        places = (rewriter.constant(place, graph.dtype(axis_name)) for place in (axis, axis - len(dims)))
-        meant = rewriter.node("Or", *(rewriter.node("Equal", axis_name, place) for place in places))
-        y = rewriter.node("Where", meant, result, y)
-    _give(rewriter, node, y, kind)
+class _Transform:
+    """One DFT or STFT, written by its rewriter. `narrow`: what a Cast back to halves is told; empty of wider floats."""
 
+    def __init__(self, rewriter: Rewriter, node: onnx.NodeProto) -> None:
+        self.rewriter, self.graph, self.node, self.attrs = rewriter, rewriter.graph, node, attributes(node)
+        self.write, kind = rewriter.node, rewriter.graph.dtype(node.input[0])
+        is_narrow = kind in ("float16", "bfloat16")
+        self.narrow = {"to": onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))} if is_narrow else {}
+        self.kind = "float32" if is_narrow else kind
 
-def _axes(graph: GraphView, node: onnx.NodeProto, name: str, rank: int, *, every: bool) -> list[int]:
-    """The axis of a transform; all that it may be, where a call brings it and the result is as large along `every`."""
-    axis = _number(graph, name) if name else -2
-    if axis is None:
-        if not every:
-            raise _unknown(node, "an axis and a size along it that are known")
-        return list(range(rank - 1))
-    if not -rank <= axis < rank or axis % rank == rank - 1:
-        raise ModelError(title(node), f"an axis before the last of {rank}", str(axis))
-    return [axis % rank]
+    def dft(self) -> str:
+        x, length_name, axis_name = [*self.node.input, "", ""][:3]
+        dims = self.graph.shape(x)
+        inverse, onesided = bool(self.attrs.get("inverse")), bool(self.attrs.get("onesided"))
+        if dims is None or len(dims) < 2 or dims[-1] not in (1, 2):
+            raise self._unknown("a signal of a known rank, whose last axis is 1 or 2")
+        if onesided and (dims[-1] == 2) == (not inverse):
+            expected = "a spectrum of complex numbers" if inverse else "real numbers"
+            raise ModelError(title(self.node), f"{expected}, for onesided=1", f"a last axis of {dims[-1]}")
+        length = self._number(length_name)
+        axes = self._axes(axis_name, len(dims), every=not (onesided or length_name))
+        sizes = [dims[axis] for axis in axes]
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or (length_name and (length or 0) < 1):
+            raise self._unknown("an axis and a size along it that are known, and a dft_length of 1 or more")
+        wide = self._widened(x)
+        *results, y = [self._along(wide, axis, dims, length) for axis in axes]
+        for axis, result in zip(axes, results, strict=False):  # one that comes by the call
+            kind = self.graph.dtype(axis_name)
+            places = (self.rewriter.constant(place, kind) for place in (axis, axis - len(dims)))
+            meant = self.write("Or", *(self.write("Equal", axis_name, place) for place in places))
+            y = self.write("Where", meant, result, y)
+        return y
 
+    def _axes(self, name: str, rank: int, *, every: bool) -> list[int]:
+        """The axis of a transform; all that it may be, where a call brings it and the result is as large along
+        `every`."""
+        axis = self._number(name) if name else -2
+        if axis is None:
+            if not every:
+                raise self._unknown("an axis and a size along it that are known")
+            return list(range(rank - 1))
+        if not -rank <= axis < rank or axis % rank == rank - 1:
+            raise ModelError(title(self.node), f"an axis before the last of {rank}", str(axis))
+        return [axis % rank]
 
-def _along(
-    rewriter: Rewriter,
-    node: onnx.NodeProto,
-    x: str,
-    axis: int,
-    dims: Sequence[Any],
-    length: int | None,
-    kind: str | None,
-) -> str:
-    """The transform along one axis, of `length` points or as many as there are."""
-    attrs, size, complex_in = attributes(node), dims[axis], dims[-1] == 2
-    inverse, onesided = bool(attrs.get("inverse")), bool(attrs.get("onesided"))
-    complex_out = not (inverse and onesided)
-    length = length or (size if complex_out else 2 * (size - 1))
-    if length < 1:
-        raise ModelError(title(node), "a transform of 1 point or more", f"one of {length}")
-    rows = min(size, length // 2 + 1 if not complex_out else length)
-    columns = length // 2 + 1 if onesided and not inverse else length
-    y = x
-    if rows < size:
-        bounds = (rewriter.constant([number], "int64") for number in (0, rows, axis))
-        y = rewriter.node("Slice", y, *bounds)
-    others = [i for i in range(len(dims) - 1) if i != axis]
-    order = [*others, axis, len(dims) - 1]
-    y = _transposed(rewriter, y, order)
-    if complex_in and complex_out and rows == columns == length and length % 2 == 0:
-        y = _halved(rewriter, node, y, len(others), length, inverse, kind)
-    else:
-        values = matrix(length, rows, columns, complex_in=complex_in, complex_out=complex_out, inverse=inverse)
-        y = _product(rewriter, node, y, len(others), values / length if inverse else values, kind)
-        shape = [0] * len(others) + [columns, 2 if complex_out else 1]
-        y = rewriter.node("Reshape", y, rewriter.constant(shape, "int64"))
-    return _transposed(rewriter, y, [order.index(i) for i in range(len(dims))])
+    def _along(self, x: str, axis: int, dims: Sequence[Any], length: int | None) -> str:
+        """The transform along one axis, of `length` points or as many as there are."""
+        size, complex_in = dims[axis], dims[-1] == 2
+        inverse, onesided = bool(self.attrs.get("inverse")), bool(self.attrs.get("onesided"))
+        complex_out = not (inverse and onesided)
+        length = length or (size if complex_out else 2 * (size - 1))
+        if length < 1:
+            raise ModelError(title(self.node), "a transform of 1 point or more", f"one of {length}")
+        rows = min(size, length // 2 + 1 if not complex_out else length)
+        columns = length // 2 + 1 if onesided and not inverse else length
+        if rows < size:
+            x = self.write("Slice", x, *(self._ints(number) for number in (0, rows, axis)))
+        others = [i for i in range(len(dims) - 1) if i != axis]
+        order = [*others, axis, len(dims) - 1]
+        y = self._transposed(x, order)
+        if complex_in and complex_out and rows == columns == length and length % 2 == 0:
+            y = self._halved(y, len(others), length, inverse)
+        else:
+            values = matrix(length, rows, columns, complex_in=complex_in, complex_out=complex_out, inverse=inverse)
+            y = self._product(y, len(others), values / length if inverse else values)
+            y = self.write("Reshape", y, self._ints(*[0] * len(others), columns, 2 if complex_out else 1))
+        return self._transposed(y, [order.index(i) for i in range(len(dims))])
 
+    def stft(self) -> str:
+        x, step_name, window, length_name = [*self.node.input, "", ""][:4]
+        dims, step = self.graph.shape(x), self._number(step_name)
+        length: Any = self._number(length_name)
+        window_dims = self.graph.shape(window) if window else None
+        if not length_name:
+            length = window_dims[0] if window_dims else dims[1] if dims and not window else None
+        if dims is None or len(dims) != 3 or dims[2] not in (1, 2) or step is None or not isinstance(length, int):
+            raise self._unknown("a frame_step and a frame_length that are known, of a signal (batch, length, 1 or 2)")
+        if window and window_dims != (length,):
+            expected = f"a window of {length}, as frame_length has it"
+            raise ModelError(title(self.node), expected, f"one of {window_dims}")
+        onesided = bool(self.attrs.get("onesided", 1))
+        if step < 1 or length < 1 or (onesided and dims[2] == 2):
+            expected = "a frame_step and a frame_length of 1 or more, and of complex numbers onesided=0"
+            raise ModelError(title(self.node), expected, f"{step}, {length}, onesided={int(onesided)}")
+        columns, parts = length // 2 + 1 if onesided else length, int(dims[2])
+        values = matrix(length, length, columns, complex_in=parts == 2, complex_out=True, inverse=False)
+        patches = FusedPatches((length,), (step,), (1,), before=(0,), behind=(0,), channels_last=True)
+        frames = self.rewriter.fresh(f"{self.node.output[0]}/frames")
+        self.rewriter.append(patches.to_node(self.node, [self._widened(x)], [frames]))
+        self.rewriter.hint(frames, [dims[0], None, length * parts], self.kind)
+        if window:
+            wide = self._widened(window)
+            if parts == 2:
+                column = self.write("Unsqueeze", wide, self._ints(1))
+                wide = self.write("Reshape", self.write("Concat", column, column, axis=1), self._ints(-1))
+            frames = self.write("Mul", frames, wide)
+        y = self.write("MatMul", frames, self._matrix(values))
+        return self.write("Reshape", y, self._ints(0, 0, columns, 2))
 
-def _stft(rewriter: Rewriter, node: onnx.NodeProto) -> None:
-    graph = rewriter.graph
-    x, step_name, window, length_name = [*node.input, "", ""][:4]
-    dims, step = graph.shape(x), _number(graph, step_name)
-    length: Any = _number(graph, length_name) if length_name else None
-    window_dims = graph.shape(window) if window else None
-    if not length_name:
-        length = window_dims[0] if window_dims else dims[1] if dims and not window else None
-    if dims is None or len(dims) != 3 or dims[2] not in (1, 2) or step is None or not isinstance(length, int):
-        raise _unknown(node, "a frame_step and a frame_length that are known, of a signal (batch, length, 1 or 2)")
-    if window and window_dims != (length,):
-        raise ModelError(title(node), f"a window of {length}, as frame_length has it", f"one of {window_dims}")
-    onesided = bool(attributes(node).get("onesided", 1))
-    if step < 1 or length < 1 or (onesided and dims[2] == 2):
-        expected = "a frame_step and a frame_length of 1 or more, and of complex numbers onesided=0"
-        raise ModelError(title(node), expected, f"{step}, {length}, onesided={int(onesided)}")
-    columns, parts = length // 2 + 1 if onesided else length, int(dims[2])
-    values = matrix(length, length, columns, complex_in=parts == 2, complex_out=True, inverse=False)
+    def _halved(self, x: str, before: int, length: int, inverse: bool) -> str:
+        """A transform of complex numbers (..., N, 2), behind `before` axes, by two of half the length: of the sums of
+        both halves, which gives the even numbers, and of their differences, turned, which gives the odd ones."""
+        half, rewriter = length // 2, self.rewriter
+        halves = rewriter.nodes("Split", (x,), [rewriter.fresh("half") for _ in range(2)], axis=-2, num_outputs=2)
+        sums, differences = (self.write(operator, *halves) for operator in ("Add", "Sub"))
+        angles = (2 if inverse else -2) * np.pi / length * np.arange(half)
+        turned = np.stack([-np.sin(angles), np.sin(angles)], -1)
+        swapped = self.write("Gather", differences, self._ints(1, 0), axis=-1)
+        differences = self.write(
+            "Add",
+            self.write("Mul", differences, self._matrix(np.cos(angles)[:, None])),
+            self.write("Mul", swapped, self._matrix(turned)),
+        )
+        place = self._ints(before)
+        both = [self.write("Unsqueeze", value, place) for value in (sums, differences)]
+        values = matrix(half, half, half, complex_in=True, complex_out=True, inverse=inverse)
+        y = self._product(self.write("Concat", *both, axis=before), before + 1, values)
+        y = self.write("Reshape", y, self._ints(*[0] * (before + 1), half, 2))
+        y = self.write("Transpose", y, perm=[*range(before), before + 1, before, before + 2])
+        y = self.write("Reshape", y, self._ints(*[0] * before, length, 2))
+        return self.write("Mul", y, self._matrix(np.array(1 / length))) if inverse else y
 
-    kind = graph.dtype(x)
-    patches = FusedPatches(
-        kernel=(length,), strides=(step,), dilations=(1,), before=(0,), behind=(0,), channels_last=True
-    )
-    frames = rewriter.fresh(f"{node.output[0]}/frames")
-    rewriter.append(patches.to_node(node, [_widened(rewriter, x, kind)], [frames]))
-    rewriter.hint(frames, [dims[0], None, length * parts], "float32" if kind in _NARROW else kind)
-    if window:
-        wide = _widened(rewriter, window, kind)
-        if parts == 2:
-            column = rewriter.node("Unsqueeze", wide, rewriter.constant([1], "int64"))
-            both = rewriter.node("Concat", column, column, axis=1)
-            wide = rewriter.node("Reshape", both, rewriter.constant([-1], "int64"))
-        frames = rewriter.node("Mul", frames, wide)
-    y = rewriter.node("MatMul", frames, _matrix(rewriter, node, values, kind))
-    y = rewriter.node("Reshape", y, rewriter.constant([0, 0, columns, 2], "int64"))
-    _give(rewriter, node, y, kind)
+    def _product(self, x: str, before: int, values: np.ndarray) -> str:
+        """The numbers of the axes behind the first ones as rows, times a matrix."""
+        rows = self.write("Reshape", x, self._ints(*[0] * before, len(values)))
+        return self.write("MatMul", rows, self._matrix(values))
 
+    def _number(self, name: str) -> int | None:
+        value = self.graph.constant(name)
+        return None if value is None or value.size != 1 else int(value.item())
 
-def _halved(
-    rewriter: Rewriter, node: onnx.NodeProto, x: str, before: int, length: int, inverse: bool, kind: str | None
-) -> str:
-    """A transform of complex numbers (..., N, 2), behind `before` axes, by two of half the length: of the sums of both
-    halves, which gives the even numbers, and of their differences, turned, which gives the odd ones."""
-    half = length // 2
-    lower, upper = rewriter.nodes("Split", (x,), [rewriter.fresh("half") for _ in range(2)], axis=-2, num_outputs=2)
-    sums, differences = (rewriter.node(operator, lower, upper) for operator in ("Add", "Sub"))
-    angles = (2 if inverse else -2) * np.pi / length * np.arange(half)
-    turned = np.stack([-np.sin(angles), np.sin(angles)], -1)
-    swapped = rewriter.node("Gather", differences, rewriter.constant([1, 0], "int64"), axis=-1)
-    differences = rewriter.node(
-        "Add",
-        rewriter.node("Mul", differences, _matrix(rewriter, node, np.cos(angles)[:, None], kind)),
-        rewriter.node("Mul", swapped, _matrix(rewriter, node, turned, kind)),
-    )
-    place = rewriter.constant([before], "int64")
-    both = [rewriter.node("Unsqueeze", value, place) for value in (sums, differences)]
-    values = matrix(half, half, half, complex_in=True, complex_out=True, inverse=inverse)
-    y = _product(rewriter, node, rewriter.node("Concat", *both, axis=before), before + 1, values, kind)
-    y = rewriter.node("Reshape", y, rewriter.constant([0] * (before + 1) + [half, 2], "int64"))
-    y = rewriter.node("Transpose", y, perm=[*range(before), before + 1, before, before + 2])
-    y = rewriter.node("Reshape", y, rewriter.constant([0] * before + [length, 2], "int64"))
-    return rewriter.node("Mul", y, _matrix(rewriter, node, np.array(1 / length), kind)) if inverse else y
+    def _ints(self, *values: int) -> str:
+        return self.rewriter.constant(list(values), "int64")
 
+    def _matrix(self, values: np.ndarray) -> str:
+        """A matrix as a constant of the program: it is no weight of the file."""
+        if values.size > MOST:
+            expected = f"a transform of at most {MOST} angles"
+            raise ModelError(title(self.node), expected, f"one of {values.size}", "Cut it into shorter ones.")
+        array = values.astype(np.float64 if self.kind == "float64" else np.float32)
+        return self.write("Constant", value=numpy_helper.from_array(array))
 
-def _product(
-    rewriter: Rewriter, node: onnx.NodeProto, x: str, before: int, values: np.ndarray, kind: str | None
-) -> str:
-    """The numbers of the axes behind the first ones as rows, times a matrix."""
-    rows = rewriter.node("Reshape", x, rewriter.constant([0] * before + [len(values)], "int64"))
-    return rewriter.node("MatMul", rows, _matrix(rewriter, node, values, kind))
+    def _widened(self, x: str) -> str:
+        return self.write("Cast", x, to=onnx.TensorProto.FLOAT) if self.narrow else x
 
+    def _transposed(self, x: str, order: Sequence[int]) -> str:
+        return x if list(order) == sorted(order) else self.write("Transpose", x, perm=list(order))
 
-def _number(graph: GraphView, name: str) -> int | None:
-    value = graph.constant(name)
-    return None if value is None or value.size != 1 else int(value.item())
-
-
-def _matrix(rewriter: Rewriter, node: onnx.NodeProto, values: np.ndarray, kind: str | None) -> str:
-    """A matrix as a constant of the program: it is no weight of the file."""
-    if values.size > MOST:
-        expected = f"a transform of at most {MOST} angles"
-        raise ModelError(title(node), expected, f"one of {values.size}", "Cut it into shorter ones.")
-    array = values.astype(np.float64 if kind == "float64" else np.float32)
-    return rewriter.node("Constant", value=numpy_helper.from_array(array))
-
-
-def _widened(rewriter: Rewriter, x: str, kind: str | None) -> str:
-    return rewriter.node("Cast", x, to=onnx.TensorProto.FLOAT) if kind in _NARROW else x
-
-
-def _transposed(rewriter: Rewriter, x: str, order: Sequence[int]) -> str:
-    return x if list(order) == sorted(order) else rewriter.node("Transpose", x, perm=list(order))
-
-
-def _give(rewriter: Rewriter, node: onnx.NodeProto, y: str, kind: str | None) -> None:
-    if kind in _NARROW:
-        code = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-        rewriter.node("Cast", y, output=node.output[0], to=code)
-    else:
-        rewriter.node("Identity", y, output=node.output[0])
-
-
-def _unknown(node: onnx.NodeProto, expected: str) -> ModelError:
-    return ModelError(title(node), expected, "one that only a call tells", "Fix sizes with dims, lengths in the file.")
+    def _unknown(self, expected: str) -> ModelError:
+        hint = "Fix sizes with dims, lengths in the file."
+        return ModelError(title(self.node), expected, "one that only a call tells", hint)

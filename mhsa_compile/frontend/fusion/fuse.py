@@ -16,6 +16,7 @@ Everything else stays as it is. What an Attention asks for and no kernel here ca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import onnx
@@ -33,7 +34,15 @@ from mhsa_compile.frontend.fusion.quantised_pattern import find_quantised_linear
 from mhsa_compile.frontend.fusion.rotary_pattern import RotaryPattern
 from mhsa_compile.frontend.fusion.row_products import as_row_products
 from mhsa_compile.frontend.fusion.scatter_pattern import ScatterPattern, in_place
-from mhsa_compile.frontend.onnx_graph import GraphView, branches, constant_value, in_order, live_nodes
+from mhsa_compile.frontend.onnx_graph import (
+    GraphView,
+    add_import,
+    branches,
+    constant_value,
+    in_order,
+    live_nodes,
+    replace,
+)
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {
@@ -65,13 +74,10 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
         fused |= dict.fromkeys(map(id, site.absorbed))
         fused[id(site.node)] = site.fused_node()
     nodes = in_order(node for node in (fused.get(id(node), node) for node in graph.nodes) if node is not None)
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    del result.graph.node[:]
-    result.graph.node.extend(live_nodes(nodes, graph.outputs))
+    result = copy.deepcopy(model)
+    replace(result.graph.node, live_nodes(nodes, graph.outputs))
     _make_constants_plain(result.graph)
-    if all(entry.domain != DOMAIN for entry in result.opset_import):
-        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    add_import(result, DOMAIN)
     return rewritten(result, fuse, graph)
 
 
@@ -82,5 +88,4 @@ def _make_constants_plain(graph: onnx.GraphProto) -> None:
             _make_constants_plain(branch)
         value = constant_value(node) if node.op_type == "Constant" else None
         if value is not None:
-            del node.attribute[:]
-            node.attribute.append(onnx.helper.make_attribute("value", numpy_helper.from_array(value)))
+            replace(node.attribute, [onnx.helper.make_attribute("value", numpy_helper.from_array(value))])

@@ -112,7 +112,7 @@ def _width(graph: GraphView, x: str, weight: str, transposed: bool) -> int | Non
     shape = graph.shape(weight) if _is_matrix(graph, weight) else None
     if shape is None or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
         return None
-    if len(graph.shape(x) or ()) < 2:
+    if len(graph.dims(x)) < 2:
         return None
     if graph.dtype(x) not in DTYPES or graph.dtype(weight) != graph.dtype(x):
         return None

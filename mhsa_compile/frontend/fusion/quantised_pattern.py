@@ -122,7 +122,7 @@ def _product(
     shape = graph.shape(weight) if _is_stored(graph, weight) else None
     if shape is None or len(shape) != 2 or not all(isinstance(size, int) and size for size in shape):
         return None
-    if not {graph.dtype(x), graph.dtype(weight)} <= {*BYTES} or len(graph.shape(x) or ()) < 2:
+    if not {graph.dtype(x), graph.dtype(weight)} <= {*BYTES} or len(graph.dims(x)) < 2:
         return None
     width = int(shape[0 if turned else 1] or 0)
     if x_zero is not None and not _is_number(graph, x_zero):

@@ -9,103 +9,84 @@ from __future__ import annotations
 
 import onnx
 
-from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fused_nodes import FusedRotary
-from mhsa_compile.frontend.fusion.head_layout import Operand, contradict, split_rows, spoken
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
+from mhsa_compile.frontend.fusion.head_layout import NodePattern, Operand, contradict
+from mhsa_compile.frontend.onnx_graph import GraphView
 from mhsa_compile.spec.checks import DTYPES
 
 
-class RotaryPattern:
-    """One RotaryEmbedding node, checked, with the views before it. Raises ModelError."""
+class RotaryPattern(NodePattern):
+    """One RotaryEmbedding node, with the views before it."""
 
     def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
-        self.graph, self.node = graph, node
-        self.absorbed: list[onnx.NodeProto] = []
+        super().__init__(graph, node)
         self.x, self.cos, self.sin, self.positions = (*node.input, "")[:4]
-        self.attributes = attributes(node)
         self._check_dtypes()
         self.operand = self._operand()
+        self.operands = [self.operand]
         self.rotary_dim = self._rotary_dim()
         self.shared_angles = self._check_angles()
-
-    @property
-    def operands(self) -> list[Operand]:
-        return [self.operand]
-
-    def _refuse(self, expected: str, got: object) -> ModelError:
-        return ModelError(f"RotaryEmbedding node {self.node.name or self.node.output[0]!r}", expected, str(got))
 
     def _check_dtypes(self) -> None:
         names = {"X": self.x, "cos_cache": self.cos, "sin_cache": self.sin}
         dtypes = {role: self.graph.dtype(name) for role, name in names.items()}
         if dtypes["X"] not in DTYPES or len(set(dtypes.values())) > 1:
             got = ", ".join(f"{role} of {dtype or 'unknown dtype'}" for role, dtype in dtypes.items())
-            raise self._refuse(f"X, cos_cache and sin_cache all of {', or all of '.join(DTYPES)}", got)
+            raise self.refusal(f"X, cos_cache and sin_cache all of {', or all of '.join(DTYPES)}", got)
         if self.positions and self.graph.dtype(self.positions) != "int64":
-            raise self._refuse("position_ids of int64", self.graph.dtype(self.positions))
+            raise self.refusal("position_ids of int64", self.graph.dtype(self.positions))
 
     def _operand(self) -> Operand:
         """Where the heads of X lie: in it, or before the Reshape and Transpose that split them."""
-        shape, stated = self._ranked(self.x, "X", (3, 4)), self.attributes.get("num_heads", 0)
+        shape, stated = self.ranked(self.x, "X", 3, 4), self.attributes.get("num_heads", 0)
         if len(shape) == 3:
             width = shape[2]
             if stated < 1 or not isinstance(width, int) or width % stated:
-                raise self._refuse("num_heads that divides the fixed last dim of X, as X has three axes", stated)
+                raise self.refusal("num_heads that divides the fixed last dim of X, as X has three axes", stated)
             return Operand(self.x, "rows", stated, width // stated, width=width)
         heads, head_dim = shape[1], shape[3]
         if not isinstance(heads, int) or not isinstance(head_dim, int):
-            raise self._refuse("fixed heads and head size of X", shape)
+            raise self.refusal("fixed heads and head size of X", shape)
         if stated not in (0, heads):
-            raise self._refuse(f"num_heads of {heads}, as X has", stated)
-        split = split_rows(self.graph, self.x, [self.node])
-        if split is None:
-            return Operand(self.x, "heads", heads, head_dim)
-        self.absorbed += split[1]
-        return split[0]
+            raise self.refusal(f"num_heads of {heads}, as X has", stated)
+        return self.split_rows(self.x) or Operand(self.x, "heads", heads, head_dim)
 
     def _rotary_dim(self) -> int:
         head_dim, stated = self.operand.head_dim, int(self.attributes.get("rotary_embedding_dim", 0))
         turning = stated or head_dim
         if turning % 2 or not 0 < turning <= head_dim:
             expected = f"an even number of elements to turn, at most the {head_dim} of a head"
-            raise self._refuse(expected, f"rotary_embedding_dim={stated}" if stated else f"all {head_dim}")
+            raise self.refusal(expected, f"rotary_embedding_dim={stated}" if stated else f"all {head_dim}")
         if self.attributes.get("interleaved", 0) not in (0, 1):
-            raise self._refuse("interleaved of 0 or 1", self.attributes["interleaved"])
+            raise self.refusal("interleaved of 0 or 1", self.attributes["interleaved"])
         return turning
 
     def _check_angles(self) -> bool:
         """Whether all batch entries share their angles; these are read at positions, or are those of each place."""
-        x, half = self.graph.shape(self.x) or (), self.rotary_dim // 2
+        x, half = self.graph.dims(self.x), self.rotary_dim // 2
         B, L = x[0], x[1 if len(x) == 3 else 2]
-        ranks = (2,) if self.positions else (3,)
-        cos, sin = self._ranked(self.cos, "cos_cache", ranks), self._ranked(self.sin, "sin_cache", ranks)
-        places = self._ranked(self.positions, "position_ids", (2,)) if self.positions else cos[:2]
+        rank = 2 if self.positions else 3
+        cos, sin = self.ranked(self.cos, "cos_cache", rank), self.ranked(self.sin, "sin_cache", rank)
+        places = self.ranked(self.positions, "position_ids", 2) if self.positions else cos[:2]
         shared = places[0] == 1 != B
         place = (1 if shared else B, L)
         table = (cos[0], half) if self.positions else (*place, half)
         shapes = {"position_ids": (places, place), "cos_cache": (cos, table), "sin_cache": (sin, table)}
         for role, (shape, expected) in shapes.items():
             if contradict(shape, expected):
-                raise self._refuse(f"{role} of shape {expected}", shape)
+                raise self.refusal(f"{role} of shape {expected}", shape)
         return shared
-
-    def _ranked(self, name: str, role: str, ranks: tuple[int, ...]) -> tuple[GraphDim, ...]:
-        shape = self.graph.shape(name)
-        if shape is None or len(shape) not in ranks:
-            raise self._refuse(f"{role} of known rank {' or '.join(map(str, ranks))}", shape)
-        return shape
 
     def fused_node(self) -> onnx.NodeProto:
         fused = FusedRotary(
             x=self.operand.as_input(0),
-            output_layout="rows" if len(self.graph.shape(self.x) or ()) == 3 else "heads",
+            output_layout="rows" if len(self.graph.dims(self.x)) == 3 else "heads",
             num_heads=self.operand.heads,
             head_dim=self.operand.head_dim,
             rotary_dim=self.rotary_dim,
             interleaved=self.attributes.get("interleaved") == 1,
             shared_angles=self.shared_angles,
-            positions_name=spoken(self.graph, self.positions, "position_ids", self.node) if self.positions else "",
+            positions_name=self.spoken(self.positions, "position_ids") if self.positions else "",
         )
         angles = [self.cos, self.sin, *([self.positions] if self.positions else [])]
         return fused.to_node(self.node, [self.operand.source, *angles], [self.node.output[0]])

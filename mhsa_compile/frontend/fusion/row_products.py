@@ -32,7 +32,7 @@ def _of_rows(model: onnx.ModelProto) -> onnx.ModelProto:
         split, join = graph.producer(linear.x, "Reshape"), graph.only_consumer(linear.output, "Reshape")
         if linear.nodes[0].op_type != "Gemm" or split is None or join is None:
             continue
-        source, rows = graph.shape(split.input[0]) or (), graph.shape(join.output[0]) or ()
+        source, rows = graph.dims(split.input[0]), graph.dims(join.output[0])
         if len(rows) != 3 or rows[2] != linear.width or None in rows or source[:2] != rows[:2]:
             continue
         x, (_, features) = split.input[0], graph.shape(linear.x) or (None, None)
@@ -48,7 +48,7 @@ def _of_parts(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = rewriter.graph
     for linear in find_linears(graph).values():
         split = graph.only_consumer(linear.output, "Split")
-        rank = len(graph.shape(linear.output) or ())
+        rank = len(graph.dims(linear.output))
         if (
             split is None
             or not graph.is_weight(linear.weight)

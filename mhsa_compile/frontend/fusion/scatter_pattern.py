@@ -16,77 +16,66 @@ import onnx
 from mhsa_compile.errors import ModelError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.fusion.fused_nodes import FusedScatter
-from mhsa_compile.frontend.fusion.head_layout import Operand, contradict, split_rows, spoken
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
+from mhsa_compile.frontend.fusion.head_layout import NodePattern, Operand, contradict
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, metadata_of
 from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 
 
-class ScatterPattern:
-    """One TensorScatter node, checked, with the views before its update. Raises ModelError."""
+class ScatterPattern(NodePattern):
+    """One TensorScatter node, with the views before its update."""
 
     def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
-        self.graph, self.node = graph, node
-        self.absorbed: list[onnx.NodeProto] = []
+        super().__init__(graph, node)
         self.cache, self.update, self.indices = (*node.input, "")[:3]
         self.circular = self._is_circular()
         self.axis = self._check_shapes()
         self._check_dtypes()
         self.operand = self._rows()
+        self.operands = [] if self.operand is None else [self.operand]
         self.in_place = in_place(graph).get(self.cache) == node.output[0]
 
-    @property
-    def operands(self) -> list[Operand]:
-        return [] if self.operand is None else [self.operand]
-
-    def _refuse(self, expected: str, got: object) -> ModelError:
-        return ModelError(f"TensorScatter node {self.node.name or self.node.output[0]!r}", expected, str(got))
-
     def _is_circular(self) -> bool:
-        mode = attributes(self.node).get("mode", "linear")
+        mode = self.attributes.get("mode", "linear")
         if mode not in ("linear", "circular"):
-            raise self._refuse('mode of "linear" or "circular"', repr(mode))
+            raise self.refusal('mode of "linear" or "circular"', repr(mode))
         return bool(mode == "circular")
 
     def _check_shapes(self) -> int:
         """Checks the shapes, and returns the axis of the rows, counted from the front."""
         cache, update = self._known(self.cache, "past_cache"), self._known(self.update, "update")
-        rank, stated = len(cache), int(attributes(self.node).get("axis", -2))
+        rank, stated = len(cache), int(self.attributes.get("axis", -2))
         axis = stated + rank if stated < 0 else stated
         if not 0 < axis < rank:
-            raise self._refuse(f"axis from 1 to {rank - 1}, or from {1 - rank} to -1, as past_cache has {rank}", stated)
+            raise self.refusal(f"axis from 1 to {rank - 1}, or from {1 - rank} to -1, as past_cache has {rank}", stated)
         expected = (*cache[:axis], update[axis] if len(update) == rank else None, *cache[axis + 1 :])
         if len(update) != rank or contradict(update, expected):
-            raise self._refuse(f"an update of the shape of past_cache, {cache}, but for axis {axis}", update)
+            raise self.refusal(f"an update of the shape of past_cache, {cache}, but for axis {axis}", update)
         most, new = cache[axis], update[axis]
         if isinstance(most, int) and isinstance(new, int) and new > most:
-            raise self._refuse(f"an update of at most {most} on axis {axis}, as past_cache has", new)
-        if self.indices and contradict(self._known(self.indices, "write_indices", 1), cache[:1]):
-            raise self._refuse(f"write_indices of shape ({cache[0]},)", self.graph.shape(self.indices))
+            raise self.refusal(f"an update of at most {most} on axis {axis}, as past_cache has", new)
+        if self.indices and contradict(self.ranked(self.indices, "write_indices", 1), cache[:1]):
+            raise self.refusal(f"write_indices of shape ({cache[0]},)", self.graph.shape(self.indices))
         return axis
 
-    def _known(self, name: str, role: str, rank: int | None = None) -> tuple[GraphDim, ...]:
+    def _known(self, name: str, role: str) -> tuple[GraphDim, ...]:
         shape = self.graph.shape(name)
-        if shape is None or (len(shape) < 2 if rank is None else len(shape) != rank):
-            raise self._refuse(f"{role} of known rank{', 2 or more' if rank is None else f' {rank}'}", shape)
+        if shape is None or len(shape) < 2:
+            raise self.refusal(f"{role} of known rank, 2 or more", shape)
         return shape
 
     def _check_dtypes(self) -> None:
         cache, update = self.graph.dtype(self.cache), self.graph.dtype(self.update)
         if cache is None or cache != update:
-            raise self._refuse("past_cache and update of one dtype", f"{cache} and {update}")
+            raise self.refusal("past_cache and update of one dtype", f"{cache} and {update}")
         if self.indices and self.graph.dtype(self.indices) != "int64":
-            raise self._refuse("write_indices of int64", self.graph.dtype(self.indices))
+            raise self.refusal("write_indices of int64", self.graph.dtype(self.indices))
 
     def _rows(self) -> Operand | None:
         """The rows that the update is a view of, where it is one; None where it lies by itself, as the cache does."""
-        shape = self.graph.shape(self.update) or ()
+        shape = self.graph.dims(self.update)
         if len(shape) == 3 and self.axis == 1 and isinstance(shape[2], int):
             return Operand(self.update, "rows", 1, shape[2], width=shape[2])
-        split = split_rows(self.graph, self.update, [self.node]) if self.axis == 2 else None
-        if split is None:
-            return None
-        self.absorbed += split[1]
-        return split[0]
+        return self.split_rows(self.update) if self.axis == 2 else None
 
     def fused_node(self) -> onnx.NodeProto:
         rows = self.operand
@@ -95,8 +84,8 @@ class ScatterPattern:
             circular=self.circular,
             in_place=self.in_place,
             update=None if rows is None else rows.as_input(1),
-            indices_name=spoken(self.graph, self.indices, "write_indices", self.node),
-            update_name=spoken(self.graph, self.update, "update", self.node),
+            indices_name=self.spoken(self.indices, "write_indices"),
+            update_name=self.spoken(self.update, "update"),
         )
         inputs = [self.cache, self.update if rows is None else rows.source, *([self.indices] if self.indices else [])]
         return fused.to_node(self.node, inputs, self.node.output)
@@ -119,7 +108,7 @@ def in_place(graph: GraphView) -> dict[str, str]:
 
 def declared_in_place(model: onnx.ModelProto) -> dict[str, str]:
     """Input -> output, of the caches that the model says are written in place. Raises ModelError."""
-    names = {entry.key: entry.value for entry in model.metadata_props}.get(IN_PLACE_KEY, "{}")
+    names = metadata_of(model).get(IN_PLACE_KEY, "{}")
     with reading(ModelError, f"metadata {IN_PLACE_KEY!r}", 'a JSON object such as {"past_key": "present_key"}'):
         return msgspec.json.decode(names, type=dict[str, str])
 

@@ -12,13 +12,12 @@ import onnx
 from onnx import defs
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, reads, title
-from mhsa_compile.frontend.reading import microsoft, preview
+from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, opset_of, reads, title
+from mhsa_compile.frontend.reading import microsoft
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
-from mhsa_compile.frontend.reading.operand_dtypes import check_dtypes
-from mhsa_compile.frontend.reading.operand_sizes import check_sizes
+from mhsa_compile.frontend.reading.operands import check_dtypes, check_sizes
 from mhsa_compile.frontend.reading.row import ANY, Row
-from mhsa_compile.frontend.reading.standard import LAST, STANDARD
+from mhsa_compile.frontend.reading.standard import LAST, PREVIEW, PREVIEW_VERSION, PREVIEWED, STANDARD
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 TABLE: dict[tuple[str, str], Row] = {
@@ -45,7 +44,7 @@ def check_domains(model: onnx.ModelProto) -> None:
     functions = {(function.domain, function.name) for function in model.functions}
     for node in all_nodes(model.graph):
         is_supported = node.domain in _DOMAINS and (node.domain != DOMAIN or node.op_type == "Attention")
-        is_supported |= node.domain == preview.DOMAIN and node.op_type in preview.DEFINED
+        is_supported |= node.domain == PREVIEW and node.op_type in PREVIEWED
         if not is_supported and (node.domain, node.op_type) not in functions:
             expected = "an operator of ONNX's or ONNX Runtime's"
             raise ModelError(title(node), expected, f"one of the domain {node.domain!r}", _VENDOR)
@@ -65,7 +64,7 @@ def check_file(model: onnx.ModelProto) -> None:
             if node.op_type not in MICROSOFT:
                 expected = f"an operator of com.microsoft among {', '.join(MICROSOFT)}"
                 raise ModelError(title(node), expected, node.op_type, _WAY_OUT)
-            _Reading(graph, node, MICROSOFT[node.op_type], {}).check()
+            _check_row(graph, node, MICROSOFT[node.op_type], {})
 
 
 def check_operands(model: onnx.ModelProto) -> None:
@@ -88,13 +87,13 @@ def check_graph(model: onnx.ModelProto) -> None:
     check_domains(model)
     graph = _Graph(model)
     for node in all_nodes(model.graph):
-        if node.domain == preview.DOMAIN:
-            expected = f"one that its definition of version {preview.VERSION} holds, with inputs of known types"
+        if node.domain == PREVIEW:
+            expected = f"one that its definition of version {PREVIEW_VERSION} holds, with inputs of known types"
             raise ModelError(title(node), expected, "another", _WAY_OUT)
         if node.domain == microsoft.DOMAIN:  # in a graph that says it is one of ours, which no pass looks at
             if node.op_type not in microsoft.STAYING:
                 raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}", _WAY_OUT)
-            _Reading(graph, node, MICROSOFT[node.op_type], {}).check()
+            _check_row(graph, node, MICROSOFT[node.op_type], {})
         if node.domain != DOMAIN and node.op_type in STANDARD:  # the importer says which operators it knows
             _check_standard(graph, node)
 
@@ -114,17 +113,13 @@ def unsupported_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -
 
 
 def _check_standard(graph: _Graph, node: onnx.NodeProto) -> None:
-    opset = next((entry.version for entry in graph.model.opset_import if entry.domain in ("", "ai.onnx")), 0)
-    schema = defs.get_schema(node.op_type, opset, "")
+    schema = defs.get_schema(node.op_type, opset_of(graph.model), "")
     if schema.since_version > LAST:
-        expected = f"{node.op_type} as opset {LAST} has it"
-        raise ModelError(title(node), expected, f"that of opset {schema.since_version}", _older(LAST))
-    defaults = {
-        name: _value(attribute.default_value)
-        for name, attribute in schema.attributes.items()
-        if attribute.default_value.name
-    }
-    _Reading(graph, node, STANDARD[node.op_type], defaults).check()
+        hint, got = f"Export the model with opset {LAST}, or an older one.", f"that of opset {schema.since_version}"
+        raise ModelError(title(node), f"{node.op_type} as opset {LAST} has it", got, hint)
+    stated = (attribute.default_value for attribute in schema.attributes.values())
+    defaults = attributes(onnx.NodeProto(attribute=[value for value in stated if value.name]))
+    _check_row(graph, node, STANDARD[node.op_type], defaults)
 
 
 def _check_finite(node: onnx.NodeProto) -> None:
@@ -134,10 +129,6 @@ def _check_finite(node: onnx.NodeProto) -> None:
         if name not in _VALUES and any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             hint = "The file is damaged, or its exporter computed it wrongly: write it again."
             raise ModelError(title(node), f"{name} as a finite number", f"{name}={value}", hint)
-
-
-def _older(opset: int) -> str:
-    return f"Export the model with opset {opset}, or an older one."
 
 
 class _EveryGraph(GraphView):
@@ -174,41 +165,26 @@ class _Graph:
         return {value.name for value in graph.output} | {name for node in graph.node for name in reads(node)}
 
 
-class _Reading:
-    """One node beside its row."""
+def _check_row(graph: _Graph, node: onnx.NodeProto, row: Row, defaults: Mapping[str, Any]) -> None:
+    """Refuses what a node says beyond its row."""
 
-    def __init__(self, graph: _Graph, node: onnx.NodeProto, row: Row, defaults: Mapping[str, Any]) -> None:
-        self.graph, self.node, self.row, self.defaults = graph, node, row, defaults
+    def refused(expected: str, got: str) -> ModelError:
+        return ModelError(title(node), expected, got, row.hint or _WAY_OUT)
 
-    def check(self) -> None:
-        row, node = self.row, self.node
-        for name, value in attributes(node).items():
-            values = row.attributes.get(name, (self.defaults[name],) if name in self.defaults else ())
-            if values != ANY and not any(_same(value, one) for one in values):
-                expected = " or ".join(f"{name}={one!r}" for one in values) or f"no attribute {name!r}"
-                raise self._refused(expected, f"{name}={value!r}")
-        for place, name in enumerate(node.input):
-            if name and (place >= row.inputs or place in row.unread):
-                what = row.unread.get(place, f"input {place}") if row.unread else f"input {place}"
-                raise self._refused(f"no {what}, which is not understood", repr(name))
-        if any(name and name in self.graph.read_names for name in node.output[row.outputs :]):
-            raise self._refused(f"readers of its first {row.outputs} outputs alone", "one of a later output")
-        if row.condition is not None and (mismatch := row.condition(self.graph.view, node)) is not None:
-            raise self._refused(*mismatch)
-        if row.dtypes is not None:
-            for name in (*node.input, *node.output):
-                kind = self.graph.view.dtype(name) if name else None
-                if kind is not None and kind not in row.dtypes:
-                    raise self._refused(f"values of {', '.join(sorted(row.dtypes))}", f"{name!r} of {kind}")
-
-    def _refused(self, expected: str, got: str) -> ModelError:
-        return ModelError(title(self.node), expected, got, self.row.hint or _WAY_OUT)
-
-
-def _value(attribute: onnx.AttributeProto) -> Any:
-    value = onnx.helper.get_attribute_value(attribute)
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _same(value: Any, other: Any) -> bool:
-    return bool(value == other)
+    for name, value in attributes(node).items():
+        values = row.attributes.get(name, (defaults[name],) if name in defaults else ())
+        if values != ANY and not any(bool(value == one) for one in values):
+            expected = " or ".join(f"{name}={one!r}" for one in values) or f"no attribute {name!r}"
+            raise refused(expected, f"{name}={value!r}")
+    for place, name in enumerate(node.input):
+        if name and (place >= row.inputs or place in row.unread):
+            raise refused(f"no {row.unread.get(place, f'input {place}')}, which is not understood", repr(name))
+    if any(name and name in graph.read_names for name in node.output[row.outputs :]):
+        raise refused(f"readers of its first {row.outputs} outputs alone", "one of a later output")
+    if row.condition is not None and (mismatch := row.condition(graph.view, node)) is not None:
+        raise refused(*mismatch)
+    if row.dtypes is not None:
+        for name in filter(None, (*node.input, *node.output)):
+            kind = graph.view.dtype(name)
+            if kind is not None and kind not in row.dtypes:
+                raise refused(f"values of {', '.join(sorted(row.dtypes))}", f"{name!r} of {kind}")

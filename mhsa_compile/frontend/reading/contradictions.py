@@ -5,6 +5,7 @@ ONNX's inference says which rule was broken, and neither the shapes nor, where a
 
 from __future__ import annotations
 
+import copy
 import re
 
 import numpy as np
@@ -13,7 +14,7 @@ from onnx import shape_inference
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import without_contents
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes, dims_text, title
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, dims_text, replace, title
 
 InferenceError = shape_inference.InferenceError
 
@@ -69,16 +70,14 @@ def _inference_error(model: onnx.ModelProto) -> str | None:
 
 def _beginning(model: onnx.ModelProto, count: int, *, declared: bool = True) -> onnx.ModelProto:
     """The first nodes of a model, and what is declared of their values; without `declared`, not of the last one's."""
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    nodes = list(model.graph.node)[:count]
+    result, graph = copy.deepcopy(model), model.graph
+    nodes = list(graph.node)[:count]
     outputs = {name for node in nodes for name in node.output if name}
     if not declared and nodes:
         outputs -= set(nodes[-1].output)
-    del result.graph.node[:], result.graph.output[:], result.graph.value_info[:]
-    result.graph.node.extend(nodes)
-    result.graph.output.extend(value for value in model.graph.output if value.name in outputs)
-    result.graph.value_info.extend(value for value in model.graph.value_info if value.name in outputs)
+    replace(result.graph.node, nodes)
+    replace(result.graph.output, (value for value in graph.output if value.name in outputs))
+    replace(result.graph.value_info, (value for value in graph.value_info if value.name in outputs))
     return result
 
 

@@ -17,7 +17,7 @@ from onnx import helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import light, whole
-from mhsa_compile.frontend.onnx_graph import inner_nodes
+from mhsa_compile.frontend.onnx_graph import add_import, inner_nodes, replace
 from mhsa_compile.frontend.reading.microsoft import DOMAIN
 
 _LONG = "ai.onnx"
@@ -31,7 +31,7 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
     listed = any(value.name in weights for value in model.graph.input)
     imports = {entry.domain for entry in model.opset_import}
     renamed = {id(node): domain for node in _nodes(model) if (domain := _domain(node, _opset(model))) != node.domain}
-    long = any(entry.domain == _LONG for entry in _imports(model))
+    long = any(entry.domain == _LONG for owner in (model, *model.functions) for entry in owner.opset_import)
     runtimes = any(_domain(node, _opset(model)) == DOMAIN for node in _nodes(model))
     outputs = [value.name for value in model.graph.output]
     repeated = len(set(outputs)) < len(outputs)
@@ -46,11 +46,9 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
             node.attribute.append(helper.make_attribute("onesided", 1))
     for owner in (result, *result.functions):
         _shorten(owner)
-    if runtimes and DOMAIN not in imports:
-        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    inputs = [value for value in result.graph.input if value.name not in weights]
-    del result.graph.input[:]
-    result.graph.input.extend(inputs)
+    if runtimes:
+        add_import(result, DOMAIN)
+    replace(result.graph.input, (value for value in result.graph.input if value.name not in weights))
     result.ir_version = max(result.ir_version, 4)  # before, initializers must be inputs
     _list_once(result.graph)
     return whole(result, tensors)
@@ -86,12 +84,6 @@ def _opset(model: onnx.ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in ("", _LONG)), default=0)
 
 
-def _imports(model: onnx.ModelProto) -> Iterator[onnx.OperatorSetIdProto]:
-    yield from model.opset_import
-    for function in model.functions:
-        yield from function.opset_import
-
-
 def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     for owner in (model.graph, *model.functions):
         for node in owner.node:
@@ -107,6 +99,4 @@ def _shorten(owner: onnx.ModelProto | onnx.FunctionProto) -> None:
         got = f"opsets {' and '.join(map(str, sorted(versions)))}, one as {_LONG!r}"
         raise ModelError("model", "one version of ONNX's own operators", got, "Leave one of the imports out.")
     others = [entry for entry in owner.opset_import if entry.domain not in ("", _LONG)]
-    entries = [helper.make_opsetid("", version) for version in versions] + others
-    del owner.opset_import[:]
-    owner.opset_import.extend(entries)
+    replace(owner.opset_import, [helper.make_opsetid("", version) for version in versions] + others)

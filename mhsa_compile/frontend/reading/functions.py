@@ -6,14 +6,16 @@ meaning already, and one written for an opset in which an operator of it differs
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 
 import onnx
 from onnx import defs, inliner
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.frontend.detach_weights import light, whole
-from mhsa_compile.frontend.onnx_graph import branches, inner_nodes, is_standard, title
+from mhsa_compile.frontend.onnx_graph import branches, inner_nodes, is_standard, opset_of, replace, title
 from mhsa_compile.frontend.reading.microsoft import DOMAIN as MICROSOFTS
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.spec.attention_spec import DOMAIN
@@ -39,22 +41,20 @@ def inline(model: onnx.ModelProto) -> onnx.ModelProto:
     if not functions:
         return model
     small, tensors = light(model)
-    del small.functions[:]
     called = _calls(model.graph.node, functions, {})
-    small.functions.extend(_for_opset(functions[key], model) for key in called)
+    replace(small.functions, (_for_opset(functions[key], model) for key in called))
     try:
         result = inliner.inline_local_functions(small)
     except Exception as error:  # the inliner's own kinds, of C++
         hint = "Write out in the graph what they do."
-        raise ModelError("functions of the model", "functions that can be inlined", _line(error), hint) from error
+        raise ModelError("functions of the model", "functions that can be inlined", first_line(error), hint) from error
     _name(result.graph.node, model.graph.node, functions)
     imported = {entry.domain for entry in result.opset_import}
     for entry in (entry for key in called for entry in functions[key].opset_import):
         if entry.domain not in imported:
             imported.add(entry.domain)
             result.opset_import.append(entry)
-    del result.functions[:]
-    result.functions.extend(function for function in model.functions if _is_own(function))
+    replace(result.functions, (function for function in model.functions if _is_own(function)))
     return whole(result, tensors)
 
 
@@ -100,7 +100,7 @@ def _check_name(function: onnx.FunctionProto, node: onnx.NodeProto) -> None:
 def _check_opset(function: onnx.FunctionProto, caller: onnx.NodeProto, model: onnx.ModelProto) -> None:
     """Refuses a function in which an operator differs from that of the opset that the model imports: the format allows
     another opset only where its operators are the same in both."""
-    opsets = [_standard_opset(owner) for owner in (function, model)]
+    opsets = [opset_of(owner) for owner in (function, model)]
     for node in (inner for outer in function.node for inner in (outer, *inner_nodes(outer))):
         if node.domain == "" and _since(node.op_type, opsets[0]) != _since(node.op_type, opsets[1]):
             got = f"{node.op_type} of opset {opsets[0]}, which differs from that of {opsets[1]}"
@@ -111,15 +111,10 @@ def _check_opset(function: onnx.FunctionProto, caller: onnx.NodeProto, model: on
 def _for_opset(function: onnx.FunctionProto, model: onnx.ModelProto) -> onnx.FunctionProto:
     """The function, said to be of the opsets that the model imports."""
     versions = {entry.domain: entry.version for entry in model.opset_import}
-    result = onnx.FunctionProto()
-    result.CopyFrom(function)
+    result = copy.deepcopy(function)
     for entry in result.opset_import:
         entry.version = versions.get(entry.domain, entry.version)
     return result
-
-
-def _standard_opset(owner: onnx.FunctionProto | onnx.ModelProto) -> int:
-    return next((entry.version for entry in owner.opset_import if entry.domain == ""), 0)
 
 
 def _since(operator: str, opset: int) -> int:
@@ -158,7 +153,3 @@ def _written_out(
 
 def _refused(node: onnx.NodeProto, expected: str, got: str, hint: str) -> ModelError:
     return ModelError(f"{title(node)}, a function of the file", expected, got, hint)
-
-
-def _line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), "others").strip()[:200]

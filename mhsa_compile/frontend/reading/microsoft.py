@@ -11,28 +11,28 @@ import numpy as np
 import onnx
 
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
-from mhsa_compile.frontend.reading.row import Row, row
+from mhsa_compile.frontend.reading.row import Mismatch, Row, row
 
 DOMAIN = "com.microsoft"
 
 
-def _windows(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
+def _windows(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """GroupQueryAttention: a window of some keys, or none."""
     window = attributes(node).get("local_window_size", -1)
     return None if window == -1 or window > 0 else ("local_window_size of 1 or more, or -1 for none", str(window))
 
 
-def _bytes(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
+def _bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """GatherBlockQuantized: numbers of few bits packed into bytes."""
     return _not_bytes(graph, node.input[0])
 
 
-def _not_bytes(graph: GraphView, name: str) -> tuple[str, str] | None:
+def _not_bytes(graph: GraphView, name: str) -> Mismatch:
     dtype = graph.dtype(name)
     return None if dtype in (None, "uint8") else (f"{name!r} of uint8", str(dtype))
 
 
-def _blocks(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
+def _blocks(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """MatMulNBits: numbers in bytes, by whole blocks, with as many scales and zeros, and scales that are finite."""
     words = attributes(node)
     missing = [word for word in ("K", "N", "block_size") if word not in words]

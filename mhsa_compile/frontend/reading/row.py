@@ -15,7 +15,9 @@ ANY: Final = "any value"
 MANY: Final = 1 << 30
 """In the place of a count of inputs or outputs: as many as there are."""
 
-Condition = Callable[[GraphView, onnx.NodeProto], tuple[str, str] | None]
+Mismatch = tuple[str, str] | None
+"""None, or what is expected and what came, of a node that is not understood."""
+Condition = Callable[[GraphView, onnx.NodeProto], Mismatch]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Row:
     dtypes      NumPy's names of the element types that inputs and outputs may have; None is all
     constants   places among the inputs whose values the converter needs: floats there are no weights to bind at load
     unread      places among the inputs that must be empty -> their names
-    condition   asked last: None, or what is expected and what came, of a node that is not understood
+    condition   asked last, for what names and counts cannot say
     hint        what a user can do instead, where the general advice does not fit
     """
 

@@ -1,23 +1,23 @@
-"""One FusedAttention -> operations: the attention; present keys and values, and scores, where they are asked for.
+"""One FusedAttention -> operations: the attention; present keys and values, and scores, where they are asked for. Masks
+come in the one form that kernels read: four axes that are 1 or full.
 
-Notation: B batch, L query length, S key length, H heads, F value head dim.
+Notation: B batch, L query length, S key length, P past length, H heads, F value head dim.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from tvm import relax
+from tvm import relax, te, tirx
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.attention_node import MASK
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
-from mhsa_compile.frontend.relax import masks as attention_masks
-from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.imported_module import Broadcast, stated
-from mhsa_compile.frontend.relax.masks import RelaxValue, SizeExpr, difference, dims, equal
+from mhsa_compile.frontend.relax.imported_module import Broadcast, ImportContext, stated
 from mhsa_compile.frontend.relax.sizes.agreements import Demand
+from mhsa_compile.frontend.relax.values import RelaxValue, SizeExpr, difference, dims, equal
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,
@@ -33,6 +33,7 @@ from mhsa_compile.kernels.scores.order import STEPS, steps_of
 WEIGHTS = 3
 """The qk_matmul_output_mode of what the softmax gives, for which there are kernels."""
 _LENGTH_AXIS = {"rows": 1, "heads": 2}
+_UNKNOWN: Literal["unknown"] = "unknown"
 
 
 class AttentionImport:
@@ -211,7 +212,7 @@ class AttentionImport:
         if mask is None:
             return None
         name, key_mask, pads = self.context.input_name(mask), self.fused.key_mask, self.fused.pads_mask
-        mask = attention_masks.four_axes(self.bb, mask, key_mask, self.node)
+        mask = _four_axes(self.bb, mask, key_mask, self.node)
         if name is not None and not key_mask:  # one flag a key has its exact shape, (B, S)
             shape_of_mask = Broadcast(tuple(map(stated, full)), pads)
             if self.context.result.masks.setdefault(name, shape_of_mask) != shape_of_mask:
@@ -219,15 +220,117 @@ class AttentionImport:
         length, reach = full[3], dims(mask)[3]
         is_known = name is not None or isinstance(difference(length, reach), int)
         if pads and is_known and not equal(length, reach):
-            mask = attention_masks.padded(self.bb, mask, length)
-        return mask if name is not None else attention_masks.checked(self.bb, self.node, mask, full)
+            mask = _padded(self.bb, mask, length)
+        return mask if name is not None else _checked(self.bb, self.node, mask, full)
 
     def _window(self, full: list[SizeExpr], mask: RelaxValue | None) -> tuple[WindowSpec | None, RelaxValue | None]:
         """The window with causality in it, by itself, else in the mask."""
         past = self._input(self.fused.past_key)
         sizes = {"past": None if past is None else dims(past)[2], "queries": full[2], "keys": full[3]}
         window = self.fused.left, self.fused.right
-        window_spec = attention_masks.window_of(*window, self.fused.alignment, **sizes)
-        if window_spec != attention_masks.UNKNOWN:
+        window_spec = _window_of(*window, self.fused.alignment, **sizes)
+        if window_spec != _UNKNOWN:
             return window_spec, mask
-        return None, attention_masks.banded(self.bb, mask, *window, **sizes)
+        return None, _banded(self.bb, mask, *window, **sizes)
+
+
+def _four_axes(builder: relax.BlockBuilder, mask: RelaxValue, key_mask: bool, node: str) -> RelaxValue:
+    """The mask as a view of four axes, of 1 where it had none. A key mask is (B, S). Raises ModelError."""
+    if mask.ty.shape is None:
+        raise ModelError(node, f"an {MASK} whose dims can be inferred", "a computed one whose dims cannot")
+    shape = dims(mask)
+    if key_mask:
+        shape = [shape[0], 1, 1, shape[1]]
+    elif len(shape) < 4:
+        shape = [*[1] * (4 - len(shape)), *shape]
+    else:
+        return mask
+    return builder.emit(relax.op.reshape(mask, relax.ShapeExpr(shape)))
+
+
+def _padded(builder: relax.BlockBuilder, mask: RelaxValue, length: SizeExpr) -> RelaxValue:
+    """The mask over `length` keys: those that it does not reach are hidden."""
+
+    def longer(mask: te.Tensor) -> te.Tensor:
+        def element(*at: Any) -> Any:
+            return tirx.if_then_else(at[3] < mask.shape[3], mask[at], _fill(mask.dtype))
+
+        return te.compute((*mask.shape[:3], length), element, "padded")
+
+    return builder.emit_te(longer, mask, primfunc_name_hint="padded_mask")
+
+
+def _checked(builder: relax.BlockBuilder, node: str, mask: RelaxValue, full: list[SizeExpr]) -> RelaxValue:
+    """A computed mask, each of whose axes is 1 or full: shown now, or taken to be full, which every call checks.
+
+    Raises ModelError.
+    """
+    sizes = dims(mask)
+    target = [size if equal(size, 1) else whole for size, whole in zip(sizes, full, strict=True)]
+    apart = [difference(size, want) for size, want in zip(sizes, target, strict=True)]
+    if any(isinstance(by, int) and by for by in apart):
+        raise ModelError(node, f"an {MASK} with axes of 1 or of {_text(full)}", _text(sizes))
+    if all(isinstance(by, int) for by in apart):
+        return mask
+    return builder.match_cast(mask, relax.TensorType(target, mask.ty.dtype))
+
+
+def _window_of(
+    left: int, right: int, alignment: str, *, past: SizeExpr | None, queries: SizeExpr, keys: SizeExpr
+) -> WindowSpec | Literal["unknown"] | None:
+    """The band of a window (-1: unbounded), causality in it: query i stands at i + P, or as `alignment` says.
+
+    _UNKNOWN where no Band can say it: there are more or fewer new keys than queries, by a number that calls decide.
+    """
+    if left == right == -1:
+        return None
+    shift = 0
+    if past is not None:
+        alignment, shift = "bottom_right", difference(past, keys - queries)
+        if not isinstance(shift, int):
+            alignment, shift = "top_left", difference(past, 0)
+        if not isinstance(shift, int):
+            return _UNKNOWN
+    bounds = (None if left < 0 else left - shift, None if right < 0 else right + shift)
+    return WindowSpec(*bounds, alignment)  # type: ignore[arg-type]
+
+
+def _banded(
+    builder: relax.BlockBuilder,
+    mask: RelaxValue | None,
+    left: int,
+    right: int,
+    *,
+    past: SizeExpr,
+    queries: SizeExpr,
+    keys: SizeExpr,
+) -> RelaxValue:
+    """A mask (mB, mH, L, S) that hides what `mask` hides, and what lies outside the window of query i at i + P."""
+
+    def inside(*masks: te.Tensor) -> te.Tensor:
+        one = tirx.const(1, "int64")
+        batch, heads = masks[0].shape[:2] if masks else (one, one)
+
+        def element(b: Any, h: Any, i: Any, j: Any) -> Any:
+            visible = tirx.const(True, "bool")
+            if left >= 0:
+                visible = tirx.all(visible, j >= i + past - left)
+            if right >= 0:
+                visible = tirx.all(visible, j <= i + past + right)
+            if not masks:
+                return visible
+            places = zip((b, h, i, j), masks[0].shape, strict=True)
+            value = masks[0][tuple(tirx.min(place, size - 1) for place, size in places)]  # an axis of 1 broadcasts
+            return tirx.Select(visible, value, _fill(masks[0].dtype))
+
+        return te.compute((batch, heads, queries, keys), element, "banded")
+
+    return builder.emit_te(inside, *([] if mask is None else [mask]), primfunc_name_hint="banded_mask")
+
+
+def _fill(dtype: str) -> Any:
+    return tirx.const(False, "bool") if dtype == "bool" else tirx.const(-math.inf, dtype)
+
+
+def _text(sizes: list[SizeExpr]) -> str:
+    return f"({', '.join(map(str, sizes))})"

@@ -8,8 +8,8 @@ from typing import Any
 from tvm import relax
 
 from mhsa_compile.frontend.fusion.fused_nodes import FusedBlockLinear
-from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.masks import RelaxValue, dims
+from mhsa_compile.frontend.relax.imported_module import ImportContext
+from mhsa_compile.frontend.relax.values import RelaxValue, dims
 from mhsa_compile.kernels.interface.ops import BlockLinearOp
 
 

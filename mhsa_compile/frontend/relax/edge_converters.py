@@ -8,92 +8,56 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tvm
 from tvm import relax, te, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import ArgMax, ArgMin, MaxPool, OneHot, get_type
 
-from mhsa_compile.frontend.relax.plain_converters import Converter
-
-_NARROW = ("float16", "bfloat16")
-
-
-def in_float32(function: Callable[[Any], Any]) -> Converter:
-    """A function of one argument: of narrow floats in float32, as LLVM has none of them."""
-
-    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        (x,) = inputs
-        kind = _dtype(x)
-        if kind not in _NARROW:
-            return None
-        y = bb.normalize(function(bb.normalize(relax.op.astype(x, "float32"))))
-        return y if _dtype(y) == "bool" else bb.normalize(relax.op.astype(y, kind))
-
-    return convert
+from mhsa_compile.frontend.relax.values import NARROW, Converter, dtype_of, is_constant, is_floating
 
 
 def equal_flags(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Equal of bool, as numbers: TVM's compares single bits as floats."""
-    if any(_dtype(value) != "bool" for value in inputs):
+    if any(dtype_of(value) != "bool" for value in inputs):
         return None
-    return bb.normalize(relax.op.equal(*(bb.normalize(relax.op.astype(value, "uint8")) for value in inputs)))
-
-
-def shift_of_any_length(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """BitShift: by as many bits as the number has, or more, or fewer than 0, what the sign's extension leaves."""
-    x, amount = inputs
-    kind = _dtype(x)
-    if kind is None or not kind.lstrip("u").startswith("int") or _dtype(amount) != kind:
-        return None
-    bits, right = int(kind.lstrip("uint")), attributes["direction"] in (b"RIGHT", "RIGHT")
-
-    def emit(value: Any) -> Any:
-        return bb.normalize(value)
-
-    within = emit(relax.op.less(amount, relax.const(bits, kind)))
-    if not kind.startswith("u"):
-        within = emit(relax.op.logical_and(within, emit(relax.op.greater_equal(amount, relax.const(0, kind)))))
-    last, none = relax.const(bits - 1, kind), relax.const(0, kind)
-    by = emit(relax.op.where(within, amount, last if right and not kind.startswith("u") else none))
-    result = emit((relax.op.right_shift if right else relax.op.left_shift)(x, by))
-    if right and not kind.startswith("u"):
-        return result  # by all bits but one, the sign is left
-    return emit(relax.op.where(within, result, none))
+    return relax.op.equal(*(relax.op.astype(value, "uint8") for value in inputs))
 
 
 def one_hot_of_its_dtype(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """OneHot, of the dtype of its values: TVM's has that of Python's numbers. Its depth may be a list of one."""
-    if isinstance(inputs[1], tvm.ir.GenericConst):
-        inputs[1] = relax.const(inputs[1].value.numpy().reshape(()), _dtype(inputs[1]))
+    if is_constant(inputs[1]):
+        inputs[1] = relax.const(inputs[1].value.numpy().reshape(()), dtype_of(inputs[1]))
     result = bb.normalize(OneHot._impl_v11(bb, inputs, attributes, ({}, {})))
-    kind = _dtype(inputs[2])
-    return result if _dtype(result) == kind else bb.normalize(relax.op.astype(result, kind))
+    kind = dtype_of(inputs[2])
+    return result if dtype_of(result) == kind else relax.op.astype(result, kind)
 
 
 def reduction_of_nothing(function: Callable[[Any], Any]) -> Converter:
     """A reduction over no axes, noop_with_empty_axes: what it does to each number, which TVM's leaves out."""
 
     def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        axes = inputs[1] if len(inputs) > 1 else None
-        empty = axes is None or (isinstance(axes, tvm.ir.GenericConst) and not axes.value.numpy().size)
-        return bb.normalize(function(inputs[0])) if empty and attributes.get("noop_with_empty_axes", 0) else None
+        known, axes = _axes(inputs)
+        return function(inputs[0]) if known and axes is None and attributes.get("noop_with_empty_axes", 0) else None
 
     return convert
 
 
-def extreme(operator: Callable[..., Any]) -> Converter:
-    """The largest or the smallest of flags, as numbers, as TVM knows no bounds of bool, and of narrow floats, in
-    float32."""
+def _axes(inputs: Sequence[Any]) -> tuple[bool, list[int] | None]:
+    """(whether the axes of a reduction are constant, and they; None of all axes)."""
+    axes: Any = inputs[1] if len(inputs) > 1 else None
+    numbers = axes.value.numpy().tolist() if is_constant(axes) else []
+    return axes is None or is_constant(axes), numbers or None
+
+
+def extreme_of_flags(operator: Callable[..., Any]) -> Converter:
+    """The largest or the smallest of flags, as numbers, as TVM knows no bounds of bool."""
 
     def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        axes, kind = inputs[1] if len(inputs) > 1 else None, str(_dtype(inputs[0]))
-        if not (axes is None or isinstance(axes, tvm.ir.GenericConst)) or kind not in ("bool", *_NARROW):
+        known, axes = _axes(inputs)
+        if not known or dtype_of(inputs[0]) != "bool":
             return None
-        over = None if axes is None or not axes.value.numpy().size else axes.value.numpy().tolist()
-        if over is None and attributes.get("noop_with_empty_axes", 0):
+        if axes is None and attributes.get("noop_with_empty_axes", 0):
             return inputs[0]
-        wide = bb.normalize(relax.op.astype(inputs[0], "uint8" if kind == "bool" else "float32"))
-        keepdims = bool(attributes.get("keepdims", 1))
-        return bb.normalize(relax.op.astype(bb.normalize(operator(wide, over, keepdims)), kind))
+        numbers = relax.op.astype(inputs[0], "uint8")
+        return relax.op.astype(operator(numbers, axes, bool(attributes.get("keepdims", 1))), "bool")
 
     return convert
 
@@ -101,14 +65,13 @@ def extreme(operator: Callable[..., Any]) -> Converter:
 def clip(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Clip: NaN stays NaN, and a bound that is NaN is none."""
     x, *bounds = inputs
-    kind = _dtype(x)
-    if kind is None or not kind.startswith(("float", "bfloat")):
+    kind = dtype_of(x)
+    if not is_floating(kind):
         return None
     for bound, operator, none in zip(bounds, (relax.op.maximum, relax.op.minimum), (-np.inf, np.inf), strict=False):
         if bound is not None:
-            wide = bb.normalize(relax.op.astype(bound, "float32")) if kind in _NARROW else bound
-            missing = bb.normalize(relax.op.isnan(wide))
-            x = bb.normalize(operator(x, bb.normalize(relax.op.where(missing, relax.const(none, kind), bound))))
+            missing = relax.op.isnan(relax.op.astype(bound, "float32") if kind in NARROW else bound)
+            x = operator(x, relax.op.where(missing, relax.const(none, kind), bound))
     return x
 
 
@@ -116,9 +79,7 @@ def extreme_of_several(operator: Callable[..., Any]) -> Converter:
     """Max, Min: two by two, as TVM's, of them all at once, makes the lowest float of -inf."""
 
     def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        if any(_dtype(value) is None for value in inputs):
-            return None
-        return functools.reduce(lambda one, other: bb.normalize(operator(one, other)), inputs)
+        return None if any(dtype_of(value) is None for value in inputs) else functools.reduce(operator, inputs)
 
     return convert
 
@@ -128,16 +89,16 @@ def place_of_the_extreme(converter: Any) -> Converter:
     then, or behind the last."""
 
     def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        if not str(_dtype(inputs[0])).startswith(("float", "bfloat")):
+        if not is_floating(dtype_of(inputs[0])):
             return None
-        place = bb.normalize(converter._impl_v12(bb, inputs, attributes, ({}, {})))
+        place = converter._impl_v12(bb, inputs, attributes, ({}, {}))
         shape, axis = inputs[0].ty.shape, attributes.get("axis", 0)
         size = shape.values[axis] if isinstance(shape, relax.ShapeExpr) else None
         if not attributes.get("select_last_index", 0):
-            return bb.normalize(relax.op.maximum(place, relax.const(0, "int64")))
+            return relax.op.maximum(place, relax.const(0, "int64"))
         if not isinstance(size, tirx.IntImm):
             return place
-        return bb.normalize(relax.op.minimum(place, relax.const(size.value - 1, "int64")))
+        return relax.op.minimum(place, relax.const(size.value - 1, "int64"))
 
     return convert
 
@@ -148,38 +109,32 @@ def hardmax(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     shape, axis = getattr(x.ty, "shape", None), attributes.get("axis", -1)
     if not isinstance(shape, relax.ShapeExpr) or not isinstance(size := shape.values[axis], tirx.IntImm):
         return None
-    place = bb.normalize(relax.op.argmax(x, axis=axis % len(shape.values), keepdims=True))
-    place = bb.normalize(relax.op.maximum(place, relax.const(0, "int64")))
+    place = relax.op.argmax(x, axis=axis % len(shape.values), keepdims=True)
+    place = relax.op.maximum(place, relax.const(0, "int64"))
     sizes = [1] * len(shape.values)
     sizes[axis] = size.value
     places = relax.const(np.arange(size.value).reshape(sizes), "int64")
-    return bb.normalize(relax.op.astype(bb.normalize(relax.op.equal(place, places)), str(_dtype(x))))
+    return relax.op.astype(relax.op.equal(place, places), dtype_of(x))
 
 
 def log_of_exponentials(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """ReduceLogSumExp: an infinity where the largest is one; TVM's takes it off itself, which is NaN."""
-    x, axes = (*inputs, None)[:2]
-    kind = _dtype(x)
-    if kind is None or not (axes is None or isinstance(axes, tvm.ir.GenericConst)):
+    x, kind, (known, axes) = inputs[0], dtype_of(inputs[0]), _axes(inputs)
+    if kind is None or not known:
         return None
-    over = None if axes is None or not axes.value.numpy().size else axes.value.numpy().tolist()
-    if over is None and attributes.get("noop_with_empty_axes", 0):
+    if axes is None and attributes.get("noop_with_empty_axes", 0):
         return x
-
-    def emit(value: Any) -> Any:
-        return bb.normalize(value)
-
-    highest = emit(relax.op.max(x, over, True))
-    finite = emit(relax.op.less(emit(relax.op.abs(highest)), relax.const(np.inf, kind)))
-    highest = emit(relax.op.where(finite, highest, relax.const(0, kind)))
-    exponentials = emit(relax.op.exp(emit(relax.op.subtract(x, highest))))
-    result = emit(relax.op.add(emit(relax.op.log(emit(relax.op.sum(exponentials, over, True)))), highest))
-    return result if attributes.get("keepdims", 1) else emit(relax.op.squeeze(result, over))
+    highest = relax.op.max(x, axes, True)
+    finite = relax.op.less(relax.op.abs(highest), relax.const(np.inf, kind))
+    highest = relax.op.where(finite, highest, relax.const(0, kind))
+    exponentials = relax.op.exp(relax.op.subtract(x, highest))
+    result = relax.op.add(relax.op.log(relax.op.sum(exponentials, axes, True)), highest)
+    return result if attributes.get("keepdims", 1) else relax.op.squeeze(result, axes)
 
 
 def eye_of_a_dtype(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """EyeLike, of the dtype that it says."""
-    kind = str(get_type(attributes["dtype"])) if "dtype" in attributes else str(_dtype(inputs[0]))
+    kind = str(get_type(attributes["dtype"])) if "dtype" in attributes else str(dtype_of(inputs[0]))
     shift, one, zero = attributes.get("k", 0), tirx.const(1, kind), tirx.const(0, kind)
 
     def eye(x: Any) -> Any:
@@ -211,7 +166,8 @@ def pool_with_places(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> 
             for i, size in zip(own, sizes, strict=True):
                 place = place * size + i
             value, extreme = x(*at[:2], *own), values(*at)
-            same = tirx.Not(tirx.any(value < extreme, value > extreme)) if _floating(x) else value == extreme
+            ordered = is_floating(str(x.dtype))
+            same = tirx.Not(tirx.any(value < extreme, value > extreme)) if ordered else value == extreme
             inside = tirx.all(*[tirx.all(i >= 0, i < size) for i, size in zip(own, sizes, strict=True)])
             nowhere = tirx.max_value("int64")
             return te.min(tirx.if_then_else(inside, tirx.Select(same, place, nowhere), nowhere), axis=steps)
@@ -233,30 +189,16 @@ def _by_columns(place: Any, sizes: Sequence[Any]) -> Any:
     return place
 
 
-def _floating(x: Any) -> bool:
-    return str(x.dtype).startswith(("float", "bfloat"))
-
-
 def above_a_threshold(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """ThresholdedRelu chooses: TVM's multiplies by 0, which makes NaN of -inf."""
     (x,) = inputs
-    kind = str(_dtype(x))
-    above = bb.normalize(relax.op.greater(x, relax.const(attributes.get("alpha", 1.0), kind)))
-    return bb.normalize(relax.op.where(above, x, relax.const(0, kind)))
-
-
-def _dtype(value: Any) -> str | None:
-    return str(value.ty.dtype) if value is not None and isinstance(value.ty, relax.TensorType) else None
+    threshold, zero = (relax.const(number, dtype_of(x)) for number in (attributes.get("alpha", 1.0), 0))
+    return relax.op.where(relax.op.greater(x, threshold), x, zero)
 
 
 EDGES: dict[str, Converter] = {
-    **{
-        name: in_float32(getattr(relax.op, name.lower()))
-        for name in ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "IsNaN", "Sinh", "Tan")
-    },
     "ArgMax": place_of_the_extreme(ArgMax),
     "ArgMin": place_of_the_extreme(ArgMin),
-    "BitShift": shift_of_any_length,
     "Clip": clip,
     "Equal": equal_flags,
     "EyeLike": eye_of_a_dtype,
@@ -269,8 +211,8 @@ EDGES: dict[str, Converter] = {
     "ReduceL2": reduction_of_nothing(relax.op.abs),
     "ReduceLogSum": reduction_of_nothing(relax.op.log),
     "ReduceLogSumExp": log_of_exponentials,
-    "ReduceMax": extreme(relax.op.max),
-    "ReduceMin": extreme(relax.op.min),
+    "ReduceMax": extreme_of_flags(relax.op.max),
+    "ReduceMin": extreme_of_flags(relax.op.min),
     "ReduceSumSquare": reduction_of_nothing(relax.op.square),
     "ThresholdedRelu": above_a_threshold,
 }

@@ -1,15 +1,18 @@
-"""What the frontend makes of a model: a Relax module, the operations that it calls, and what a call is held to."""
+"""What the frontend makes of a model: a Relax module, the operations that it calls, and what a call is held to; and the
+context in which it is made."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
+from tvm import relax
 from tvm_ffi import structural_equal
 
-from mhsa_compile.frontend.relax.masks import SizeExpr
+from mhsa_compile.frontend.relax.values import RelaxValue, SizeExpr
 from mhsa_compile.kernels.interface.ops import Dim, Op
 from mhsa_compile.runtime.artifact.manifest import Agreement
 
@@ -56,6 +59,33 @@ class DimNames:
             number = len(self._computed)
             self._computed.append(size)
         return f"{self._prefix}_{number}"
+
+
+class ImportContext:
+    """What conversions share: the builder that writes Relax, the operations and demands that are known so far, and the
+    names of sizes and inputs."""
+
+    def __init__(self, bb: relax.BlockBuilder, inputs: Mapping[str, RelaxValue]) -> None:
+        self.bb = bb
+        self.result = ImportedModule(module=None)
+        self._inputs = inputs
+        self.dim = DimNames("dim")
+
+    def input_name(self, value: RelaxValue) -> str | None:
+        """The input of the graph that `value` is."""
+        return next((name for name, variable in self._inputs.items() if variable.same_as(value)), None)
+
+    def call(self, op: Op, inputs: list[RelaxValue], shape: list[SizeExpr]) -> RelaxValue:
+        """An operation with one result, of its dtype."""
+        return self.call_for_several(op, inputs, [relax.TensorType(shape, op.dtype)])[0]
+
+    def call_for_several(self, op: Op, inputs: list[RelaxValue], types: list[Any]) -> list[RelaxValue]:
+        """An operation with several results, of types of their own."""
+        name = f"op_{len(self.result.ops)}"
+        self.result.ops[name] = op
+        inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
+        result = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
+        return [result] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(result, i)) for i in range(len(types))]
 
 
 def stated(size: SizeExpr) -> Dim:

@@ -34,25 +34,24 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedScatter,
 )
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
-from mhsa_compile.frontend.onnx_graph import all_nodes, reads, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, metadata_of, opset_of, reads, title
 from mhsa_compile.frontend.reading.check import check_graph
 from mhsa_compile.frontend.reading.standard import RANDOM, STANDARD
 from mhsa_compile.frontend.relax import float32_sums
 from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.block_linear import block_linear
-from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
-from mhsa_compile.frontend.relax.masks import dims
+from mhsa_compile.frontend.relax.imported_module import ImportContext, ImportedModule, stated
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.quantised_linear import quantise, quantised_linear
-from mhsa_compile.frontend.relax.recurrent import recurrent
+from mhsa_compile.frontend.relax.recurrent import RecurrentImport
 from mhsa_compile.frontend.relax.sizes.agreements import Demand, agreement, demand, hold
 from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing, dims_of, of_width
 from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
 from mhsa_compile.frontend.relax.sizes.folding import fold_sizes
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
+from mhsa_compile.frontend.relax.values import dims
 from mhsa_compile.kernels.interface.ops import GATES, Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
 from mhsa_compile.runtime.misfits import misfit
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY
@@ -66,12 +65,11 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     """
     check_graph(model)
     fused = fuse(model)
-    stated = {entry.key: entry.value for entry in model.metadata_props}
-    importer = _Importer(int8_weights, limits=json.loads(stated.get(LIMITS_KEY, "{}")))
-    opset = next(o.version for o in fused.opset_import if o.domain in ("", "ai.onnx"))
+    metadata = metadata_of(model)
+    importer = _Importer(int8_weights, limits=json.loads(metadata.get(LIMITS_KEY, "{}")))
     with contextlib.redirect_stdout(io.StringIO()):  # TVM prints the node it fails at; the error says it again
         try:
-            module = importer.from_onnx(fused.graph, opset)
+            module = importer.from_onnx(fused.graph, opset_of(fused))
         except Exception as error:
             importer.leave_blocks()
             if isinstance(error, ModelError):
@@ -82,7 +80,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     result = importer.context.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
-    result.rows = json.loads(stated.get(ROWS_KEY, "{}"))
+    result.rows = json.loads(metadata.get(ROWS_KEY, "{}"))
     result.outputs = _output_dims(module["main"])
     if int8_weights and not any(type(op) is LinearOp for op in result.ops.values()):
         raise ModelError("weights", 'a model with a linear for "int8"', "one without")
@@ -130,11 +128,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                     self._nodes[tensor.name] = _constant(array)
                 except Exception as error:  # a dtype that TVM has no constants of
                     reader = next(node for node in graph.node if tensor.name in reads(node))
-                    expected, hint = (
-                        "constants of a dtype that can be compiled",
-                        "Widen them in the file: to int8, say.",
-                    )
-                    raise ModelError(title(reader), expected, f"{tensor.name!r} of {array.dtype}", hint) from error
+                    expected, got = "constants of a dtype that can be compiled", f"{tensor.name!r} of {array.dtype}"
+                    raise ModelError(title(reader), expected, got, "Widen them in the file: to int8, say.") from error
 
     def leave_blocks(self) -> None:
         """Ends what an error left open, of which TVM would write a line to stderr."""
@@ -217,8 +212,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _convert_subgraph(self, bb: Any, graph: onnx.GraphProto) -> Any:
         """A branch of an If as a block of its own: what it holds runs only where it is taken."""
-        for name in {name for node in graph.node for name in reads(node)} & self._nodes.keys():
-            self._nodes[name] = self._bound(self._nodes[name])  # here, for whoever reads it behind the branch
+        for name in dict.fromkeys(name for node in graph.node for name in reads(node)):
+            if name in self._nodes:  # here, for whoever reads it behind the branch
+                self._nodes[name] = self._bound(self._nodes[name])
         outside, scope = dict(self._nodes), self._names.scope()
         bb._begin_binding_block()
         try:
@@ -253,13 +249,15 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             inputs[:] = agreeing(self.bb, self._names, op_name, inputs, attrs)
             inputs[:], narrow = float32_sums.widened(self.bb, op_name, list(inputs))
             if op_name in GATES:
-                converted = recurrent(self.context, op_name, list(inputs), attrs)
+                converted = RecurrentImport(self.context, op_name, list(inputs), attrs).results()
             elif op_name == "DynamicQuantizeLinear":
                 converted = quantise(self.context, inputs[0])
             else:
                 converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
             if converted is None:
                 converted = super()._convert_operator(op_name, inputs, attrs, opset)
+            else:
+                converted = self.bb.normalize(converted)
             if narrow is not None:
                 converted = float32_sums.narrowed(self.bb, op_name, converted, narrow)
             return self._of_known_rank(converted)

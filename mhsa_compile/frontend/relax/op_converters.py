@@ -1,21 +1,19 @@
-"""Operators that TVM's importer converts with less than is known, or less than is safe: each may decline with None."""
+"""Operators of axes that TVM's importer converts with less than is known, or less than is safe: each may decline with
+None. `CONVERSIONS` has these, and all others that are not TVM's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
-from mhsa_compile.frontend.relax.casts import cast_of_floats
-from mhsa_compile.frontend.relax.contractions import contraction
-from mhsa_compile.frontend.relax.divisions import quotient, remainder
+from mhsa_compile.frontend.relax.arithmetic import ARITHMETIC
 from mhsa_compile.frontend.relax.edge_converters import EDGES
-from mhsa_compile.frontend.relax.gathering import gather_within_bounds
 from mhsa_compile.frontend.relax.plain_converters import PLAIN
-from mhsa_compile.frontend.relax.powers import power
 from mhsa_compile.frontend.relax.quantised import QUANTISED
+from mhsa_compile.frontend.relax.values import Converter, dtype_of, is_constant, is_floating, text_of
 
 
 def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -26,7 +24,7 @@ def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -
     """
     data, starts, ends, axes, steps = (*inputs, None, None)[:5]
     bounds = [bound for bound in (starts, ends, axes, steps) if bound is not None]
-    if not isinstance(data.ty, relax.TensorType) or not all(isinstance(bound, tvm.ir.GenericConst) for bound in bounds):
+    if dtype_of(data) is None or not all(map(is_constant, bounds)):
         return None
     begin, end = _clamped(starts), _clamped(ends)
     along = list(range(len(begin))) if axes is None else [axis % data.ty.ndim for axis in _numbers(axes)]
@@ -41,9 +39,7 @@ def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -
     if {*by} != {1} or not isinstance(part.ty.shape, relax.ShapeExpr):
         return part
     dims = [1 if axis in ones else size for axis, size in enumerate(part.ty.shape.values)]
-    is_proved = all(
-        tvm.sym.Analyzer().can_prove_equal(*sizes) for sizes in zip(dims, part.ty.shape.values, strict=True)
-    )
+    is_proved = all(map(tvm.sym.Analyzer().can_prove_equal, dims, part.ty.shape.values))
     return part if is_proved else bb.match_cast(part, relax.TensorType(dims, part.ty.dtype))
 
 
@@ -70,14 +66,14 @@ def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
     """Expand of a tensor, some dims of it symbolic, to constant sizes. TVM's knows constant dims only."""
     data, shape_value = inputs
     sizes = data.ty.shape if isinstance(data.ty, relax.TensorType) else None
-    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(shape_value, tvm.ir.GenericConst):
+    if not isinstance(sizes, relax.ShapeExpr) or not is_constant(shape_value):
         return None
     dims, target = list(sizes.values), _numbers(shape_value)
     dims, target = [1] * (len(target) - len(dims)) + dims, [1] * (len(dims) - len(target)) + target
     if any(to != 1 and not isinstance(size, int | tvm.tirx.IntImm) for size, to in zip(dims, target, strict=True)):
         return None
     result = [size if to == 1 else to for size, to in zip(dims, target, strict=True)]
-    return bb.normalize(relax.op.broadcast_to(data, relax.ShapeExpr(result)))
+    return relax.op.broadcast_to(data, relax.ShapeExpr(result))
 
 
 def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -95,7 +91,107 @@ def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[
             differ = True
             dims = [stated[i] if i in others else own for i, own in enumerate(shape.values)]
             parts[k] = bb.match_cast(bb.normalize(inputs[k]), relax.TensorType(dims, inputs[k].ty.dtype))
-    return bb.normalize(relax.op.concat(relax.Tuple(parts), axis)) if differ else None
+    return relax.op.concat(relax.Tuple(parts), axis) if differ else None
+
+
+def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Gather of a tensor as one function: TVM's own writes the indices out twice before it reads a table by them.
+
+    An index out of bounds, which ONNX forbids, gives NaN where floats are gathered, and the nearest element elsewhere;
+    TVM's reads whatever memory it points at.
+    """
+    data, indices = inputs
+    shapes = [getattr(value.ty, "shape", None) for value in inputs]
+    if not all(isinstance(shape, relax.ShapeExpr) for shape in shapes) or all(map(is_constant, inputs)):
+        return None
+    axis = attributes.get("axis", 0) % data.ty.ndim
+    outside = math.nan if is_floating(dtype_of(data)) else None
+    if is_constant(indices) and not indices.ty.ndim:
+        return bb.emit_te(_pick, data, int(indices.value.numpy()), axis, outside, primfunc_name_hint="take")
+    return bb.emit_te(_gather, data, indices, axis, outside, primfunc_name_hint="take")
+
+
+def _gather(data: Any, indices: Any, axis: int, outside: float | None) -> Any:
+    """The elements of an axis that an array of indices names."""
+    rank = len(indices.shape)
+
+    def element(*at: Any) -> Any:
+        index = indices[tuple(at[axis : axis + rank])].astype("int64")
+        return _element(data, axis, outside, at[:axis], index, at[axis + rank :])
+
+    return te.compute((*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :]), element, "take")
+
+
+def _pick(data: Any, index: int, axis: int, outside: float | None) -> Any:
+    """The elements of an axis at one place."""
+
+    def element(*at: Any) -> Any:
+        return _element(data, axis, outside, at[:axis], tirx.const(index, "int64"), at[axis:])
+
+    return te.compute((*data.shape[:axis], *data.shape[axis + 1 :]), element, "take")
+
+
+def _element(data: Any, axis: int, outside: float | None, before: Any, index: Any, behind: Any) -> Any:
+    """An element by an index that may count from the end; where there is none, `outside`, or the nearest."""
+    size = data.shape[axis]
+    place = tirx.Select(index < 0, index + size, index)
+    nearest = tirx.max(tirx.min(place, size - 1), tirx.const(0, "int64"))
+    if outside is None:
+        return data[(*before, nearest, *behind)]
+    inside = tirx.all(place >= 0, place < size)
+    return tirx.if_then_else(inside, data[(*before, place, *behind)], tirx.const(outside, str(data.dtype)))
+
+
+def contraction(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Einsum of two tensors as a product of matrices: axes of a kind are put together, and apart again behind it. None
+    where a letter stands twice in one, or in one alone without being kept.
+
+    bqc,bchw->bqhw    matmul(a (b, q, c), b (b, c, h * w)), then (b, q, h, w)
+    """
+    equation = text_of(attributes["equation"]).replace(" ", "")
+    terms, arrow, output = equation.partition("->")
+    operands = terms.split(",")
+    if not arrow or len(operands) != 2 or len(inputs) != 2 or "." in equation:
+        return None
+    left, right = operands
+    once = all(len(set(term)) == len(term) for term in (left, right, output))
+    fits_ranks = all(len(term) == value.ty.ndim for term, value in zip(operands, inputs, strict=True))
+    if not once or not fits_ranks or not all(isinstance(value.ty.shape, relax.ShapeExpr) for value in inputs):
+        return None
+    free = [letter for letter in output if (letter in left) != (letter in right)]
+    if free and free[-1] in left:  # the axis that comes last is of the columns
+        (left, right), inputs = (right, left), inputs[::-1]
+        operands = [left, right]
+    batch = "".join(c for c in output if c in left and c in right)
+    inner = "".join(c for c in left if c in right and c not in output)
+    rows = "".join(c for c in output if c in left and c not in right)
+    columns = "".join(c for c in output if c in right and c not in left)
+    if not inner or {*left} != {*batch, *inner, *rows} or {*right} != {*batch, *inner, *columns}:
+        return None
+    sizes: dict[str, Any] = {}
+    for term, value in zip(operands, inputs, strict=True):
+        for letter, size in zip(term, value.ty.shape.values, strict=True):
+            stated = sizes.setdefault(letter, size)
+            if letter not in rows + columns and not tvm.sym.Analyzer().can_prove_equal(stated, size):
+                return None  # one of them may be 1, and broadcast
+    a = _as_matrix(inputs[0], left, (batch, rows, inner), sizes)
+    b = _as_matrix(inputs[1], right, (batch, inner, columns), sizes)
+    product, order = relax.op.matmul(a, b), batch + rows + columns
+    if len(rows) != 1 or len(columns) != 1:
+        product = relax.op.reshape(product, relax.ShapeExpr([sizes[letter] for letter in order]))
+    return product if order == output else relax.op.permute_dims(product, [order.index(letter) for letter in output])
+
+
+def _as_matrix(value: Any, term: str, groups: tuple[str, str, str], sizes: dict[str, Any]) -> Any:
+    """The operand as (batch, a group as one axis, another as one axis)."""
+    batch, *matrix = groups
+    order = "".join(groups)
+    if order != term:
+        value = relax.op.permute_dims(value, [term.index(letter) for letter in order])
+    if all(len(group) == 1 for group in matrix):
+        return value
+    axes = [math.prod((sizes[letter] for letter in group), start=tirx.const(1, "int64")) for group in matrix]
+    return relax.op.reshape(value, relax.ShapeExpr([*(sizes[letter] for letter in batch), *axes]))
 
 
 def _numbers(constant: Any) -> list[int]:
@@ -107,17 +203,14 @@ def _clamped(constant: Any) -> list[int]:
     return [max(min(number, _TO_THE_END), -_TO_THE_END) for number in _numbers(constant)]
 
 
-CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
+CONVERSIONS: dict[str, Converter] = {
+    **ARITHMETIC,
     **EDGES,
     **PLAIN,
     **QUANTISED,
-    "Cast": cast_of_floats,
     "Concat": concat_of_dims_that_must_agree,
+    "Einsum": contraction,
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
-    "Div": quotient,
-    "Einsum": contraction,
-    "Mod": remainder,
-    "Pow": power,
     "Slice": slice_of_constants,
 }

@@ -10,10 +10,8 @@ from tvm import relax, te, tirx
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
-from mhsa_compile.frontend.relax.masks import dims
-
-_OPAQUE = 8  # OpPatternKind.OPAQUE
-"""TVM's number of functions that it fuses with nothing: what reads patches by rows would take their loops apart."""
+from mhsa_compile.frontend.relax.sizes.call_checks import OPAQUE
+from mhsa_compile.frontend.relax.values import dims
 
 
 def patches(bb: Any, fused: FusedPatches, x: Any) -> Any:
@@ -48,7 +46,8 @@ def _gather(fused: FusedPatches, dtype: str, channels: Any, source: list[Any], c
     x = te.placeholder((batch, *sizes, channels) if fused.channels_last else (batch, channels, *sizes), dtype, "x")
     row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
     function = te.create_prim_func([x, te.compute((batch, *counts, *row), element, "patches")])
-    return function.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+    # fused with nothing: what reads patches by rows would take their loops apart
+    return function.without_attr("global_symbol").with_attr("op_pattern", OPAQUE)
 
 
 def _size(dim: Any) -> Any:

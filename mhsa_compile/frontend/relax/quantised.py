@@ -13,8 +13,7 @@ import numpy as np
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import Conv
 
-from mhsa_compile.frontend.relax.masks import equal
-from mhsa_compile.frontend.relax.plain_converters import Converter
+from mhsa_compile.frontend.relax.values import Converter, equal
 
 
 def matmul_integer(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -26,9 +25,8 @@ def matmul_integer(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> An
 def qlinear_matmul(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """QLinearMatMul."""
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = inputs
-    ranks = a.ty.ndim, b.ty.ndim
-    scales = [_of_rows(bb, a_scale, ranks[0]), _of_columns(bb, b_scale, ranks[1])]
-    return _quantised(bb, _matmul(bb, a, a_zero, b, b_zero), scales, y_scale, y_zero)
+    scales = [_of_rows(a_scale, a.ty.ndim), _reshaped(b_scale)]
+    return _quantised(_matmul(bb, a, a_zero, b, b_zero), scales, y_scale, y_zero)
 
 
 def conv_integer(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -41,22 +39,21 @@ def qlinear_conv(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """QLinearConv."""
     x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = [*inputs, None][:9]
     sums = _convolution(bb, x, x_zero, w, w_zero, bias, attributes)
-    scales = [_scalar(bb, x_scale), _of_channels(bb, w_scale, [1, -1, *[1] * (w.ty.ndim - 2)])]
-    return _quantised(bb, sums, scales, y_scale, y_zero)
+    scales = [_scalar(x_scale), _reshaped(w_scale, [1, -1, *[1] * (w.ty.ndim - 2)])]
+    return _quantised(sums, scales, y_scale, y_zero)
 
 
 def _matmul(bb: Any, a: Any, a_zero: Any, b: Any, b_zero: Any) -> Any:
-    left = _centred(bb, a, a_zero if a_zero is None else _of_rows(bb, a_zero, a.ty.ndim))
-    right = _centred(bb, b, b_zero if b_zero is None else _of_columns(bb, b_zero, b.ty.ndim))
-    return bb.normalize(relax.op.matmul(left, right, out_dtype="int32"))
+    left = _centred(bb, a, a_zero if a_zero is None else _of_rows(a_zero, a.ty.ndim))
+    right = _centred(bb, b, b_zero if b_zero is None else _reshaped(b_zero))
+    return relax.op.matmul(left, right, out_dtype="int32")
 
 
 def _convolution(bb: Any, x: Any, x_zero: Any, w: Any, w_zero: Any, bias: Any, attributes: dict[str, Any]) -> Any:
     """The sums; what is padded is the zero point, which is 0 then."""
-    data = _centred(bb, x, x_zero if x_zero is None else _scalar(bb, x_zero))
-    rows = [-1, *[1] * (w.ty.ndim - 1)]
-    weight = _centred(bb, w, w_zero if w_zero is None else _of_channels(bb, w_zero, rows))
-    return bb.normalize(Conv._impl_v11(bb, [data, weight, bias], dict(attributes), ({}, {})))
+    data = _centred(bb, x, x_zero if x_zero is None else _scalar(x_zero))
+    weight = _centred(bb, w, w_zero if w_zero is None else _reshaped(w_zero, [-1, *[1] * (w.ty.ndim - 1)]))
+    return Conv._impl_v11(bb, [data, weight, bias], dict(attributes), ({}, {}))
 
 
 def _centred(bb: Any, x: Any, zero: Any) -> Any:
@@ -73,42 +70,32 @@ def _centred(bb: Any, x: Any, zero: Any) -> Any:
     return bb.normalize(relax.op.subtract(wide, zero))
 
 
-def _quantised(bb: Any, sums: Any, scales: Sequence[Any], y_scale: Any, y_zero: Any) -> Any:
+def _quantised(sums: Any, scales: Sequence[Any], y_scale: Any, y_zero: Any) -> Any:
     kind = str(y_zero.ty.dtype)
-
-    def wide(value: Any) -> Any:
-        return bb.normalize(relax.op.astype(value, "float64"))
-
-    ratio = bb.normalize(relax.op.multiply(*map(wide, scales)))
-    ratio = bb.normalize(relax.op.divide(ratio, wide(_scalar(bb, y_scale))))
-    y = bb.normalize(relax.op.round(bb.normalize(relax.op.multiply(wide(sums), ratio))))
-    y = bb.normalize(relax.op.add(y, wide(_scalar(bb, y_zero))))
+    left, right, last, zero, sums = (
+        relax.op.astype(value, "float64") for value in (*scales, _scalar(y_scale), _scalar(y_zero), sums)
+    )
+    ratio = relax.op.divide(relax.op.multiply(left, right), last)
+    y = relax.op.add(relax.op.round(relax.op.multiply(sums, ratio)), zero)
     bounds = np.iinfo(kind)
-    return bb.normalize(relax.op.astype(bb.normalize(relax.op.clip(y, int(bounds.min), int(bounds.max))), kind))
+    return relax.op.astype(relax.op.clip(y, int(bounds.min), int(bounds.max)), kind)
 
 
-def _of_rows(bb: Any, value: Any, rank: int) -> Any:
+def _of_rows(value: Any, rank: int) -> Any:
     """One number for all, for each row of a matrix, or for each row of several, as they are broadcast."""
-    if _is_one(value):
-        return _scalar(bb, value)
-    return bb.normalize(relax.op.expand_dims(value, -1)) if value.ty.ndim == 1 and rank > 1 else value
+    return _reshaped(value, [-1, 1] if value.ty.ndim == 1 and rank > 1 else None)
 
 
-def _of_columns(bb: Any, value: Any, rank: int) -> Any:
-    return _scalar(bb, value) if _is_one(value) else value
+def _reshaped(value: Any, shape: list[int] | None = None) -> Any:
+    """One number for all, or several in a shape."""
+    own = value.ty.shape
+    if isinstance(own, relax.ShapeExpr) and all(equal(size, 1) for size in own.values):
+        return _scalar(value)
+    return value if shape is None else relax.op.reshape(value, shape)
 
 
-def _of_channels(bb: Any, value: Any, shape: Sequence[int]) -> Any:
-    return _scalar(bb, value) if _is_one(value) else bb.normalize(relax.op.reshape(value, list(shape)))
-
-
-def _is_one(value: Any) -> bool:
-    shape = value.ty.shape
-    return isinstance(shape, relax.ShapeExpr) and all(equal(size, 1) for size in shape.values)
-
-
-def _scalar(bb: Any, value: Any) -> Any:
-    return bb.normalize(relax.op.reshape(value, [])) if value.ty.ndim else value
+def _scalar(value: Any) -> Any:
+    return relax.op.reshape(value, []) if value.ty.ndim else value
 
 
 QUANTISED: dict[str, Converter] = {

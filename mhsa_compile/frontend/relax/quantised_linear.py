@@ -10,8 +10,8 @@ import tvm
 from tvm import relax
 
 from mhsa_compile.frontend.fusion.fused_nodes import FusedQuantisedLinear
-from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.masks import RelaxValue, dims
+from mhsa_compile.frontend.relax.imported_module import ImportContext
+from mhsa_compile.frontend.relax.values import RelaxValue, dims
 from mhsa_compile.kernels.interface.ops import QuantisedLinearOp, QuantiseOp
 
 _CENTRE = {"int8": 0, "uint8": 128}

@@ -15,8 +15,8 @@ import numpy as np
 from tvm import relax
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.relax.import_context import ImportContext
-from mhsa_compile.frontend.relax.masks import RelaxValue, SizeExpr, dims, equal
+from mhsa_compile.frontend.relax.imported_module import ImportContext
+from mhsa_compile.frontend.relax.values import RelaxValue, SizeExpr, dims, equal, text_of
 from mhsa_compile.kernels.interface.ops import GATES, PANEL, Activation, Cell, LinearOp, RecurrenceOp
 
 _DEFAULTS: dict[Cell, tuple[str, ...]] = {
@@ -41,13 +41,8 @@ _FUNCTIONS: dict[str, tuple[float | None, ...]] = {
 must: ONNX has no default, or ONNX Runtime another one."""
 
 
-def recurrent(context: ImportContext, cell: Cell, inputs: list[RelaxValue], attributes: dict[str, Any]) -> Any:
-    """(states of all steps, the last state, of an LSTM the last memory). Raises ModelError."""
-    return _Recurrent(context, cell, inputs, attributes).results()
-
-
-class _Recurrent:
-    """One node, its inputs in ONNX's order."""
+class RecurrentImport:
+    """One node, its inputs in ONNX's order. Raises ModelError."""
 
     def __init__(
         self, context: ImportContext, cell: Cell, inputs: list[RelaxValue], attributes: dict[str, Any]
@@ -57,7 +52,7 @@ class _Recurrent:
         self.x, self.w, self.r, self.b, self.lengths, self.state, self.memory, self.peepholes = padded
         self.title = f"{cell} node {attributes['tvm_custom']['name']!r}"
         self.batch_first = bool(attributes.get("layout", 0))
-        direction = _text(attributes.get("direction", "forward"))
+        direction = text_of(attributes.get("direction", "forward"))
         self.backwards = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
         shape, gates = self._fixed(self.r, "R"), GATES[cell]
         self.units = shape[-1]
@@ -68,7 +63,8 @@ class _Recurrent:
             raise self._refusal(f"hidden_size={self.units}, as R has it", f"hidden_size={attributes['hidden_size']}")
 
     def results(self) -> Any:
-        x = self._transpose(self.x, (1, 0, 2))
+        """(states of all steps, the last state, of an LSTM the last memory). Raises ModelError."""
+        x = self.bb.normalize(self._transpose(self.x, (1, 0, 2)))
         steps, batch, _ = dims(x)
         arrays = [self._products(x), self._panels(), self._biases(), self._initial_state(self.state, batch)]
         if self.cell == "LSTM":
@@ -96,39 +92,37 @@ class _Recurrent:
         )
         state_shape = [len(self.backwards), batch, self.units]
         shapes = [[steps, *state_shape], *[state_shape] * (2 if self.cell == "LSTM" else 1)]
-        results = self.context.call_for_several(op, arrays, [relax.TensorType(shape, "float32") for shape in shapes])
-        y, *last = results
+        types = [relax.TensorType(shape, "float32") for shape in shapes]
+        y, *last = self.context.call_for_several(op, arrays, types)
         return relax.Tuple([self._transpose(y, (2, 0, 1, 3)), *(self._transpose(value, (1, 0, 2)) for value in last)])
 
     def _products(self, x: RelaxValue) -> RelaxValue:
         both, rows, width = self._fixed(self.w, "W")
         if [both, rows] != [len(self.backwards), GATES[self.cell] * self.units]:
-            raise self._refusal(
-                f"W of ({len(self.backwards)}, {GATES[self.cell] * self.units}, input size)", f"{both, rows, width}"
-            )
-        weights = self.bb.emit(relax.op.reshape(self.w, [both * rows, width]))
+            expected = f"W of ({len(self.backwards)}, {GATES[self.cell] * self.units}, input size)"
+            raise self._refusal(expected, f"{both, rows, width}")
+        weights = relax.op.reshape(self.w, [both * rows, width])
         steps, batch, _ = dims(x)
         if isinstance(self.w, relax.Var) and self.w.name in self.context.result.weights:
             op = LinearOp((self.context.dim(steps), self.context.dim(batch)), width, (both * rows,), (False,), (False,))
             return self.context.call(op, [x, weights], [steps, batch, both * rows])
-        weights = self.bb.emit(relax.op.permute_dims(weights, [1, 0]))
-        rows_of_x = self.bb.emit(relax.op.reshape(x, relax.ShapeExpr([steps * batch, width])))  # of all steps at once
-        products = self.bb.emit(relax.op.matmul(rows_of_x, weights))
-        return self.bb.emit(relax.op.reshape(products, relax.ShapeExpr([steps, batch, both * rows])))
+        rows_of_x = relax.op.reshape(x, relax.ShapeExpr([steps * batch, width]))  # of all steps at once
+        products = relax.op.matmul(rows_of_x, relax.op.permute_dims(weights, [1, 0]))
+        return relax.op.reshape(products, relax.ShapeExpr([steps, batch, both * rows]))
 
     def _panels(self) -> RelaxValue:
         """R in the order of `RecurrenceOp.weights`."""
         both, gates, width = len(self.backwards), GATES[self.cell], PANEL[self.cell]
-        weights = self.bb.emit(relax.op.reshape(self.r, [both, gates, self.units, self.units]))
+        weights = relax.op.reshape(self.r, [both, gates, self.units, self.units])
         whole = self.units // width * width
         parts = []
         for first, end, size in ((0, whole, width), (whole, self.units, self.units - whole)):
             if end > first:
-                part = self.bb.emit(relax.op.strided_slice(weights, [2], [first], [end]))
-                part = self.bb.emit(relax.op.reshape(part, [both, gates, (end - first) // size, size, self.units]))
-                part = self.bb.emit(relax.op.permute_dims(part, [0, 2, 4, 1, 3]))
-                parts.append(self.bb.emit(relax.op.reshape(part, [both, (end - first) * gates * self.units])))
-        return parts[0] if len(parts) == 1 else self.bb.emit(relax.op.concat(relax.Tuple(parts), 1))
+                part = relax.op.strided_slice(weights, [2], [first], [end])
+                part = relax.op.reshape(part, [both, gates, (end - first) // size, size, self.units])
+                part = relax.op.permute_dims(part, [0, 2, 4, 1, 3])
+                parts.append(relax.op.reshape(part, [both, (end - first) * gates * self.units]))
+        return parts[0] if len(parts) == 1 else relax.op.concat(relax.Tuple(parts), 1)
 
     def _biases(self) -> RelaxValue:
         """The sum of both biases; of a gate whose recurrent bias stands within the reset only the inputs'."""
@@ -137,45 +131,45 @@ class _Recurrent:
             return self._zeros([both, rows])
         inputs, states = self._part(0, rows), self._part(rows, 2 * rows)
         if self.cell == "GRU" and self.attributes.get("linear_before_reset", 0):
-            biases = self.bb.emit(relax.op.strided_slice(states, [1], [0], [2 * self.units]))
-            states = self.bb.emit(relax.op.concat(relax.Tuple([biases, self._zeros([both, self.units])]), 1))
-        return self.bb.emit(relax.op.add(inputs, states))
+            biases = relax.op.strided_slice(states, [1], [0], [2 * self.units])
+            states = relax.op.concat(relax.Tuple([biases, self._zeros([both, self.units])]), 1)
+        return relax.op.add(inputs, states)
 
     def _hidden_biases(self) -> RelaxValue:
-        rows = GATES[self.cell] * self.units
-        return (
-            self._zeros([len(self.backwards), self.units])
-            if self.b is None
-            else self._part(2 * rows - self.units, 2 * rows)
-        )
+        if self.b is None:
+            return self._zeros([len(self.backwards), self.units])
+        end = 2 * GATES[self.cell] * self.units
+        return self._part(end - self.units, end)
 
     def _part(self, first: int, end: int) -> RelaxValue:
-        return self.bb.emit(relax.op.strided_slice(self.b, [1], [first], [end]))
+        return relax.op.strided_slice(self.b, [1], [first], [end])
 
     def _initial_state(self, value: RelaxValue | None, batch: SizeExpr) -> RelaxValue:
         """A state of before the first step: zeros where there is none."""
         shape = [len(self.backwards), batch, self.units]
-        return self._zeros(shape) if value is None else self._agreeing(self._transpose(value, (1, 0, 2)), shape)
+        if value is None:
+            return self._zeros(shape)
+        return self._agreeing(self.bb.normalize(self._transpose(value, (1, 0, 2))), shape)
 
     def _zeros(self, shape: Sequence[SizeExpr]) -> RelaxValue:
         if all(isinstance(size, int) for size in shape):
             return relax.const(np.zeros(shape, np.float32), "float32")
-        return self.bb.emit(relax.op.zeros(relax.ShapeExpr(list(shape)), "float32"))
+        return relax.op.zeros(relax.ShapeExpr(list(shape)), "float32")
 
     def _agreeing(self, value: RelaxValue, shape: Sequence[SizeExpr]) -> RelaxValue:
         """A value of this shape; a call is held to it where that is not known."""
         own = value.ty.shape
         if isinstance(own, relax.ShapeExpr) and all(map(equal, own.values, shape)):
             return value
-        return self.bb.match_cast(self.bb.normalize(value), relax.TensorType(list(shape), value.ty.dtype))
+        return self.bb.match_cast(value, relax.TensorType(list(shape), value.ty.dtype))
 
     def _transpose(self, value: RelaxValue, order: Sequence[int]) -> RelaxValue:
-        return self.bb.emit(relax.op.permute_dims(value, list(order))) if self.batch_first else value
+        return relax.op.permute_dims(value, list(order)) if self.batch_first else value
 
     def _activations(self) -> tuple[tuple[Activation, ...], ...]:
         """The functions of each direction. Alphas and betas are listed for those alone that have them, in order."""
         each, directions = len(_DEFAULTS[self.cell]), len(self.backwards)
-        names = [_text(name) for name in self.attributes.get("activations", ())] or [*_DEFAULTS[self.cell] * directions]
+        names = [*map(text_of, self.attributes.get("activations", ()))] or [*_DEFAULTS[self.cell] * directions]
         known = {name.lower(): name for name in _FUNCTIONS}
         if len(names) != each * directions or any(name.lower() not in known for name in names):
             expected = f"{each * directions} activations among {', '.join(_FUNCTIONS)}"
@@ -205,7 +199,3 @@ class _Recurrent:
 
     def _refusal(self, expected: str, got: str) -> ModelError:
         return ModelError(self.title, expected, got, "Write it in operators that are understood.")
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

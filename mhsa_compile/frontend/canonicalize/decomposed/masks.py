@@ -25,7 +25,7 @@ from mhsa_compile.frontend.canonicalize.decomposed.causal import (
 )
 from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import AdditiveMask, NotRecognised, SelectiveMask
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphView
 
@@ -59,7 +59,6 @@ class _Choice:
 
 def collect(
     rewriter: Rewriter,
-    constants: ConstantValues,
     parts: list[AdditiveMask | SelectiveMask],
     operands: AttentionOperands,
 ) -> Masks:
@@ -69,22 +68,22 @@ def collect(
         if isinstance(mask, AdditiveMask) and mask.windows:
             masks.added.append(_times(rewriter, _of_each_entry(rewriter, mask, operands), mask.factor, dtype))
             continue
-        if isinstance(mask, AdditiveMask) and mask.flat and len(rewriter.graph.shape(mask.name) or ()) == 3:
+        if isinstance(mask, AdditiveMask) and mask.flat and len(rewriter.graph.dims(mask.name)) == 3:
             masks.added.append(_times(rewriter, _with_heads(rewriter, mask, operands), mask.factor, dtype))
             continue
-        choice = _as_choice(rewriter.graph, constants, mask)
+        choice = _as_choice(rewriter.graph, mask)
         if choice is not None:
-            _add_choice(rewriter, constants, masks, choice, dtype)
-        elif isinstance(mask, AdditiveMask) and not is_constant(rewriter.graph, constants, mask.name, 0):
+            _add_choice(rewriter, masks, choice, dtype)
+        elif isinstance(mask, AdditiveMask) and not is_constant(rewriter.graph, mask.name, 0):
             name = _of_dtype(rewriter.graph, without_expansion(rewriter.graph, mask.name), dtype)
             masks.sources.append(name)
             masks.added.append(_times(rewriter, name, mask.factor, dtype))
     return masks
 
 
-def shifts_all(constants: ConstantValues, mask: AdditiveMask | SelectiveMask) -> bool:
+def shifts_all(graph: KnownGraph, mask: AdditiveMask | SelectiveMask) -> bool:
     """Whether a mask adds one number to all scores, which a softmax does not mind, unless there are sinks."""
-    number = constants.scalar(mask.name) if isinstance(mask, AdditiveMask) else None
+    number = graph.scalar(mask.name) if isinstance(mask, AdditiveMask) else None
     return number is not None and abs(number) < -HIDES  # of larger ones the sums are rounded
 
 
@@ -93,9 +92,8 @@ def _of_each_entry(rewriter: Rewriter, mask: AdditiveMask, operands: AttentionOp
     graph, name, windows = rewriter.graph, mask.name, mask.windows
     dims = graph.shape(name)
     if dims not in {(1, windows, heads, *operands.scores[2:]) for heads in (1, operands.scores[1])}:
-        raise NotRecognised(
-            f"the mask {name!r} of {windows} windows is {dims}, not (1, {windows}, 1 or H, L, S) in full"
-        )
+        expected = f"(1, {windows}, 1 or H, L, S) in full"
+        raise NotRecognised(f"the mask {name!r} of {windows} windows is {dims}, not {expected}")
     if graph.dtype(name) != operands.dtype:
         raise NotRecognised(f"the mask {name!r} of windows is {graph.dtype(name)}, the queries are {operands.dtype}")
     zero, one, axis = (rewriter.constant(value, "int64") for value in (0, 1, [0]))
@@ -108,19 +106,19 @@ def _with_heads(rewriter: Rewriter, mask: AdditiveMask, of: AttentionOperands) -
     """(B or 1, H or 1, 1 or L, S) of a mask (B * H or 1, 1 or L, S). Raises NotRecognised."""
     name = _of_dtype(rewriter.graph, mask.name, of.dtype)
     whole = rewriter.node("Unsqueeze", name, rewriter.constant([0], "int64"))
-    if (rewriter.graph.shape(name) or ())[0] == 1:
+    if rewriter.graph.dims(name)[0] == 1:
         return whole
     return rewriter.node("Reshape", whole, rewriter.constant([-1, of.scores[1], 0, 0], "int64"))
 
 
-def _as_choice(graph: GraphView, constants: ConstantValues, mask: AdditiveMask | SelectiveMask) -> _Choice | None:
+def _as_choice(graph: KnownGraph, mask: AdditiveMask | SelectiveMask) -> _Choice | None:
     """A mask of two values: one that hides and, if it is added, zero. None for any other."""
     if isinstance(mask, SelectiveMask):
         return _Choice(Flags(mask.name, mask.positive), mask.fill, replaces=True)
     where = graph.producer(without_expansion(graph, mask.name), "Where")
     if where is None:
         return None
-    one, other = (constants.scalar(branch) for branch in where.input[1:])
+    one, other = (graph.scalar(branch) for branch in where.input[1:])
     if one == 0 and other is not None and other <= HIDES:
         return _Choice(Flags(where.input[0], True), other * mask.factor, replaces=False)
     if other == 0 and one is not None and one <= HIDES:
@@ -128,12 +126,12 @@ def _as_choice(graph: GraphView, constants: ConstantValues, mask: AdditiveMask |
     return None
 
 
-def _add_choice(rewriter: Rewriter, constants: ConstantValues, masks: Masks, choice: _Choice, dtype: str) -> None:
+def _add_choice(rewriter: Rewriter, masks: Masks, choice: _Choice, dtype: str) -> None:
     graph, fill = rewriter.graph, choice.fill
     if fill > HIDES:
         raise NotRecognised(f"masked scores are replaced by {fill:g}, which does not hide them")
-    parts = [part for part in conjuncts(graph, choice.flags) if not always(graph, constants, part)]
-    others = [part for part in parts if not is_triangle(graph, constants, part)]
+    parts = [part for part in conjuncts(graph, choice.flags) if not always(graph, part)]
+    others = [part for part in parts if not is_triangle(graph, part)]
     if fill > -1e30 and (choice.replaces or not others):
         masks.notes.append(f"what is masked with {fill:g} is taken to weigh nothing beside any score")
     if np.isneginf(fill) or not others:  # under a triangle alone every query sees a key, and what is hidden weighs zero

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from mhsa_compile.frontend.canonicalize.decomposed.scores import NotRecognised, scalar_factor
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
@@ -37,7 +37,7 @@ class AttentionOperands:
 
 
 def attention_operands(
-    rewriter: Rewriter, constants: ConstantValues, product: onnx.NodeProto, values: str, apart: GraphDims = ()
+    rewriter: Rewriter, product: onnx.NodeProto, values: str, apart: GraphDims = ()
 ) -> AttentionOperands:
     """What MatMul(queries, transposed keys) and the product with the values multiply. `apart`: (B, H, L) where those
     are of B * H matrices.
@@ -54,8 +54,8 @@ def attention_operands(
     dtype = str(graph.dtype(values))
     if dtype not in DTYPES:
         raise NotRecognised(f"the values are {dtype}, not {', '.join(DTYPES)}")
-    query, query_factor = without_factor(rewriter, constants, product.input[0])
-    key, key_factor = without_factor(rewriter, constants, product.input[1])
+    query, query_factor = without_factor(rewriter, product.input[0])
+    key, key_factor = without_factor(rewriter, product.input[1])
     kinds = [graph.dtype(name) for name in product.input]  # without factors they may be new, and nobody knows theirs
     query, key = (_of_dtype(rewriter, *one, dtype) for one in zip((query, key), kinds, strict=True))
     if apart:
@@ -70,25 +70,23 @@ def attention_operands(
         query, key, value = (rewriter.node("Unsqueeze", name, axis) for name in (query, key, value))
     else:
         heads = dims[0][1]
-        key, value = _before_repeats(graph, constants, key, value, (heads, dims[1][1], dims[2][1]))
+        key, value = _before_repeats(graph, key, value, (heads, dims[1][1], dims[2][1]))
     sizes = {"head size": dims[0][-1], "value head size": dims[2][-1], "number of heads": heads}
     for what, size in sizes.items():
         if not isinstance(size, int):
             raise NotRecognised(f"the {what} is not a fixed number")
-    return AttentionOperands(
-        query, key, value, query_factor * key_factor, dtype, (dims[0][0], heads, dims[0][-2], dims[1][-1]), rank
-    )
+    scores = (dims[0][0], heads, dims[0][-2], dims[1][-1])
+    return AttentionOperands(query, key, value, query_factor * key_factor, dtype, scores, rank)
 
 
 def _of_heads(rewriter: Rewriter, name: str, apart: GraphDims) -> str:
     """(B, H, n, E) that was reshaped to the value, (B * H, n, E). Raises NotRecognised."""
     graph = rewriter.graph
     reshape = graph.producer(name, "Reshape")
-    before, after = (graph.shape(reshape.input[0]) or (), graph.shape(name) or ()) if reshape is not None else ((), ())
+    before, after = (graph.dims(reshape.input[0]), graph.dims(name)) if reshape is not None else ((), ())
     if reshape is None or len(before) != 4 or before[:2] != apart[:2] or None in before or before[2:] != after[1:]:
-        raise NotRecognised(
-            f"{name!r} has batch and heads as one axis, and is no Reshape of ({apart[0]}, {apart[1]}, ...)"
-        )
+        whole = f"({apart[0]}, {apart[1]}, ...)"
+        raise NotRecognised(f"{name!r} has batch and heads as one axis, and is no Reshape of {whole}")
     if not isinstance(before[3], int):
         raise NotRecognised(f"the head size of {name!r} is not a fixed number")
     return str(reshape.input[0])
@@ -101,18 +99,18 @@ def _dims_of(graph: GraphView, name: str) -> GraphDims:
     return dims
 
 
-def without_factor(rewriter: Rewriter, constants: ConstantValues, name: str) -> tuple[str, float]:
+def without_factor(rewriter: Rewriter, name: str) -> tuple[str, float]:
     """(the value without the constant factors it was multiplied by, their product); views in between are made anew."""
     node = rewriter.graph.producer(name)
     if node is not None and node.op_type in ("Mul", "Div"):
         try:
-            inner, factor = scalar_factor(constants, node)
+            inner, factor = scalar_factor(rewriter.graph, node)
         except NotRecognised:
             return name, 1.0
-        inner, other = without_factor(rewriter, constants, inner)
+        inner, other = without_factor(rewriter, inner)
         return inner, factor * other
     if node is not None and node.op_type in ("Transpose", "Reshape", "Identity"):
-        inner, factor = without_factor(rewriter, constants, node.input[0])
+        inner, factor = without_factor(rewriter, node.input[0])
         if inner != node.input[0]:
             return rewriter.node(node.op_type, inner, *node.input[1:], **attributes(node)), factor
     return name, 1.0
@@ -152,17 +150,17 @@ def _before_flat_swap(graph: GraphView, name: str) -> str | None:
     first = None if swap is None else graph.producer(swap.input[0], "Reshape")
     if swap is None or first is None or attributes(swap).get("perm") != [0, 2, 1]:
         return None
-    before, flat, after = (graph.shape(value) or () for value in (first.input[0], first.output[0], name))
+    before, flat, after = (graph.dims(value) for value in (first.input[0], first.output[0], name))
     if None in before or len(before) != 4 or flat[1:] != before[2:]:
         return None
     return first.input[0] if after == (*before[:2], before[3], before[2]) else None
 
 
 def _before_repeats(
-    graph: GraphView, constants: ConstantValues, key: str, value: str, heads: tuple[GraphDim, GraphDim, GraphDim]
+    graph: KnownGraph, key: str, value: str, heads: tuple[GraphDim, GraphDim, GraphDim]
 ) -> tuple[str, str]:
     """Keys and values before each of their heads was repeated for a group of query heads. Raises NotRecognised."""
-    (one, many), (other, others) = (_repeats(graph, constants, name) for name in (key, value))
+    (one, many), (other, others) = (_repeats(graph, name) for name in (key, value))
     if many == others > 1:
         return one, other
     if heads[1] != heads[2] or not isinstance(heads[0], int) or not isinstance(heads[1], int) or heads[0] % heads[1]:
@@ -170,20 +168,19 @@ def _before_repeats(
     return key, value
 
 
-def _repeats(graph: GraphView, constants: ConstantValues, name: str) -> tuple[str, int]:
+def _repeats(graph: KnownGraph, name: str) -> tuple[str, int]:
     """(the value before, how often each of its heads stands in a row), for (B, G, S, E) -> (B, G * n, S, E)."""
     node = graph.producer(name)
     if node is not None and node.op_type == "Gather" and attributes(node).get("axis", 0) == 1:
-        return _gather_repeats(graph, constants, node)
+        return _gather_repeats(graph, node)
     copies = None if node is None or node.op_type != "Reshape" else graph.producer(node.input[0])
     if copies is None or copies.op_type not in ("Expand", "Tile"):
         return name, 1
     single = graph.producer(copies.input[0])
     if single is None or single.op_type not in ("Unsqueeze", "Reshape"):
         return name, 1
-    before, apart, wide, after = (
-        graph.shape(value) or () for value in (single.input[0], single.output[0], copies.output[0], name)
-    )
+    names = (single.input[0], single.output[0], copies.output[0], name)
+    before, apart, wide, after = (graph.dims(value) for value in names)
     if not len(before) == len(after) == 4 or not len(apart) == len(wide) == 5:
         return name, 1
     G, n = before[1], wide[2]
@@ -193,8 +190,8 @@ def _repeats(graph: GraphView, constants: ConstantValues, name: str) -> tuple[st
     return name, 1
 
 
-def _gather_repeats(graph: GraphView, constants: ConstantValues, node: onnx.NodeProto) -> tuple[str, int]:
-    indices, dims = constants.array(node.input[1]), graph.shape(node.input[0]) or ()
+def _gather_repeats(graph: KnownGraph, node: onnx.NodeProto) -> tuple[str, int]:
+    indices, dims = graph.array(node.input[1]), graph.dims(node.input[0])
     G = dims[1] if len(dims) == 4 else None
     if indices is None or indices.ndim != 1 or not isinstance(G, int) or len(indices) % G:
         return node.output[0], 1

@@ -23,7 +23,6 @@ from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     weights_after,
 )
 from mhsa_compile.frontend.canonicalize.definitions import Definitions
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
@@ -35,7 +34,6 @@ _WEIGHTS = 3  # the standard's qk_matmul_output_mode for what the softmax gives
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCoverage]]:
     """The model with its decomposed attentions as Attention, and one entry for each, rewritten or not."""
     rewriter = Rewriter(model)
-    constants = ConstantValues(rewriter.graph)
     definitions = Definitions(rewriter.graph)
     blocks = []
     for node in rewriter.graph.nodes:
@@ -43,7 +41,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
             continue
         name = node.name or node.output[0]
         try:
-            notes = _rewrite_one(rewriter, constants, node, definitions)
+            notes = _rewrite_one(rewriter, node, definitions)
             blocks.append(AttentionCoverage(name, FORM, True, "; ".join(notes)))
         except NotRecognised as reason:
             rewriter.drop()
@@ -53,17 +51,15 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
     return result, blocks
 
 
-def _rewrite_one(
-    rewriter: Rewriter, constants: ConstantValues, softmax: onnx.NodeProto, definitions: Definitions
-) -> list[str]:
-    beside = sink_rewrite.beside_scores(rewriter.graph, constants, softmax)
+def _rewrite_one(rewriter: Rewriter, softmax: onnx.NodeProto, definitions: Definitions) -> list[str]:
+    beside = sink_rewrite.beside_scores(rewriter.graph, softmax)
     weights = weights_after(rewriter.graph, beside.weights)
     product = weights.product
-    scores = scores_before(rewriter.graph, constants, beside.scores)
-    operands = attention_operands(rewriter, constants, scores.product, product.input[1], scores.apart)
+    scores = scores_before(rewriter.graph, beside.scores)
+    operands = attention_operands(rewriter, scores.product, product.input[1], scores.apart)
     last, output = _result(rewriter.graph, product, scores.apart)
-    parts = [mask for mask in scores.masks if beside.sinks or not mask_rewrite.shifts_all(constants, mask)]
-    masks = mask_rewrite.collect(rewriter, constants, parts, operands)
+    parts = [mask for mask in scores.masks if beside.sinks or not mask_rewrite.shifts_all(rewriter.graph, mask)]
+    masks = mask_rewrite.collect(rewriter, parts, operands)
     scale = float(np.float32(scores.scale * operands.factor))
     if scale <= 0:
         raise NotRecognised(f"the scores are scaled by {scale:g}")
@@ -82,9 +78,8 @@ def _rewrite_one(
         attrs["qk_matmul_output_mode"] = _WEIGHTS
     results = [output, *([probs] if probs else [])]
     node_outputs = results if operands.rank == 4 else [rewriter.fresh(name) for name in results]
-    node = helper.make_node(
-        "Attention", inputs, [node_outputs[0], *(["", "", node_outputs[1]] if probs else [])], **attrs
-    )
+    outputs = [node_outputs[0], "", "", node_outputs[1]] if probs else node_outputs
+    node = helper.make_node("Attention", inputs, outputs, **attrs)
     if beside.sinks:
         definitions.define(node, bool_mask=bool(mask) and not masks.added)
     rewriter.append(node)
@@ -100,8 +95,8 @@ def _rewrite_one(
 
 def _result(graph: GraphView, product: onnx.NodeProto, apart: tuple[GraphDim, ...]) -> tuple[onnx.NodeProto, str]:
     """(the node that gives what the operator gives, its output): the product, or its Reshape to (B, H, L, F)."""
-    rank = len(graph.shape(product.output[0]) or ())
-    if not apart and rank == len(graph.shape(product.input[0]) or ()):
+    rank = len(graph.dims(product.output[0]))
+    if not apart and rank == len(graph.dims(product.input[0])):
         return product, str(product.output[0])
     split = graph.only_consumer(product.output[0], "Reshape")
     dims = graph.shape(split.output[0]) if split is not None else None
@@ -115,7 +110,7 @@ def _output_probs(graph: GraphView, weights: MatchedProbs, operands: AttentionOp
     name = weights.output
     if name and graph.dtype(name) != operands.dtype:
         raise NotRecognised(f"its weights are read as {graph.dtype(name)}, the values are {operands.dtype}")
-    if name and len(graph.shape(name) or ()) != operands.rank:
+    if name and len(graph.dims(name)) != operands.rank:
         raise NotRecognised("its weights are read where batch and heads are one axis")
     return name
 
@@ -133,9 +128,8 @@ def _broadcastable_mask(rewriter: Rewriter, masks: mask_rewrite.Masks, operands:
             raise NotRecognised(f"the mask {name!r} is of rank {'unknown' if dims is None else len(dims)}")
         rank = max(rank, len(dims))
         full = operands.scores if operands.rank == 4 else (operands.scores[0], *operands.scores[2:])
-        proven &= all(
-            d == 1 or (d is not None and d == f) for d, f in zip(reversed(dims), reversed(full), strict=False)
-        )
+        pairs = zip(reversed(dims), reversed(full), strict=False)
+        proven &= all(size == 1 or (size is not None and size == whole) for size, whole in pairs)
     if not rank:
         raise NotRecognised("one number that a call brings is added to all scores")
     if operands.rank == 3 and rank == 3:  # (N, L, S) over (N, 1, L, S)

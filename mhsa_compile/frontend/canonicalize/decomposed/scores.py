@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 
 PRODUCTS = ("MatMul", "Einsum", "Gemm", "FusedMatMul")
@@ -64,7 +64,7 @@ class MatchedScores:
     apart: tuple[GraphDim, ...] = ()
 
 
-def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> MatchedScores:
+def scores_before(graph: KnownGraph, value: str) -> MatchedScores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
     masks: list[AdditiveMask | SelectiveMask] = []
     factor, softcap, windows = 1.0, 0.0, 0
@@ -84,7 +84,7 @@ def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> Ma
         if node.op_type in SAME:
             value = node.input[0]
         elif node.op_type in ("Mul", "Div"):
-            value, multiplier = scalar_factor(constants, node)
+            value, multiplier = scalar_factor(graph, node)
             factor *= multiplier
         elif node.op_type in ("Add", "Where"):
             if windows and node.op_type == "Where":
@@ -97,7 +97,7 @@ def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> Ma
             value, mask = (
                 _additive_mask(graph, node, factor, windows, bool(apart))
                 if node.op_type == "Add"
-                else _selective_mask(graph, constants, node, factor)
+                else _selective_mask(graph, node, factor)
             )
             masks.append(mask)
         elif node.op_type == "Tanh" and not softcap and factor > 0:
@@ -107,9 +107,9 @@ def scores_before(graph: GraphView, constants: ConstantValues, value: str) -> Ma
     raise NotRecognised("no product of queries and keys was found before the Softmax")
 
 
-def scalar_factor(constants: ConstantValues, node: onnx.NodeProto) -> tuple[str, float]:
+def scalar_factor(graph: KnownGraph, node: onnx.NodeProto) -> tuple[str, float]:
     """A Mul or Div by a constant of one element, taken apart: (the other operand, the factor). Raises NotRecognised."""
-    left, right = (constants.scalar(name) for name in node.input)
+    left, right = (graph.scalar(name) for name in node.input)
     if right is not None and right != 0:
         return node.input[0], right if node.op_type == "Mul" else 1 / right
     if left is not None and node.op_type == "Mul":
@@ -119,7 +119,7 @@ def scalar_factor(constants: ConstantValues, node: onnx.NodeProto) -> tuple[str,
 
 def _windows(graph: GraphView, node: onnx.NodeProto, apart: bool) -> int:
     """W of a Reshape (n, W, H, L, S) -> (n * W, H, L, S), or where `apart` of its opposite; 0 of any other."""
-    shapes = [graph.shape(name) or () for name in (node.output[0], node.input[0])]
+    shapes = [graph.dims(name) for name in (node.output[0], node.input[0])]
     whole, split = reversed(shapes) if apart else shapes
     same = len(whole) == 4 and len(split) == 5 and whole[1:] == split[2:] and None not in whole[1:]
     return split[1] if same and isinstance(split[1], int) else 0
@@ -127,7 +127,7 @@ def _windows(graph: GraphView, node: onnx.NodeProto, apart: bool) -> int:
 
 def _heads_apart(graph: GraphView, node: onnx.NodeProto) -> tuple[GraphDim, ...]:
     """(B, H, L) of a Reshape (B * H, L, S) -> (B, H, L, S); empty of any other."""
-    before, after = (graph.shape(name) or () for name in (node.input[0], node.output[0]))
+    before, after = (graph.dims(name) for name in (node.input[0], node.output[0]))
     whole = len(before) == 3 and len(after) == 4 and None not in after and before[1] == after[2]
     return after[:3] if whole and isinstance(after[1], int) else ()
 
@@ -138,15 +138,13 @@ def _additive_mask(
     scores, mask = _scores_and_other(graph, node, list(node.input))
     if factor <= 0:
         raise NotRecognised(f"{_title(node)} adds a mask that is then multiplied by {factor:g}")
-    return scores, AdditiveMask(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0, flat)
+    return scores, AdditiveMask(mask, factor, windows if len(graph.dims(mask)) > 3 else 0, flat)
 
 
-def _selective_mask(
-    graph: GraphView, constants: ConstantValues, node: onnx.NodeProto, factor: float
-) -> tuple[str, SelectiveMask]:
+def _selective_mask(graph: KnownGraph, node: onnx.NodeProto, factor: float) -> tuple[str, SelectiveMask]:
     condition, *branches = node.input
     scores, fill = _scores_and_other(graph, node, branches)
-    value = constants.scalar(fill)
+    value = graph.scalar(fill)
     if value is None:
         raise NotRecognised(f"{_title(node)} puts something in the masked places that is not one constant number")
     if factor <= 0:
@@ -227,7 +225,7 @@ def _joins_heads(graph: GraphView, node: onnx.NodeProto) -> bool:
     """Whether a node is a Reshape (B, H, L, S) -> (B * H, L, S)."""
     if node.op_type != "Reshape":
         return False
-    before, after = (graph.shape(name) or () for name in (node.input[0], node.output[0]))
+    before, after = (graph.dims(name) for name in (node.input[0], node.output[0]))
     return len(before) == 4 and len(after) == 3 and None not in before and before[2:] == after[1:]
 
 
@@ -247,7 +245,7 @@ def _leads(graph: GraphView, node: onnx.NodeProto) -> bool:
 
 def is_attention(graph: GraphView, softmax: onnx.NodeProto) -> bool:
     """Whether a Softmax stands between two products of activations, whatever else there is."""
-    rank = len(graph.shape(softmax.input[0]) or ())
+    rank = len(graph.dims(softmax.input[0]))
     axis = attributes(softmax).get("axis", -1)
     if rank and axis not in (-1, rank - 1):
         return False

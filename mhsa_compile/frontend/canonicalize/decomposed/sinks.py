@@ -11,7 +11,7 @@ import onnx
 
 from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import SAME, NotRecognised
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
@@ -30,13 +30,13 @@ class Beside:
     sinks: str = ""
 
 
-def beside_scores(graph: GraphView, constants: ConstantValues, softmax: onnx.NodeProto) -> Beside:
+def beside_scores(graph: KnownGraph, softmax: onnx.NodeProto) -> Beside:
     """The scores before a Softmax, and its sinks where it has them. Raises NotRecognised."""
-    value = _before_shift(graph, constants, softmax.input[0])
+    value = _before_shift(graph, softmax.input[0])
     both = graph.producer(value, "Concat")
     if both is None or len(both.input) != 2 or not _is_last(graph, value, attributes(both)["axis"]):
         return Beside(value, softmax.output[0])
-    sinks, weights = _each_head(graph, both.input[1]), _cut(graph, constants, softmax)
+    sinks, weights = _each_head(graph, both.input[1]), _cut(graph, softmax)
     if not sinks or not weights:
         what = "what is no sink of each head" if not sinks else "a sink, whose weight is not cut off behind the Softmax"
         raise NotRecognised(f"Concat {both.name or value!r} joins scores and {what}")
@@ -46,20 +46,19 @@ def beside_scores(graph: GraphView, constants: ConstantValues, softmax: onnx.Nod
 def of_heads(rewriter: Rewriter, sinks: str, operands: AttentionOperands, probs: str) -> str:
     """The sinks (H,) of an attention. `probs` are its weights as others read them. Raises NotRecognised."""
     graph = rewriter.graph
-    if operands.rank != 4 or (graph.shape(sinks) or ())[-3:] not in ((operands.scores[1], 1, 1), (operands.scores[1],)):
-        raise NotRecognised(
-            f"the sinks {sinks!r} are {graph.shape(sinks)}, not one for each of {operands.scores[1]} heads"
-        )
+    heads = operands.scores[1]
+    if operands.rank != 4 or graph.dims(sinks)[-3:] not in ((heads, 1, 1), (heads,)):
+        raise NotRecognised(f"the sinks {sinks!r} are {graph.shape(sinks)}, not one for each of {heads} heads")
     if graph.dtype(sinks) != operands.dtype:
         raise NotRecognised(f"the sinks {sinks!r} are {graph.dtype(sinks)}, the values are {operands.dtype}")
     if probs:
         raise NotRecognised(f"{probs!r}, weights beside a sink, are read by others")
-    if graph.shape(sinks) == (operands.scores[1],):
+    if graph.shape(sinks) == (heads,):
         return sinks
-    return rewriter.node("Reshape", sinks, rewriter.constant([operands.scores[1]], "int64"))
+    return rewriter.node("Reshape", sinks, rewriter.constant([heads], "int64"))
 
 
-def _before_shift(graph: GraphView, constants: ConstantValues, value: str) -> str:
+def _before_shift(graph: KnownGraph, value: str) -> str:
     """The value before its largest was taken off, which a softmax does not see."""
     node = graph.producer(value)
     while node is not None and node.op_type in SAME:
@@ -69,14 +68,14 @@ def _before_shift(graph: GraphView, constants: ConstantValues, value: str) -> st
     top = graph.producer(node.input[1], "ReduceMax")
     if top is None or top.input[0] != node.input[0] or attributes(top).get("keepdims", 1) != 1:
         return value
-    axes = constants.array(top.input[1]) if len(top.input) > 1 else None
+    axes = graph.array(top.input[1]) if len(top.input) > 1 else None
     along = axes is not None and axes.size == 1 and _is_last(graph, node.input[0], int(axes.flat[0]))
     return str(node.input[0]) if along else value
 
 
 def _each_head(graph: GraphView, value: str) -> str:
     """What `value` (B, H, L, 1) has one number of for each head: an array (H,), or (1, H, 1, 1). Else an empty name."""
-    dims = graph.shape(value) or ()
+    dims = graph.dims(value)
     if len(dims) != 4 or dims[-1] != 1:
         return ""
     expand = graph.producer(value, "Expand")
@@ -91,7 +90,7 @@ def _each_head(graph: GraphView, value: str) -> str:
     return name
 
 
-def _cut(graph: GraphView, constants: ConstantValues, softmax: onnx.NodeProto) -> str:
+def _cut(graph: KnownGraph, softmax: onnx.NodeProto) -> str:
     """The weights without the last of each row, if nothing else is made of a Softmax. Else an empty name."""
     value = softmax.output[0]
     while len(readers := graph.consumers(value)) == 1 and readers[0].op_type in SAME and value not in graph.outputs:
@@ -99,7 +98,7 @@ def _cut(graph: GraphView, constants: ConstantValues, softmax: onnx.NodeProto) -
     if value in graph.outputs or len(readers) != 1 or readers[0].op_type != "Slice":
         return ""
     cut = readers[0]
-    bounds = [constants.array(name) if name else None for name in [*cut.input[1:], "", ""][:4]]
+    bounds = [graph.array(name) if name else None for name in [*cut.input[1:], "", ""][:4]]
     if any(one is None or one.size != 1 for one in bounds[:3]) or (bounds[3] is not None and bounds[3].flat[0] != 1):
         return ""
     start, end, axis = (int(one.flat[0]) for one in bounds[:3] if one is not None)
@@ -107,4 +106,4 @@ def _cut(graph: GraphView, constants: ConstantValues, softmax: onnx.NodeProto) -
 
 
 def _is_last(graph: GraphView, value: str, axis: int) -> bool:
-    return axis == -1 or axis == len(graph.shape(value) or ()) - 1
+    return axis == -1 or axis == len(graph.dims(value)) - 1

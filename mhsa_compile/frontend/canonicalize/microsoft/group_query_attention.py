@@ -17,11 +17,11 @@ def rotary_embedding(node: MicrosoftNode) -> None:
     x, position_ids, cos, sin = node.inputs[:4]
     if len(node.dims(position_ids)) == 1:
         axis = 1 if len(node.dims(x)) == 3 else 2
-        offset = node.rewriter.node("Reshape", position_ids, node.ints(1, 1))
-        places = node.rewriter.node("Add", offset, node.positions((x, axis)))
-        batch = node.rewriter.node("Shape", x, start=0, end=1)
-        shape = node.rewriter.node("Concat", batch, node.ints(1), axis=0)
-        position_ids = node.rewriter.node("Expand", places, shape)
+        offset = node.write("Reshape", position_ids, node.ints(1, 1))
+        places = node.write("Add", offset, node.positions((x, axis)))
+        batch = node.write("Shape", x, start=0, end=1)
+        shape = node.write("Concat", batch, node.ints(1), axis=0)
+        position_ids = node.write("Expand", places, shape)
     _rotate(node, x, position_ids, cos, sin, node.attrs.get("num_heads", 0), node.outputs[0])
 
 
@@ -37,7 +37,7 @@ def _rotate(node: MicrosoftNode, x: str, positions: str, cos: str, sin: str, hea
         attrs |= {"num_heads": heads, "rotary_embedding_dim": partial}
     elif node.attrs.get("rotary_embedding_dim"):
         attrs["rotary_embedding_dim"] = node.attrs["rotary_embedding_dim"]
-    return node.rewriter.node("RotaryEmbedding", x, cos, sin, positions, output=output, **attrs)
+    return node.write("RotaryEmbedding", x, cos, sin, positions, output=output, **attrs)
 
 
 def group_query_attention(node: MicrosoftNode) -> None:
@@ -48,25 +48,23 @@ def group_query_attention(node: MicrosoftNode) -> None:
     or from 0 on where the call brings them all (a first prompt, whose rows may end in padding).
     """
     query, key, value, past_key, past_value, last, _, cos, sin, position_ids, attention_bias = node.inputs[:11]
-    heads, groups, write = node.attrs["num_heads"], node.attrs["kv_num_heads"], node.rewriter
+    heads, groups = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     shape_of = query
     if not key:
         query, key, value = _split(node, query, heads, groups)
-    length = write.node("Shape", shape_of, start=1, end=2)
-    whole = write.node("Reshape", write.node("Cast", last, to=_INT64), node.ints(-1))
-    whole = write.node("Max", write.node("Add", whole, node.ints(1)), length)
-    before = write.node("Sub", whole, length)
+    length = node.write("Shape", shape_of, start=1, end=2)
+    whole = node.write("Reshape", node.write("Cast", last, to=_INT64), node.ints(-1))
+    whole = node.write("Max", node.write("Add", whole, node.ints(1)), length)
+    before = node.write("Sub", whole, length)
     if node.attrs.get("do_rotary", 0):
         if not position_ids:
-            position_ids = write.node(
-                "Add", write.node("Unsqueeze", before, node.ints(1)), node.positions((shape_of, 1))
-            )
+            position_ids = node.write("Unsqueeze", before, node.ints(1))
+            position_ids = node.write("Add", position_ids, node.positions((shape_of, 1)))
         query = _rotate_heads(node, query, position_ids, cos, sin, heads)
         key = _rotate_heads(node, key, position_ids, cos, sin, groups)
-    query, key, value = (
-        node.heads_apart(name, count) for name, count in ((query, heads), (key, groups), (value, groups))
-    )
-    presents = [name or write.fresh("present") for name in node.outputs[1:3]]
+    query = node.heads_apart(query, heads)
+    key, value = (node.heads_apart(name, groups) for name in (key, value))
+    presents = [name or node.rewriter.fresh("present") for name in node.outputs[1:3]]
     key, value = (
         _append(node, new, past, before, present)
         for new, past, present in zip((key, value), (past_key, past_value), presents, strict=True)
@@ -77,7 +75,7 @@ def group_query_attention(node: MicrosoftNode) -> None:
     if node.attrs.get("local_window_size", -1) > 0:
         attrs["left_window_size"] = node.attrs["local_window_size"] - 1  # theirs counts the query itself
     lengths = whole if past_key else ""
-    y = write.node("Attention", query, key, value, attention_bias, "", "", lengths, **attrs)
+    y = node.write("Attention", query, key, value, attention_bias, "", "", lengths, **attrs)
     node.heads_together(y, node.outputs[0])
 
 
@@ -95,17 +93,16 @@ def _rotate_heads(node: MicrosoftNode, rows: str, positions: str, cos: str, sin:
     attrs = {"interleaved": node.attrs.get("rotary_interleaved", 0), "num_heads": heads}
     if partial != width // kinds:
         attrs["rotary_embedding_dim"] = partial
-    return node.rewriter.node("RotaryEmbedding", rows, cos, sin, positions, **attrs)
+    return node.write("RotaryEmbedding", rows, cos, sin, positions, **attrs)
 
 
 def _append(node: MicrosoftNode, new: str, past: str, before: str, present: str) -> str:
     """The keys (or values) of this call behind those of the past, as `present`: where the past's buffer has room for
     them, in it; else in one that is longer by what is new."""
-    write = node.rewriter
     if not past:
-        return write.node("Identity", new, output=present)
-    room = past if _is_buffer(node, past, present) else write.node("Concat", past, new, axis=2)
-    return write.node("TensorScatter", room, new, before, output=present, axis=2)
+        return node.write("Identity", new, output=present)
+    room = past if _is_buffer(node, past, present) else node.write("Concat", past, new, axis=2)
+    return node.write("TensorScatter", room, new, before, output=present, axis=2)
 
 
 def _is_buffer(node: MicrosoftNode, past: str, present: str) -> bool:
@@ -119,7 +116,6 @@ def _is_buffer(node: MicrosoftNode, past: str, present: str) -> bool:
     if declared is not None and declared[2] is not None:
         return declared[2] == length
     buffer = isinstance(length, int)
-    node.note = (
-        f"{present!r} has no length in the file: taken to be {'the buffer of' if buffer else 'longer than'} {past!r}"
-    )
+    guess = "the buffer of" if buffer else "longer than"
+    node.note = f"{present!r} has no length in the file: taken to be {guess} {past!r}"
     return buffer

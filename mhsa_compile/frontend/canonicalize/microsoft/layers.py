@@ -9,17 +9,17 @@ def gelu(node: MicrosoftNode) -> None:
     """Gelu(x), BiasGelu(x, bias), FastGelu(x, bias): of the sum; the fast one by tanh."""
     x, bias = node.inputs[:2]
     if bias:
-        x = node.rewriter.node("Add", x, bias)
+        x = node.write("Add", x, bias)
     fast = node.node.op_type == "FastGelu"
-    node.rewriter.node("Gelu", x, output=node.outputs[0], **({"approximate": "tanh"} if fast else {}))
+    node.write("Gelu", x, output=node.outputs[0], **({"approximate": "tanh"} if fast else {}))
 
 
 def quick_gelu(node: MicrosoftNode) -> None:
     """x * sigmoid(alpha x)"""
     x = node.inputs[0]
-    alpha = node.rewriter.constant(node.attrs.get("alpha", 1.702), node.dtype(x))
-    gate = node.rewriter.node("Sigmoid", node.rewriter.node("Mul", x, alpha))
-    node.rewriter.node("Mul", x, gate, output=node.outputs[0])
+    alpha = node.constant(node.attrs.get("alpha", 1.702), node.dtype(x))
+    gate = node.write("Sigmoid", node.write("Mul", x, alpha))
+    node.write("Mul", x, gate, output=node.outputs[0])
 
 
 def fused_matmul(node: MicrosoftNode) -> None:
@@ -28,14 +28,14 @@ def fused_matmul(node: MicrosoftNode) -> None:
     for name, flag in zip(node.inputs[:2], ("transA", "transB"), strict=True):
         if node.attrs.get(flag, 0):
             rank = len(node.dims(name))
-            name = node.rewriter.node("Transpose", name, perm=[*range(rank - 2), rank - 1, rank - 2])
+            name = node.write("Transpose", name, perm=[*range(rank - 2), rank - 1, rank - 2])
         operands.append(name)
     alpha = node.attrs.get("alpha", 1.0)
     if alpha == 1:
-        node.rewriter.node("MatMul", *operands, output=node.outputs[0])
+        node.write("MatMul", *operands, output=node.outputs[0])
         return
-    factor = node.rewriter.constant(alpha, node.dtype(*node.inputs[:2]))
-    node.rewriter.node("Mul", node.rewriter.node("MatMul", *operands), factor, output=node.outputs[0])
+    factor = node.constant(alpha, node.dtype(*node.inputs[:2]))
+    node.write("Mul", node.write("MatMul", *operands), factor, output=node.outputs[0])
 
 
 def skip_layer_normalization(node: MicrosoftNode) -> None:
@@ -51,31 +51,29 @@ def skip_layer_normalization(node: MicrosoftNode) -> None:
     gamma, beta, bias = [rest[0], "", rest[1]] if simplified else rest[:3]
     addends = [name for name in (skip, bias if skips else "") if name]
     for i, name in enumerate(addends):
-        x = node.rewriter.node("Add", x, name, output=node.outputs[3] if i == len(addends) - 1 else "")
+        x = node.write("Add", x, name, output=node.outputs[3] if i == len(addends) - 1 else "")
     epsilon = node.attrs.get("epsilon", 1e-12 if skips else 1e-5)
     operator = "RMSNormalization" if simplified else "LayerNormalization"
-    node.rewriter.node(
-        operator, x, gamma, beta, output=node.outputs[0], axis=node.attrs.get("axis", -1), epsilon=epsilon
-    )
+    node.write(operator, x, gamma, beta, output=node.outputs[0], axis=node.attrs.get("axis", -1), epsilon=epsilon)
 
 
 def embed_layer_normalization(node: MicrosoftNode) -> None:
     """LayerNormalization of word + position + segment embeddings; outputs 1 and 2 are the lengths and the sum."""
     ids, segments, words, positions, segment_table, gamma, beta, mask, position_ids = node.inputs[:9]
-    total = node.rewriter.node("Gather", words, ids, axis=0)
+    total = node.write("Gather", words, ids, axis=0)
     if position_ids:
-        place = node.rewriter.node("Gather", positions, position_ids, axis=0)
+        place = node.write("Gather", positions, position_ids, axis=0)
     else:
-        length = node.rewriter.node("Shape", ids, start=1, end=2)
-        place = node.rewriter.node("Slice", positions, node.ints(0), length, node.ints(0))
-    total = node.rewriter.node("Add", total, place, output="" if segments else node.outputs[2])
+        length = node.write("Shape", ids, start=1, end=2)
+        place = node.write("Slice", positions, node.ints(0), length, node.ints(0))
+    total = node.write("Add", total, place, output="" if segments else node.outputs[2])
     if segments:
-        segment = node.rewriter.node("Gather", segment_table, segments, axis=0)
-        total = node.rewriter.node("Add", total, segment, output=node.outputs[2])
+        segment = node.write("Gather", segment_table, segments, axis=0)
+        total = node.write("Add", total, segment, output=node.outputs[2])
     epsilon = node.attrs.get("epsilon", 1e-12)
-    node.rewriter.node("LayerNormalization", total, gamma, beta, output=node.outputs[0], axis=-1, epsilon=epsilon)
+    node.write("LayerNormalization", total, gamma, beta, output=node.outputs[0], axis=-1, epsilon=epsilon)
     if node.outputs[1] and mask:
-        node.rewriter.node("ReduceSum", mask, node.ints(1), output=node.outputs[1], keepdims=0)
+        node.write("ReduceSum", mask, node.ints(1), output=node.outputs[1], keepdims=0)
     elif node.outputs[1]:
-        batch = node.rewriter.node("Shape", ids, start=0, end=1)
-        node.rewriter.node("Expand", node.rewriter.constant([0], "int32"), batch, output=node.outputs[1])
+        batch = node.write("Shape", ids, start=0, end=1)
+        node.write("Expand", node.constant([0], "int32"), batch, output=node.outputs[1])

@@ -24,6 +24,7 @@ class MicrosoftNode:
 
     def __init__(self, rewriter: Rewriter, node: onnx.NodeProto, tensors: Tensors) -> None:
         self.rewriter, self.node, self._tensors = rewriter, node, tensors
+        self.write, self.constant = rewriter.node, rewriter.constant
         self.attrs: dict[str, Any] = attributes(node)
         self.inputs = [*node.input, *[""] * (16 - len(node.input))]
         self.outputs = [*node.output, *[""] * (4 - len(node.output))]
@@ -64,26 +65,26 @@ class MicrosoftNode:
     # What the nodes below are written with.
 
     def ints(self, *values: int) -> str:
-        return self.rewriter.constant(list(values), "int64")
+        return self.constant(list(values), "int64")
 
     def heads_apart(self, rows: str, heads: int) -> str:
         """(B, L, heads * E) -> (B, heads, L, E)"""
-        split = self.rewriter.node("Reshape", rows, self.ints(0, 0, heads, -1))
-        return self.rewriter.node("Transpose", split, perm=[0, 2, 1, 3])
+        split = self.write("Reshape", rows, self.ints(0, 0, heads, -1))
+        return self.write("Transpose", split, perm=[0, 2, 1, 3])
 
     def heads_together(self, heads: str, output: str) -> None:
         """(B, heads, L, F) -> (B, L, heads * F), under the name `output`."""
-        rows = self.rewriter.node("Transpose", heads, perm=[0, 2, 1, 3])
-        self.rewriter.node("Reshape", rows, self.ints(0, 0, -1), output=output)
+        rows = self.write("Transpose", heads, perm=[0, 2, 1, 3])
+        self.write("Reshape", rows, self.ints(0, 0, -1), output=output)
 
     def positions(self, *parts: tuple[str, int]) -> str:
         """0, 1, 2, ... up to the sizes together of an axis of each of several values: (value, axis)."""
-        lengths = [self.rewriter.node("Shape", of, start=axis, end=axis + 1) for of, axis in parts]
+        lengths = [self.write("Shape", of, start=axis, end=axis + 1) for of, axis in parts]
         length = lengths[0]
         for more in lengths[1:]:
-            length = self.rewriter.node("Add", length, more)
-        zero, one = self.rewriter.constant(0, "int64"), self.rewriter.constant(1, "int64")
-        return self.rewriter.node("Range", zero, self.rewriter.node("Squeeze", length, self.ints(0)), one)
+            length = self.write("Add", length, more)
+        zero, one = self.constant(0, "int64"), self.constant(1, "int64")
+        return self.write("Range", zero, self.write("Squeeze", length, self.ints(0)), one)
 
     @property
     def scale(self) -> dict[str, float]:

@@ -72,9 +72,8 @@ def rewrite(
                 continue
             rewriter.place(node, attention=microsoft_node.name)
             if node.op_type in _ATTENTIONS:
-                blocks.append(
-                    AttentionCoverage(microsoft_node.name, f"{DOMAIN}.{node.op_type}", True, microsoft_node.note)
-                )
+                form = f"{DOMAIN}.{node.op_type}"
+                blocks.append(AttentionCoverage(microsoft_node.name, form, True, microsoft_node.note))
         if len(waiting) == len(theirs):
             raise waiting[0]
         model = propagate_shapes(rewriter.finished(), limits)

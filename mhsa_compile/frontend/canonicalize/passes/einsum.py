@@ -140,7 +140,7 @@ def _terms(graph: GraphView, node: onnx.NodeProto) -> list[str] | None:
         once = (letter for letter in ascii_letters if terms.count(letter) == 1)
         output = "..." * ("..." in terms) + "".join(sorted(once))
     if "..." in equation:
-        ranks = [len(graph.shape(name) or ()) for name in node.input]
+        ranks = [len(graph.dims(name)) for name in node.input]
         hidden = {rank - len(term) + 3 for rank, term in zip(ranks, operands, strict=True)}
         if not all("..." in term for term in (*operands, output)) or len(hidden) != 1 or (count := hidden.pop()) < 0:
             return None

@@ -22,8 +22,8 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
             continue
         table, places = (_before_repeating(graph, name) for name in node.input)
         column = graph.producer(places, "Unsqueeze")
-        shape, index = graph.shape(table) or (), graph.shape(places) or ()
-        dims = [graph.shape(name) or () for name in node.input]
+        shape, index = graph.dims(table), graph.dims(places)
+        dims = [graph.dims(name) for name in node.input]
         rows = len(shape) == 3 and shape[0] == 1 and len(index) == 3 and index[2] == 1
         if column is None or not rows or [d[2:] for d in dims] != [shape[2:]] * 2 or dims[1][:2] != index[:2]:
             continue

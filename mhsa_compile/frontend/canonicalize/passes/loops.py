@@ -8,6 +8,7 @@ than MOST, stays a loop, which nobody here compiles: `refuse` says so by its nam
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from onnx import numpy_helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.branch_graphs import rename
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.frontend.onnx_graph import GraphDim, all_nodes, attributes, constant_value, is_standard, title
@@ -55,11 +56,10 @@ def refuse(model: onnx.ModelProto) -> None:
 
 def _once(model: onnx.ModelProto) -> onnx.ModelProto:
     rewriter = Rewriter(model)
-    constants = ConstantValues(rewriter.graph)
     for node in rewriter.graph.nodes:
         if is_standard(node, *_LOOPS):
             write = _write_scan if node.op_type == "Scan" else _write_loop
-            if write(rewriter, constants, node):
+            if write(rewriter, node):
                 rewriter.place(node)
             else:
                 rewriter.drop()
@@ -69,7 +69,7 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def _write_scan(rewriter: Rewriter, constants: ConstantValues, node: onnx.NodeProto) -> bool:
+def _write_scan(rewriter: Rewriter, node: onnx.NodeProto) -> bool:
     """Writes a Scan's steps; False where their number is not known."""
     attrs, batched = attributes(node), rewriter.graph.opset == _BATCHED
     body, count = attrs["body"], attrs["num_scan_inputs"]
@@ -116,12 +116,12 @@ def _write_scan(rewriter: Rewriter, constants: ConstantValues, node: onnx.NodePr
     return True
 
 
-def _write_loop(rewriter: Rewriter, constants: ConstantValues, node: onnx.NodeProto) -> bool:
+def _write_loop(rewriter: Rewriter, node: onnx.NodeProto) -> bool:
     """Writes a Loop's steps; False where their number is not known, or a step may be the last for another reason."""
-    body = attributes(node)["body"]
+    graph, body = rewriter.graph, attributes(node)["body"]
     steps, condition, *states = [*node.input, "", ""][: max(2, len(node.input))]
-    count = constants.scalar(steps) if steps else None
-    if count is None or not (not condition or (constants.scalar(condition) and _goes_on(constants, body))):
+    count = graph.scalar(steps) if steps else None
+    if count is None or not (not condition or (graph.scalar(condition) and _goes_on(graph, body))):
         return False
     length = min(int(count), MOST + 1)
     if not _is_short(body, length):
@@ -145,7 +145,7 @@ def _is_short(body: onnx.GraphProto, steps: int) -> bool:
     return 0 < steps * (len(body.node) + len(body.input) + len(body.output)) <= MOST
 
 
-def _goes_on(constants: ConstantValues, body: onnx.GraphProto) -> bool:
+def _goes_on(graph: KnownGraph, body: onnx.GraphProto) -> bool:
     """Whether the condition that a step gives is the one that it got, or true."""
     makers = {name: node for node in body.node for name in node.output}
     name = body.output[0].name
@@ -155,7 +155,7 @@ def _goes_on(constants: ConstantValues, body: onnx.GraphProto) -> bool:
         return True
     value = constant_value(makers[name]) if name in makers and makers[name].op_type == "Constant" else None
     value = next((numpy_helper.to_array(t) for t in body.initializer if t.name == name), value)
-    return bool(constants.scalar(name)) if value is None and name not in makers else bool(value)
+    return bool(graph.scalar(name)) if value is None and name not in makers else bool(value)
 
 
 class _Steps:
@@ -170,8 +170,7 @@ class _Steps:
 
     def run(self, values: Sequence[str], states: int) -> list[str]:
         """Writes a step that gets these values; gives its first `states` outputs."""
-        step = onnx.GraphProto()
-        step.CopyFrom(self._body)
+        step = copy.deepcopy(self._body)
         prefix = f"{self._title}/{self._count}"
         names = dict(zip((value.name for value in step.input), values, strict=True)) | self._constants
         inner = [name for node in step.node for name in node.output if name]

@@ -6,7 +6,7 @@ import onnx
 from onnx import numpy_helper, version_converter
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, branches, is_standard, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, branches, is_standard, opset_of, title
 from mhsa_compile.frontend.reading.contradictions import InferenceError, contradiction
 
 LEAST = 23  # Attention, RotaryEmbedding, RMSNormalization
@@ -49,13 +49,9 @@ def _refuse_what_changes(model: onnx.ModelProto, now: int, least: int) -> None:
     hint = "Export the model again with a newer opset."
     for node in all_nodes(model.graph):
         if is_standard(node, "Hardmax") and now < SOFTMAX_OF_ONE_AXIS <= least:
-            shapes = {
-                value.name: value.type.tensor_type.shape for value in (*model.graph.input, *model.graph.value_info)
-            }
-            rank, axis = (
-                len(shapes[node.input[0]].dim) if node.input[0] in shapes else 0,
-                attributes(node).get("axis", 1),
-            )
+            values = (*model.graph.input, *model.graph.value_info)
+            ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
+            rank, axis = ranks.get(node.input[0], 0), attributes(node).get("axis", 1)
             if axis not in (-1, rank - 1):
                 got = f"axis={axis} of opset {now}, which stands for all axes from there on"
                 raise ModelError(title(node), "a Hardmax of the last axis, or of opset 13", got, hint)
@@ -79,8 +75,3 @@ def _state_coordinates(model: onnx.ModelProto) -> None:
             node.attribute.extend(modes)
             node.attribute.append(onnx.helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
             node.attribute.append(onnx.helper.make_attribute("nearest_mode", "floor"))
-
-
-def opset_of(model: onnx.ModelProto) -> int:
-    """The version of the standard operators."""
-    return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import attributes, is_standard
 from mhsa_compile.frontend.reading import microsoft
-from mhsa_compile.frontend.reading.conditions import is_packed
+from mhsa_compile.frontend.reading.standard import is_packed
 
 _BYTES = {TensorProto.INT4: np.int8, TensorProto.UINT4: np.uint8}
 _NUMBERS = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT8: 8, TensorProto.UINT8: 8}

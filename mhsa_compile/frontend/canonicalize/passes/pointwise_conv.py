@@ -34,8 +34,8 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _is_linear(graph: GraphView, node: onnx.NodeProto) -> bool:
     x, weight, *bias = node.input
-    dims, attrs = graph.shape(weight) or (), attributes(node)
-    alone = len(dims) > 2 and all(size == 1 for size in dims[2:]) and len(graph.shape(x) or ()) == len(dims)
+    dims, attrs = graph.dims(weight), attributes(node)
+    alone = len(dims) > 2 and all(size == 1 for size in dims[2:]) and len(graph.dims(x)) == len(dims)
     steps = [*attrs.get("strides", ()), attrs.get("group", 1)]
     constant = weight in graph.initializers and all(name in graph.initializers for name in bias if name)
     return (
@@ -50,7 +50,7 @@ def _is_linear(graph: GraphView, node: onnx.NodeProto) -> bool:
 
 def _as_linear(rewriter: Rewriter, node: onnx.NodeProto) -> None:
     x, weight, *bias = node.input
-    rank = len(rewriter.graph.shape(weight) or ())
+    rank = len(rewriter.graph.dims(weight))
     matrix = rewriter.node("Squeeze", weight, rewriter.constant(list(range(2, rank)), "int64"))
     pixels = rewriter.node("Transpose", x, perm=[0, *range(2, rank), 1])
     y = rewriter.node("MatMul", pixels, rewriter.node("Transpose", matrix, perm=[1, 0]))
@@ -65,7 +65,7 @@ def _pads(graph: GraphView, node: onnx.NodeProto) -> list[int] | None:
     attrs = attributes(node)
     kind, dims = attrs.get("auto_pad", "NOTSET"), graph.shape(node.input[1]) if node.op_type == "Conv" else ()
     kernel = attrs.get("kernel_shape", list(dims or ())[2:])
-    sizes = (graph.shape(node.input[0]) or ())[2:] or [None] * len(kernel)
+    sizes = graph.dims(node.input[0])[2:] or [None] * len(kernel)
     steps, spread = (attrs.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
     if not kind.startswith("SAME") or not kernel or not all(isinstance(size, int) for size in kernel):
         return None

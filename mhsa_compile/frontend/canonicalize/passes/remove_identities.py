@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import onnx
 
-from mhsa_compile.frontend.onnx_graph import GraphView, live_nodes
+from mhsa_compile.frontend.onnx_graph import GraphView, live_nodes, replace
 
 
 def without_aliases(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -16,15 +18,11 @@ def without_aliases(model: onnx.ModelProto) -> onnx.ModelProto:
             source[node.output[0]] = source.get(node.input[0], node.input[0])
     if not source:
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = copy.deepcopy(model)
     for node in result.graph.node:
         for i, name in enumerate(node.input):
             node.input[i] = source.get(name, name)
-    nodes = live_nodes(result.graph.node, graph.outputs)
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del result.graph.node[:]
-    result.graph.node.extend(copies)
+    replace(result.graph.node, live_nodes(result.graph.node, graph.outputs))
     return result
 
 

@@ -7,15 +7,15 @@ inliner that functions of a file go through; what the definition is made of is h
 
 from __future__ import annotations
 
+import copy
+
 import onnx
 from onnx import defs, helper
 
-from mhsa_compile.frontend.canonicalize.passes.opset import opset_of
-from mhsa_compile.frontend.onnx_graph import GraphView
-from mhsa_compile.frontend.reading import preview
+from mhsa_compile.frontend.onnx_graph import GraphView, add_import, opset_of, replace
 from mhsa_compile.frontend.reading.check import unsupported_nodes
 from mhsa_compile.frontend.reading.functions import inline
-from mhsa_compile.frontend.reading.standard import RANDOM
+from mhsa_compile.frontend.reading.standard import PREVIEW, PREVIEW_VERSION, PREVIEWED, RANDOM
 
 _DOMAIN = "mhsa.definitions"  # for as long as a definition waits to be inline
 _LEAST = 12  # definitions for older opsets hold operators that mean something else today
@@ -36,8 +36,7 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
     opset = opset_of(model)
     if not any(_has_definition(node, opset) for node in model.graph.node):
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = copy.deepcopy(model)
     nodes = unsupported_nodes(result, [node for node in result.graph.node if _has_definition(node, opset)])
     if not nodes:
         return model
@@ -52,18 +51,16 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
     if not functions:
         return model
     result.functions.extend(functions)
-    result.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    add_import(result, _DOMAIN)
     result = inline(result)
-    imports = [entry for entry in result.opset_import if entry.domain != _DOMAIN]
-    del result.opset_import[:]
-    result.opset_import.extend(imports)
+    replace(result.opset_import, (entry for entry in result.opset_import if entry.domain != _DOMAIN))
     return result
 
 
 def _has_definition(node: onnx.NodeProto, opset: int) -> bool:
     """Whether a node is an operator of the standard's that is defined by others."""
-    if node.domain == preview.DOMAIN:
-        return node.op_type in preview.DEFINED
+    if node.domain == PREVIEW:
+        return node.op_type in PREVIEWED
     if node.domain != "" or node.op_type in RANDOM.union(_KERNELS) or not defs.has(node.op_type):
         return False
     try:
@@ -75,10 +72,10 @@ def _has_definition(node: onnx.NodeProto, opset: int) -> bool:
 
 def _definition(graph: GraphView, node: onnx.NodeProto) -> onnx.FunctionProto | None:
     """What a node computes as a function of operators, or None; its attributes' defaults are put into the node."""
-    if node.domain == preview.DOMAIN:
-        schema = defs.get_schema(node.op_type, preview.VERSION, preview.DOMAIN)
-        imported = next((o.version for o in graph.model.opset_import if o.domain == preview.DOMAIN), 0)
-        least, last = preview.VERSION, imported if imported == preview.VERSION else 0
+    if node.domain == PREVIEW:
+        schema = defs.get_schema(node.op_type, PREVIEW_VERSION, PREVIEW)
+        imported = any((o.domain, o.version) == (PREVIEW, PREVIEW_VERSION) for o in graph.model.opset_import)
+        least, last = PREVIEW_VERSION, PREVIEW_VERSION if imported else 0
     else:
         schema = defs.get_schema(node.op_type, graph.opset, "")
         least, last = _LEAST, graph.opset

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import onnx
 
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import attributes
 
@@ -17,12 +17,12 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     if not any(node.op_type == "SplitToSequence" for node in model.graph.node):
         return model
     rewriter = Rewriter(model)
-    graph, constants = rewriter.graph, ConstantValues(rewriter.graph)
+    graph = rewriter.graph
     for node in graph.nodes:
         if node.op_type != "SplitToSequence" or node.output[0] in graph.outputs:
             continue
-        sizes, takers = _sizes(rewriter, constants, node), graph.consumers(node.output[0])
-        places = [constants.scalar(taker.input[1]) if taker.op_type == "SequenceAt" else None for taker in takers]
+        sizes, takers = _sizes(graph, node), graph.consumers(node.output[0])
+        places = [graph.scalar(taker.input[1]) if taker.op_type == "SequenceAt" else None for taker in takers]
         if sizes is None or any(place is None or not -len(sizes) <= place < len(sizes) for place in places):
             continue
         parts = [rewriter.fresh(f"{node.output[0]}/{i}") for i in range(len(sizes))]
@@ -35,12 +35,12 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     return rewriter.finished()
 
 
-def _sizes(rewriter: Rewriter, constants: ConstantValues, node: onnx.NodeProto) -> list[int] | None:
+def _sizes(graph: KnownGraph, node: onnx.NodeProto) -> list[int] | None:
     """The length of each part of a sequence; None where that is not known."""
-    attrs, dims = attributes(node), rewriter.graph.shape(node.input[0]) or ()
+    attrs, dims = attributes(node), graph.dims(node.input[0])
     if len(node.input) < 2 or not dims:
         return None
-    size, lengths = dims[attrs.get("axis", 0)], constants.array(node.input[1])
+    size, lengths = dims[attrs.get("axis", 0)], graph.array(node.input[1])
     if lengths is None or not isinstance(size, int):
         return None
     if lengths.ndim:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import onnx
 
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView
+from mhsa_compile.frontend.onnx_graph import GraphDim
 
 _VIEWS = ("Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast")
 
@@ -19,14 +19,14 @@ _VIEWS = ("Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast")
 def rewrite(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
     """The model with such slices. `limits` is told the largest size of each symbol that they count by."""
     rewriter = Rewriter(model)
-    graph, constants = rewriter.graph, ConstantValues(rewriter.graph)
+    graph = rewriter.graph
     cut: dict[str, list[GraphDim]] = {}
     for node in graph.nodes:
-        if node.op_type != "Slice" or (axis := _axis_to_the_end(graph, constants, node)) is None:
+        if node.op_type != "Slice" or (axis := _axis_to_the_end(graph, node)) is None:
             continue
-        dims = list(cut.get(node.input[0], graph.shape(node.input[0]) or ()))
+        dims = list(cut.get(node.input[0], graph.dims(node.input[0])))
         size = dims[axis]
-        difference = _counted_back(graph, constants, node.input[1], size)
+        difference = _counted_back(graph, node.input[1], size)
         if difference is None or not isinstance(size, int):
             continue
         symbol, rest = difference
@@ -42,49 +42,49 @@ def rewrite(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
     return rewriter.finished()
 
 
-def _axis_to_the_end(graph: GraphView, constants: ConstantValues, node: onnx.NodeProto) -> int | None:
+def _axis_to_the_end(graph: KnownGraph, node: onnx.NodeProto) -> int | None:
     """The one axis of which a Slice by steps of one takes all from somewhere on."""
     if len(node.input) < 4 or graph.shape(node.input[0]) is None:
         return None
-    ends, axes = (constants.array(name) for name in node.input[2:4])
-    steps = constants.array(node.input[4]) if len(node.input) > 4 and node.input[4] else None
+    ends, axes = (graph.array(name) for name in node.input[2:4])
+    steps = graph.array(node.input[4]) if len(node.input) > 4 and node.input[4] else None
     if ends is None or axes is None or ends.size != 1 or axes.size != 1 or (steps is not None and steps.item() != 1):
         return None
-    axis = int(axes.item()) % len(graph.shape(node.input[0]) or ())
-    size = (graph.shape(node.input[0]) or ())[axis]
+    axis = int(axes.item()) % len(graph.dims(node.input[0]))
+    size = graph.dims(node.input[0])[axis]
     whole = ends.item() >= (size if isinstance(size, int) else 1 << 30)
     return axis if whole and (len(node.input) < 5 or not node.input[4] or steps is not None) else None
 
 
-def _counted_back(graph: GraphView, constants: ConstantValues, name: str, size: GraphDim) -> tuple[str, str] | None:
+def _counted_back(graph: KnownGraph, name: str, size: GraphDim) -> tuple[str, str] | None:
     """(L, the value N - L) of Max(0, N - L), N being `size`."""
     node = graph.producer(name)
     while node is not None and node.op_type in _VIEWS:
         node = graph.producer(node.input[0])
     if node is None or node.op_type != "Max" or len(node.input) != 2:
         return None
-    zeros = [name for name in node.input if constants.scalar(name) == 0]
+    zeros = [name for name in node.input if graph.scalar(name) == 0]
     rests = [name for name in node.input if name not in zeros]
-    symbol = _taken_from(graph, constants, rests[0], size) if len(rests) == 1 else None
+    symbol = _taken_from(graph, rests[0], size) if len(rests) == 1 else None
     return None if symbol is None else (symbol, rests[0])
 
 
-def _taken_from(graph: GraphView, constants: ConstantValues, name: str, size: GraphDim) -> str | None:
+def _taken_from(graph: KnownGraph, name: str, size: GraphDim) -> str | None:
     """L of N - L, or of N + -1 * L."""
     node = graph.producer(name)
     if node is None or node.op_type not in ("Add", "Sub"):
         return None
     first, second = node.input
-    if node.op_type == "Add" and constants.scalar(second) == size:
+    if node.op_type == "Add" and graph.scalar(second) == size:
         first, second = second, first
-    if constants.scalar(first) != size:
+    if graph.scalar(first) != size:
         return None
     if node.op_type == "Add":
         negative = graph.producer(second, "Mul")
-        factors = [] if negative is None else [name for name in negative.input if constants.scalar(name) != -1]
+        factors = [] if negative is None else [name for name in negative.input if graph.scalar(name) != -1]
         if len(factors) != 1:
             return None
         second = factors[0]
-    entry = constants.partial(second)
+    entry = graph.partial(second)
     symbol = None if entry is None or entry.size != 1 else entry.item()
     return symbol if isinstance(symbol, str) and symbol.isidentifier() else None

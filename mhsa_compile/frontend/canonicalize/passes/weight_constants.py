@@ -6,10 +6,12 @@ load. Other constants stay where they are, so that what is computed of them is k
 
 from __future__ import annotations
 
+import copy
+
 import onnx
 
 from mhsa_compile.frontend.detach_weights import FLOATS
-from mhsa_compile.frontend.onnx_graph import attributes
+from mhsa_compile.frontend.onnx_graph import attributes, replace
 
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
 
@@ -26,11 +28,8 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
                 weights[name] = tensor
     if not weights:
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    for i in reversed(range(len(result.graph.node))):
-        if any(name in weights for name in result.graph.node[i].output):
-            del result.graph.node[i]
+    result = copy.deepcopy(model)
+    replace(result.graph.node, (node for node in model.graph.node if not weights.keys() & set(node.output)))
     for name, tensor in weights.items():
         result.graph.initializer.add().CopyFrom(tensor)
         result.graph.initializer[-1].name = name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,81 +33,74 @@ def product(entries: Sequence[ShapeEntry]) -> int:
     return math.prod(entry for entry in entries if isinstance(entry, int))
 
 
-class ConstantValues:
-    """The values of a graph that do not depend on what its inputs hold. Weights are left alone, to be bound later."""
+class KnownGraph(GraphView):
+    """A graph with the values that do not depend on what its inputs hold, computed when somebody asks for one. Weights
+    are left alone, to be bound later."""
 
-    def __init__(self, graph: GraphView) -> None:
-        self._graph = graph
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__(model)
         self._arrays: dict[str, np.ndarray] = {}
         self._partial: dict[str, np.ndarray] = {}
-        for name, tensor in graph.initializers.items():
-            small = math.prod(tensor.dims) == 1
-            if small or not (tensor.data_type in FLOATS or is_many_bytes(tensor)):
-                self._arrays[name] = np.asarray(numpy_helper.to_array(tensor))
-        for node in graph.nodes:
-            if node.domain in ("", "ai.onnx"):
-                self._learn(node)
+        self._is_computed = False
 
     def array(self, name: str) -> np.ndarray | None:
         """A value, where all of it is known; None where it is not."""
+        self._compute()
         return self._arrays.get(name)
 
     def partial(self, name: str) -> np.ndarray | None:
         """A list of sizes (or one) as an array of entries, where at least its length is known."""
+        array = self.array(name)
         if name in self._partial:
             return self._partial[name]
-        array = self._arrays.get(name)
-        if array is None or array.ndim > 1 or array.dtype.kind not in "bi":
-            return None
-        return _entries(array.tolist())
+        return None if array is None or array.ndim > 1 or array.dtype.kind not in "bi" else _object(array.tolist())
 
     def scalar(self, name: str) -> float | None:
         """The value of a constant of one element."""
-        array = self._arrays.get(name)
+        array = self.array(name)
         return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
 
+    def _compute(self) -> None:
+        if self._is_computed:
+            return
+        self._is_computed = True
+        for name, tensor in self.initializers.items():
+            small = math.prod(tensor.dims) == 1
+            if small or not (tensor.data_type in FLOATS or is_many_bytes(tensor)):
+                self._arrays[name] = np.asarray(numpy_helper.to_array(tensor))
+        for node in self.nodes:
+            if node.domain in ("", "ai.onnx"):
+                self._learn(node)
+
     def _learn(self, node: onnx.NodeProto) -> None:
+        inputs, output = [name for name in node.input if name], node.output[0] if node.output else ""
         if node.op_type == "Constant":
-            value = self._graph.constant(node.output[0])
-            if value is not None:
-                self._arrays[node.output[0]] = value
-            return
-        inputs = [name for name in node.input if name]
-        if node.op_type in _FOLDABLE and inputs and all(name in self._arrays for name in inputs) and self._fits(node):
-            self._arrays[node.output[0]] = self._evaluated(node)
-            return
-        if node.op_type == "CastLike" and inputs[0] in self._arrays and (like := self._graph.dtype(node.output[0])):
-            self._arrays[node.output[0]] = self._arrays[inputs[0]].astype(like)  # like what, is known by its type
-            return
-        entries = self._entries(node)
-        if entries is None:
-            return
-        if all(isinstance(entry, int) for entry in entries.reshape(-1).tolist()):
-            kind = (
-                np.bool_
-                if self._graph.dtype(node.output[0]) == "bool"
-                else np.dtype(self._graph.dtype(node.output[0]) or "int64")
-            )
-            self._arrays[node.output[0]] = entries.astype(kind)
-        else:
-            self._partial[node.output[0]] = entries
+            if (value := self.constant(output)) is not None:
+                self._arrays[output] = value
+        elif node.op_type in _FOLDABLE and inputs and all(map(self._arrays.__contains__, inputs)) and self._fits(node):
+            self._arrays[output] = self._evaluated(node)
+        elif node.op_type == "CastLike" and inputs[0] in self._arrays and (like := self.dtype(output)):
+            self._arrays[output] = self._arrays[inputs[0]].astype(like)  # like what, is known by its type
+        elif (entries := self._entries(node)) is not None:
+            if all(isinstance(entry, int) for entry in entries.reshape(-1).tolist()):
+                self._arrays[output] = entries.astype(self.dtype(output) or "int64")
+            else:
+                self._partial[output] = entries
 
     def _fits(self, node: onnx.NodeProto) -> bool:
-        shape = self._graph.shape(node.output[0])
+        shape = self.shape(node.output[0])
         return shape is not None and all(isinstance(d, int) for d in shape) and product(shape) <= _MOST_ELEMENTS
 
     def _evaluated(self, node: onnx.NodeProto) -> np.ndarray:
-        names = dict.fromkeys(name for name in node.input if name)
+        names = filter(None, dict.fromkeys(node.input))
+        arrays = {name: self._arrays[name] for name in names}
         inputs = [
-            helper.make_tensor_value_info(
-                n, helper.np_dtype_to_tensor_dtype(self._arrays[n].dtype), self._arrays[n].shape
-            )
-            for n in names
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in arrays.items()
         ]
         output = helper.make_tensor_value_info(node.output[0], onnx.TensorProto.UNDEFINED, None)
         graph = helper.make_graph([node], "constant", inputs, [output])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._graph.opset)], ir_version=10)
-        arrays = {name: self._arrays[name] for name in names}
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=10)
         try:
             with np.errstate(all="ignore"):
                 return np.asarray(ReferenceEvaluator(model).run(None, arrays)[0])
@@ -118,74 +111,34 @@ class ConstantValues:
 
     def _entries(self, node: onnx.NodeProto) -> np.ndarray | None:
         """Sizes as far as they are known, by the operators that exporters compute them with."""
-        attrs = attributes(node)
         if node.op_type == "Shape":
-            dims = self._graph.shape(node.input[0])
-            return None if dims is None else _entries(list(dims)[attrs.get("start", 0) : attrs.get("end")])
-        operate = _OPERATORS.get(node.op_type)
-        if operate is None:
-            return None
-        inputs = [self.partial(name) if name else None for name in node.input]
-        if any(value is None for name, value in zip(node.input, inputs, strict=True) if name):
+            dims, attrs = self.shape(node.input[0]), attributes(node)
+            return None if dims is None else _object(list(dims)[attrs.get("start", 0) : attrs.get("end")])
+        inputs = {name: self.partial(name) for name in node.input if name}
+        if node.op_type not in _OPERATORS or any(v is None for v in inputs.values()):
             return None
         try:
-            entries: np.ndarray = operate(inputs, attrs)
-            return entries
+            return _object(_OPERATORS[node.op_type](*(inputs.get(name) for name in node.input)))
         except (IndexError, TypeError, ValueError):  # indices that are themselves not known
             return None
 
 
-def _entries(values: Any) -> np.ndarray:
-    array = np.empty(np.shape(values) if not isinstance(values, list) else (len(values),), dtype=object)
-    array[...] = values
-    return array
+def _slice(
+    entries: np.ndarray, start: np.ndarray, end: np.ndarray, axis: np.ndarray | None = None, step: Any = None
+) -> Any:
+    return entries[slice(int(start[0]), int(end[0]), 1 if step is None else int(step[0]))]
 
 
-def _gather(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return _object(inputs[0][inputs[1].astype(np.int64)])
-
-
-def _slice(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    start, end = int(inputs[1][0]), int(inputs[2][0])
-    step = int(inputs[4][0]) if len(inputs) > 4 and inputs[4] is not None else 1
-    return _object(inputs[0][slice(start, end, step)])
-
-
-def _concat(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return np.concatenate(inputs)
-
-
-def _flat(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    """Reshape, Squeeze and Unsqueeze between a size and a list of one."""
-    value: np.ndarray = inputs[0].reshape(-1)
-    if len(value) != 1:
-        raise ValueError
-    return value
-
-
-def _scalar(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return _object(_flat(inputs, attrs)[0])
-
-
-def _reshape(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return _object(inputs[0].reshape([int(size) for size in inputs[1]]))
-
-
-def _same(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-    return _object(inputs[0])
+def _lone(entries: np.ndarray) -> Any:
+    """The entry of a size, or of a list of one."""
+    (entry,) = entries.reshape(-1)  # a longer list has no form here: ValueError
+    return entry
 
 
 def _object(value: Any) -> np.ndarray:
     array = np.empty(np.shape(value), dtype=object)
     array[...] = value
     return array
-
-
-def _elementwise(function: Any) -> Any:
-    def operate(inputs: list[Any], attrs: dict[str, Any]) -> np.ndarray:
-        return _object(np.frompyfunc(function, len(inputs), 1)(*inputs))
-
-    return operate
 
 
 def multiplied(a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
@@ -228,19 +181,19 @@ def _where(condition: ShapeEntry, a: ShapeEntry, b: ShapeEntry) -> ShapeEntry:
     return None if not isinstance(condition, int) else a if condition else b
 
 
-_OPERATORS: dict[str, Any] = {
-    "Gather": _gather,
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "Gather": lambda entries, indices: entries[indices.astype(np.int64)],
     "Slice": _slice,
-    "Concat": _concat,
-    "Unsqueeze": _flat,
-    "Squeeze": _scalar,
-    "Reshape": _reshape,
-    "Cast": _same,
-    "Identity": _same,
-    "Mul": _elementwise(multiplied),
-    "Div": _elementwise(_divide),
-    "Add": _elementwise(_add),
-    "Sub": _elementwise(_subtract),
-    "Equal": _elementwise(_equal),
-    "Where": _elementwise(_where),
+    "Concat": lambda *parts: np.concatenate(parts),
+    "Unsqueeze": lambda entries, *_: [_lone(entries)],
+    "Squeeze": lambda entries, *_: _lone(entries),
+    "Reshape": lambda entries, target: entries.reshape([int(size) for size in target]),
+    "Cast": lambda entries: entries,
+    "Identity": lambda entries: entries,
+    "Mul": np.frompyfunc(multiplied, 2, 1),
+    "Div": np.frompyfunc(_divide, 2, 1),
+    "Add": np.frompyfunc(_add, 2, 1),
+    "Sub": np.frompyfunc(_subtract, 2, 1),
+    "Equal": np.frompyfunc(_equal, 2, 1),
+    "Where": np.frompyfunc(_where, 3, 1),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, in_order, is_standard, live_nodes, reads
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
+from mhsa_compile.frontend.onnx_graph import GraphDim, fresh_name, in_order, is_standard, live_nodes, reads, replace
 
 
 class Rewriter:
@@ -19,24 +21,19 @@ class Rewriter:
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.model, self.graph = model, GraphView(model)
+        self.model, self.graph = model, KnownGraph(model)
         self._written: list[onnx.NodeProto] = []
         self._constants: list[onnx.TensorProto] = []
         self._placed: dict[int, list[onnx.NodeProto]] = {}
-        self._kept: list[onnx.TensorProto] = []
+        self._placed_constants: list[onnx.TensorProto] = []
         self._hints: list[onnx.ValueInfoProto] = []
-        self._taken = {name for node in self.graph.nodes for name in (*reads(node), *node.output, node.name)}
-        self._taken |= {*self.graph.inputs, *self.graph.initializers}
-        self._taken |= {info.name for info in model.graph.value_info}  # which tells the type of whatever has the name
+        self._names = {name for node in self.graph.nodes for name in (*reads(node), *node.output, node.name)}
+        self._names |= {*self.graph.inputs, *self.graph.initializers}
+        self._names |= {info.name for info in model.graph.value_info}  # which tells the type of whatever has the name
 
     def fresh(self, hint: str) -> str:
         """A name that begins with `hint`."""
-        name, count = hint, 0
-        while name in self._taken:
-            count += 1
-            name = f"{hint}_{count}"
-        self._taken.add(name)
-        return name
+        return fresh_name(hint, self._names)
 
     def constant(self, value: Any, dtype: str | None = None, hint: str = "constant") -> str:
         """The name of a new initializer."""
@@ -77,7 +74,7 @@ class Rewriter:
             if attention and written.op_type == "Attention":
                 written.name = attention
         self._placed[id(node)] = self._written
-        self._kept += self._constants
+        self._placed_constants += self._constants
         self._written, self._constants = [], []
 
     def remove(self, node: onnx.NodeProto) -> None:
@@ -103,16 +100,14 @@ class Rewriter:
         """The model as it is now; nodes and constants that nobody needs any more are gone."""
         if not self.changed:
             return self.model
-        result = onnx.ModelProto()
-        result.CopyFrom(self.model)
+        result = copy.deepcopy(self.model)
         graph = result.graph
         infos = {info.name: info for info in (*graph.value_info, *self._hints)}
-        del graph.node[:], graph.value_info[:]
-        graph.node.extend(live_nodes(in_order(self._all_nodes()), self.graph.outputs))
+        replace(graph.node, live_nodes(in_order(self._all_nodes()), self.graph.outputs))
         outputs = {name for node in graph.node for name in node.output}
-        graph.value_info.extend(info for name, info in infos.items() if name in outputs)
+        replace(graph.value_info, (info for name, info in infos.items() if name in outputs))
         used = {name for node in graph.node for name in reads(node)} | set(self.graph.outputs)
-        graph.initializer.extend(self._kept)
+        graph.initializer.extend(self._placed_constants)
         for i in reversed(range(len(graph.initializer))):
             if graph.initializer[i].name not in used:
                 del graph.initializer[i]

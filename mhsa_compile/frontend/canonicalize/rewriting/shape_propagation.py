@@ -7,16 +7,17 @@ stands in the graph: [0, 0, 12, 64] instead of nine nodes. What is left is the n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from mhsa_compile.frontend.canonicalize.rewriting.constant_values import ConstantValues, ShapeEntry, multiplied, product
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph, ShapeEntry, multiplied, product
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import attributes
 
 _MOST_ROUNDS = 500  # each lets the shapes of a few nodes more be inferred; a model of 100 layers needs a fraction of it
 _MADE_UP = "unk__"  # how onnx begins the names of the symbols that it makes up, anew each time
@@ -39,22 +40,22 @@ def propagate_shapes(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.Mod
 
 def _settled_once(model: onnx.ModelProto, limits: dict[str, int], hinted: set[str]) -> onnx.ModelProto:
     rewriter = Rewriter(model)
-    graph, constants = rewriter.graph, ConstantValues(rewriter.graph)
+    graph = rewriter.graph
     for node in graph.nodes:
         if node.op_type == "Constant" or node.domain not in ("", "ai.onnx"):
             continue
         name = node.output[0]
-        array = constants.array(name)
-        dims = None if array is not None else _dims_of(constants, graph, node, limits)
+        array = graph.array(name)
+        dims = None if array is not None else _dims_of(graph, node, limits)
         if dims is not None and name not in hinted and not _agree(dims, graph.shape(name)):
             hinted.add(name)
             rewriter.hint(name, dims)
         if array is not None:
             rewriter.node("Constant", output=name, value=numpy_helper.from_array(array))
             rewriter.place(node)
-        elif node.op_type in ("Reshape", "Expand") and constants.array(node.input[1]) is None:
+        elif node.op_type in ("Reshape", "Expand") and graph.array(node.input[1]) is None:
             find = _reshape_target if node.op_type == "Reshape" else _expand_target
-            target = find(graph.shape(node.input[0]), constants.partial(node.input[1]), attributes(node))
+            target = find(graph.shape(node.input[0]), graph.partial(node.input[1]), attributes(node))
             if target is not None:
                 inferred = graph.shape(name)
                 if inferred is not None and all(map(_is_certain, inferred)):  # a target with -1 says less
@@ -69,18 +70,13 @@ def _agree(dims: Sequence[ShapeEntry], inferred: Sequence[ShapeEntry] | None) ->
     return inferred is not None and all(d is None or d == i for d, i in zip(dims, inferred, strict=True))
 
 
-def _dims_of(
-    constants: ConstantValues, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]
-) -> list[ShapeEntry] | None:
+def _dims_of(graph: KnownGraph, node: onnx.NodeProto, limits: dict[str, int]) -> list[ShapeEntry] | None:
     """Dims that follow from computed sizes: what onnx's inference does not look into. All of them, or None."""
-    finders = {
+    finders: dict[str, Callable[[KnownGraph, onnx.NodeProto], list[ShapeEntry] | None]] = {
         "Range": _counted, "Reshape": _reshaped, "Expand": _expanded, "ConstantOfShape": _filled, "Tile": _tiled,
+        "Slice": partial(_sliced, limits),
     }  # fmt: skip
-    find = finders.get(node.op_type)
-    if node.op_type == "Slice":
-        dims = _sliced(constants, graph, node, limits)
-    else:
-        dims = None if find is None else find(constants, graph, node)
+    dims = finders[node.op_type](graph, node) if node.op_type in finders else None
     return dims if dims is not None and all(map(_is_certain, dims)) else None
 
 
@@ -88,15 +84,15 @@ def _is_certain(entry: ShapeEntry) -> bool:
     return isinstance(entry, int) or (isinstance(entry, str) and not entry.startswith(_MADE_UP))
 
 
-def _counted(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
-    start, end, step = (constants.partial(name) for name in node.input)
+def _counted(graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None:
+    start, end, step = (graph.partial(name) for name in node.input)
     if start is None or end is None or step is None or (start.item(), step.item()) != (0, 1):
         return None
     return [end.item()]
 
 
-def _reshaped(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
-    target, source = constants.partial(node.input[1]), graph.shape(node.input[0])
+def _reshaped(graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None:
+    target, source = graph.partial(node.input[1]), graph.shape(node.input[0])
     if target is None or target.ndim != 1 or -1 in target or attributes(node).get("allowzero"):
         return None
     if 0 in target and source is None:  # a 0 stands for a size of the source, which is not known yet
@@ -104,34 +100,32 @@ def _reshaped(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto)
     return [source[i] if size == 0 and source is not None else size for i, size in enumerate(target)]
 
 
-def _expanded(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
-    target, source = constants.partial(node.input[1]), graph.shape(node.input[0])
+def _expanded(graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None:
+    target, source = graph.partial(node.input[1]), graph.shape(node.input[0])
     if target is None or source is None or len(target) < len(source):
         return None
     aligned = [1] * (len(target) - len(source)) + list(source)
     return [own if size == 1 else size for own, size in zip(aligned, target, strict=True)]
 
 
-def _tiled(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
-    repeats, source = constants.partial(node.input[1]), graph.shape(node.input[0])
+def _tiled(graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None:
+    repeats, source = graph.partial(node.input[1]), graph.shape(node.input[0])
     if repeats is None or source is None or len(repeats) != len(source):
         return None
     return [multiplied(size, times) for size, times in zip(source, repeats, strict=True)]
 
 
-def _filled(constants: ConstantValues, graph: GraphView, node: onnx.NodeProto) -> list[ShapeEntry] | None:
-    target = constants.partial(node.input[0])
+def _filled(graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None:
+    target = graph.partial(node.input[0])
     return None if target is None else list(target)
 
 
-def _sliced(
-    constants: ConstantValues, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]
-) -> list[ShapeEntry] | None:
+def _sliced(limits: dict[str, int], graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None:
     """Dims of a Slice by steps of one. An end that is a symbol is taken to lie within the axis: that is its limit."""
     dims = graph.shape(node.input[0])
-    starts, ends = (constants.partial(name) for name in node.input[1:3])
-    axes = constants.partial(node.input[3]) if len(node.input) > 3 and node.input[3] else None
-    steps = constants.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else None
+    starts, ends = (graph.partial(name) for name in node.input[1:3])
+    axes = graph.partial(node.input[3]) if len(node.input) > 3 and node.input[3] else None
+    steps = graph.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else None
     if dims is None or starts is None or ends is None or (steps is not None and any(step != 1 for step in steps)):
         return None
     result: list[ShapeEntry] = list(dims)

@@ -53,11 +53,14 @@ def agreement(
     broadcast = [group for group in requirement.broadcast if not _broadcasts(names, group)]
     if not equal and not broadcast:
         return None
-    dims = _ManifestDims(names)
+
+    def dims(shape: SizeEntries) -> tuple[int | str, ...]:
+        return tuple(_manifest_dim(names, size) for size in shape)
+
     return Agreement(
         node=node,
         operands=tuple(dims(shape) for shape in shapes if shape is not None),
-        equal=tuple((dims([one])[0], dims([other])[0]) for one, other in equal),
+        equal=tuple((_manifest_dim(names, one), _manifest_dim(names, other)) for one, other in equal),
         broadcast=tuple(tuple(map(dims, group)) for group in broadcast),
     )
 
@@ -104,20 +107,12 @@ def _broadcasts(names: SizeNames, shapes: Sequence[SizeEntries]) -> bool:
     return True
 
 
-class _ManifestDims:
-    """Sizes as a manifest has them: expressions of the inputs' symbols."""
-
-    def __init__(self, names: SizeNames) -> None:
-        self._names = names
-
-    def __call__(self, shape: SizeEntries) -> tuple[int | str, ...]:
-        return tuple(map(self._one, shape))
-
-    def _one(self, size: Entry) -> int | str:
-        size = self._names.of_symbols(size)
-        dim = UNKNOWN if size is None else stated(size)
-        is_expressible = dim >= 0 if isinstance(dim, int) else isinstance(size, tirx.Var) or is_expression(dim)
-        return dim if is_expressible else UNKNOWN
+def _manifest_dim(names: SizeNames, size: Entry) -> int | str:
+    """A size as a manifest has it: an expression of the inputs' symbols."""
+    size = names.of_symbols(size)
+    dim = UNKNOWN if size is None else stated(size)
+    is_expressible = dim >= 0 if isinstance(dim, int) else isinstance(size, tirx.Var) or is_expression(dim)
+    return dim if is_expressible else UNKNOWN
 
 
 def _product(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> Demand:

@@ -112,9 +112,8 @@ def _together(names: SizeNames, one: Any, other: Any) -> Any:
         if number(size) is not None:  # the other one is that, or 1
             names.hold_equal([tirx.Select(equals(free, literal(1)), size, free)], [size])
             return size
-    return names.common_name(
-        tirx.Select(equals(one, literal(1)), other, one), tirx.Select(equals(other, literal(1)), one, other)
-    )
+    ways = (tirx.Select(equals(own, literal(1)), full, own) for own, full in ((one, other), (other, one)))
+    return names.common_name(*ways)
 
 
 def spread(bb: Any, names: SizeNames, value: Any, shape: Sequence[Any]) -> Any:

@@ -16,6 +16,7 @@ CHECK = "mhsa.check"
 """The attribute of functions that give their one number back, 1, and end a call where it is 0. They run on the host:
 where numbers lie on a GPU they are left out, and matching the number ends the call, without naming the node."""
 
+OPAQUE = 8  # relax.analysis.OpPatternKind: kOpaque, of functions that TVM fuses with nothing
 Entry = Any  # a condition, or a size: an expression of tirx
 
 
@@ -39,7 +40,7 @@ class CallChecks:
             lines = (f"input {name!r}", f"{expected}, for {self.node}", "")
         flag = relax.ShapeExpr([condition.astype("int64")])
         holds = self._bb.emit(relax.op.shape_to_tensor(flag))
-        attributes = {"op_pattern": _OPAQUE, CHECK: True}
+        attributes = {"op_pattern": OPAQUE, CHECK: True}
         checked = self._bb.emit_te(_check, holds, _text(lines), primfunc_name_hint="check", primfunc_attrs=attributes)
         # matched, so that nobody takes it for code that nothing reads
         self._bb.match_cast(self._bb.emit(relax.op.tensor_to_shape(checked)), relax.ShapeType([tirx.const(1, "int64")]))
@@ -48,9 +49,6 @@ class CallChecks:
         """The error for a node that reads what only a call knows, in a form that cannot be compiled."""
         hint = "Fix free sizes with dims, or give the model what it computes from them."
         return ModelError(self.node, expected, "what only a call knows", hint)
-
-
-_OPAQUE = 8  # relax.analysis.OpPatternKind: kOpaque
 
 
 def _text(lines: tuple[str, str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
     equals,
     literal,
     number,
+    objects,
 )
 
 
@@ -53,9 +55,7 @@ def _shape(value: Any, attributes: dict[str, Any]) -> SizeValues | None:
         dims = list(value.ty.shape.values)
     else:
         return None
-    entries = np.empty(len(dims), dtype=object)
-    entries[:] = [literal(dim) for dim in dims]
-    return SizeValues(entries[part], "int64")
+    return SizeValues(objects([literal(dim) for dim in dims])[part], "int64")
 
 
 def _elementwise(function: Callable[..., Entry], result: str | None = None) -> Callable[[list[Any], Any], SizeValues]:
@@ -88,11 +88,10 @@ def _divisor(b: Entry) -> Entry:
     """A divisor of whole numbers that is not zero: what ONNX leaves open ends no process."""
     if number(b) == 0:
         raise _NotFollowed
-    return (
-        b
-        if number(b) is not None
-        else tirx.Select(equals(b, literal(0, str(b.ty.dtype))), literal(1, str(b.ty.dtype)), b)
-    )
+    if number(b) is not None:
+        return b
+    none, one = (literal(value, str(b.ty.dtype)) for value in (0, 1))
+    return tirx.Select(equals(b, none), one, b)
 
 
 def _modulo(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
@@ -119,11 +118,11 @@ def _cast(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
 def _convert(sizes: SizeValues, kind: str) -> SizeValues:
     if not kind.startswith(("int", "bool", "float32", "float64")):
         raise _NotFollowed
-    if kind == "bool":
-        return SizeValues(
-            _array(np.frompyfunc(lambda a: tirx.Not(equals(a, literal(0, str(a.ty.dtype)))), 1, 1)(sizes.entries)), kind
-        )
-    return SizeValues(_array(np.frompyfunc(lambda a: a.astype(kind), 1, 1)(sizes.entries)), kind)
+
+    def convert(a: Entry) -> Entry:
+        return tirx.Not(equals(a, literal(0, str(a.ty.dtype)))) if kind == "bool" else a.astype(kind)
+
+    return _elementwise(convert, kind)([sizes], {})
 
 
 def _clip(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
@@ -146,12 +145,19 @@ def _sign(a: Entry) -> Entry:
     return tirx.Select(a > none, one, tirx.Select(a < none, none - one, none))
 
 
-def _gather(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
-    data, indices = operands
-    try:
-        return SizeValues(_array(np.take(data.entries, _numbers(indices), attributes.get("axis", 0))), data.dtype)
-    except IndexError as error:
-        raise _NotFollowed from error
+def _arranged(function: Callable[..., Any]) -> Callable[[list[Any], Any], SizeValues]:
+    """Entries in another arrangement, by `function(entries, attributes, *numbers)`: numbers are what all other operands
+    are."""
+
+    def fold(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
+        data, *others = operands
+        numbers = [None if other is None else _numbers(other) for other in others]
+        try:
+            return SizeValues(_array(function(data.entries, attributes, *numbers)), data.dtype)
+        except IndexError as error:
+            raise _NotFollowed from error
+
+    return fold
 
 
 def _slice(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
@@ -174,43 +180,25 @@ def _concat(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValue
     return SizeValues(np.concatenate([operand.entries for operand in operands], attributes["axis"]), operands[0].dtype)
 
 
-def _squeeze(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
-    entries = operands[0].entries
-    axes = None if len(operands) < 2 or operands[1] is None else tuple(_numbers(operands[1]).reshape(-1).tolist())
-    return SizeValues(_array(np.squeeze(entries, axes)), operands[0].dtype)
+def _squeeze(entries: np.ndarray, attributes: dict[str, Any], axes: np.ndarray | None = None) -> Any:
+    return np.squeeze(entries, None if axes is None else tuple(axes.reshape(-1).tolist()))
 
 
-def _unsqueeze(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
-    axes = tuple(_numbers(operands[1]).reshape(-1).tolist())
-    return SizeValues(np.expand_dims(operands[0].entries, axes), operands[0].dtype)
-
-
-def _reshape(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
-    data, target = operands[0].entries, _numbers(operands[1]).reshape(-1).tolist()
+def _reshape(entries: np.ndarray, attributes: dict[str, Any], target: np.ndarray) -> Any:
+    sizes = target.reshape(-1).tolist()
     if not attributes.get("allowzero", 0):
-        target = [data.shape[i] if size == 0 else size for i, size in enumerate(target)]
-    return SizeValues(_array(data.reshape(target)), operands[0].dtype)
+        sizes = [entries.shape[i] if size == 0 else size for i, size in enumerate(sizes)]
+    return entries.reshape(sizes)
 
 
-def _expand(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
-    target = tuple(_numbers(operands[1]).reshape(-1).tolist())
-    shape = np.broadcast_shapes(operands[0].entries.shape, target)
-    return SizeValues(np.broadcast_to(operands[0].entries, shape).copy(), operands[0].dtype)
+def _expand(entries: np.ndarray, attributes: dict[str, Any], target: np.ndarray) -> Any:
+    shape = np.broadcast_shapes(entries.shape, tuple(target.reshape(-1).tolist()))
+    return np.broadcast_to(entries, shape).copy()
 
 
-def _tile(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
-    return SizeValues(np.tile(operands[0].entries, _numbers(operands[1]).tolist()), operands[0].dtype)
-
-
-def _transpose(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
-    return SizeValues(_array(np.transpose(operands[0].entries, attributes.get("perm"))), operands[0].dtype)
-
-
-def _flatten(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
-    shape = operands[0].entries.shape
-    axis = attributes.get("axis", 1)
-    rows = int(np.prod(shape[: axis if axis >= 0 else len(shape) + axis]))
-    return SizeValues(operands[0].entries.reshape(rows, -1), operands[0].dtype)
+def _flatten(entries: np.ndarray, attributes: dict[str, Any]) -> Any:
+    axis, rank = attributes.get("axis", 1), entries.ndim
+    return entries.reshape(int(np.prod(entries.shape[: axis if axis >= 0 else rank + axis])), -1)
 
 
 def _reduce(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
@@ -247,18 +235,10 @@ def _array(value: Any) -> np.ndarray:
     return entries
 
 
-def _add(a: Entry, b: Entry) -> Entry:
-    return a + b
-
-
-def _multiply(a: Entry, b: Entry) -> Entry:
-    return a * b
-
-
 _FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], SizeValues]] = {
     "Abs": _elementwise(lambda a: tirx.max(a, literal(0, str(a.ty.dtype)) - a)),
-    "Add": _elementwise(_add),
-    "And": _elementwise(lambda a, b: tirx.all(a, b)),
+    "Add": _elementwise(operator.add),
+    "And": _elementwise(tirx.all),
     "Cast": _cast,
     "CastLike": lambda operands, attributes: _convert(operands[0], operands[1].dtype),
     "Ceil": _round(tirx.ceil),
@@ -266,36 +246,36 @@ _FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], SizeValues]] = {
     "Concat": _concat,
     "Div": _elementwise(_divide),
     "Equal": _elementwise(equals, "bool"),
-    "Expand": _expand,
-    "Flatten": _flatten,
+    "Expand": _arranged(_expand),
+    "Flatten": _arranged(_flatten),
     "Floor": _round(tirx.floor),
-    "Gather": _gather,
-    "Greater": _elementwise(lambda a, b: a > b, "bool"),
-    "GreaterOrEqual": _elementwise(lambda a, b: a >= b, "bool"),
+    "Gather": _arranged(lambda entries, attributes, at: np.take(entries, at, attributes.get("axis", 0))),
+    "Greater": _elementwise(operator.gt, "bool"),
+    "GreaterOrEqual": _elementwise(operator.ge, "bool"),
     "Identity": lambda operands, attributes: operands[0],
-    "Less": _elementwise(lambda a, b: a < b, "bool"),
-    "LessOrEqual": _elementwise(lambda a, b: a <= b, "bool"),
+    "Less": _elementwise(operator.lt, "bool"),
+    "LessOrEqual": _elementwise(operator.le, "bool"),
     "Max": _chain(tirx.max),
     "Min": _chain(tirx.min),
     "Mod": _modulo,
-    "Mul": _elementwise(_multiply),
+    "Mul": _elementwise(operator.mul),
     "Neg": _elementwise(lambda a: literal(0, str(a.ty.dtype)) - a),
-    "Not": _elementwise(lambda a: tirx.Not(a)),
-    "Or": _elementwise(lambda a, b: tirx.any(a, b)),
+    "Not": _elementwise(tirx.Not),
+    "Or": _elementwise(tirx.any),
     "ReduceMax": _reduce(tirx.max),
     "ReduceMin": _reduce(tirx.min),
-    "ReduceProd": _reduce(_multiply),
-    "ReduceSum": _reduce(_add),
-    "Reshape": _reshape,
+    "ReduceProd": _reduce(operator.mul),
+    "ReduceSum": _reduce(operator.add),
+    "Reshape": _arranged(_reshape),
     "Sign": _elementwise(_sign),
     "Size": lambda operands, attributes: SizeValues(_array(literal(operands[0].entries.size)), "int64"),
     "Slice": _slice,
     "Sqrt": _elementwise(_square_root),
-    "Squeeze": _squeeze,
-    "Sub": _elementwise(lambda a, b: a - b),
-    "Sum": _chain(_add),
-    "Tile": _tile,
-    "Transpose": _transpose,
-    "Unsqueeze": _unsqueeze,
+    "Squeeze": _arranged(_squeeze),
+    "Sub": _elementwise(operator.sub),
+    "Sum": _chain(operator.add),
+    "Tile": _arranged(lambda entries, attributes, times: np.tile(entries, times.tolist())),
+    "Transpose": _arranged(lambda entries, attributes: np.transpose(entries, attributes.get("perm"))),
+    "Unsqueeze": _arranged(lambda entries, _, axes: np.expand_dims(entries, tuple(axes.reshape(-1).tolist()))),
     "Where": _where,
 }

@@ -68,11 +68,9 @@ class _Reduction:
 
     def __init__(self, bb: Any, names: SizeNames, data: Any, dims: Sequence[Entry], over: Sequence[Entry]) -> None:
         self._bb, self._names, self._data, self._over = bb, names, data, over
-        self._dims = [tirx.Select(axis > 0, literal(1), size) for axis, size in zip(over, dims, strict=True)]
-        self._shape = names.shape(self._dims)
-        self._extents = names.shape(
-            [tirx.Select(axis > 0, size, literal(1)) for axis, size in zip(over, dims, strict=True)]
-        )
+        pairs, one = list(zip(over, dims, strict=True)), literal(1)
+        self._shape = names.shape([tirx.Select(axis > 0, one, size) for axis, size in pairs])
+        self._extents = names.shape([tirx.Select(axis > 0, size, one) for axis, size in pairs])
         self._own = list(dims)
         self._kind = str(data.ty.dtype)
         self._wide = "float32" if self._kind in _NARROW else "uint8" if self._kind == "bool" else self._kind

@@ -15,8 +15,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import get_numpy
 
 from mhsa_compile.frontend.relax.sizes.broadcasting import broadcast_dims, dims_of, spread
 from mhsa_compile.frontend.relax.sizes.call_checks import Entry
-from mhsa_compile.frontend.relax.sizes.grids import affine_grid, one_hot
-from mhsa_compile.frontend.relax.sizes.nonzero import nonzero
+from mhsa_compile.frontend.relax.sizes.grids import affine_grid, nonzero, one_hot
 from mhsa_compile.frontend.relax.sizes.reductions import REDUCTIONS, reduce_by_call
 from mhsa_compile.frontend.relax.sizes.resizing import resize
 from mhsa_compile.frontend.relax.sizes.size_values import (
@@ -27,11 +26,13 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
     emitted,
     entries_of,
     equals,
+    is_fixed,
     is_known,
     literal,
     number,
     product,
 )
+from mhsa_compile.frontend.relax.values import is_constant, text_of
 
 
 class ShapeOperators:
@@ -62,6 +63,13 @@ class ShapeOperators:
         converter = self._converters.get(op_name)
         return None if converter is None else converter(inputs, attributes)
 
+    def _stated(self, value: Any, expected: str) -> list[Entry]:
+        """The elements of a list of whole numbers. Raises ModelError where there is no telling how many they are."""
+        entries = self._entries(value)
+        if entries is None:
+            raise self._names.checks.unknown(expected)
+        return entries
+
     def _entries(self, value: Any) -> list[Entry] | None:
         """The elements of a list of whole numbers: followed sizes, constants, or what a call computes."""
         if value is None:
@@ -76,7 +84,7 @@ class ShapeOperators:
 
     def _reshape(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, target = as_tensor(self._bb, inputs[0]), inputs[1]
-        constant, dims = isinstance(target, tvm.ir.GenericConst) or is_known(target), dims_of(data)
+        constant, dims = is_fixed(target), dims_of(data)
         if constant and (dims is None or all(number(size) is not None for size in dims)):
             return None
         entries = self._entries(target)
@@ -139,7 +147,7 @@ class ShapeOperators:
 
     def _expand(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, target = as_tensor(self._bb, inputs[0]), inputs[1]
-        if isinstance(target, tvm.ir.GenericConst) or is_known(target):
+        if is_fixed(target):
             return None
         entries, dims = self._entries(target), dims_of(data)
         if entries is None or dims is None:
@@ -148,11 +156,9 @@ class ShapeOperators:
         return spread(self._bb, self._names, data, shape)
 
     def _fill(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        if isinstance(inputs[0], tvm.ir.GenericConst) or is_known(inputs[0]):
+        if is_fixed(inputs[0]):
             return None
-        shape = self._entries(inputs[0])
-        if shape is None:
-            raise self._names.checks.unknown("a shape of known length")
+        shape = self._stated(inputs[0], "a shape of known length")
         self._hold_sizes(shape, inputs[0])
         value = get_numpy(attributes["value"]).reshape(-1)[0] if "value" in attributes else None
         kind = "float32" if value is None else str(value.dtype)
@@ -162,8 +168,7 @@ class ShapeOperators:
     def _range(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         if not any(isinstance(value, SizeValues) for value in inputs):
             kinds = {str(value.ty.dtype) for value in inputs}
-            constant = all(isinstance(value, tvm.ir.GenericConst) for value in inputs)
-            if constant or not kinds <= {"int64", "int32", "float32", "float64"}:
+            if all(map(is_constant, inputs)) or not kinds <= {"int64", "int32", "float32", "float64"}:
                 return None
         sizes = [entries_of(value) for value in inputs]
         kind = next(size.dtype if size else str(v.ty.dtype) for size, v in zip(sizes, inputs, strict=True))
@@ -188,7 +193,7 @@ class ShapeOperators:
             if number(length) is None and (first, each) == (0, 1):
                 return self._bb.normalize(relax.op.arange(0, length, 1, kind))
         if kind.startswith("int"):
-            start, step = (bound if number(bound) is not None else self._names.size(bound) for bound in (start, step))
+            start, step = map(self._names.size, (start, step))
 
         def ascending(length: Any, start: Any, step: Any) -> Any:
             return te.compute((length,), lambda i: (start + i.astype(str(start.ty.dtype)) * step).astype(kind), "range")
@@ -216,7 +221,7 @@ class ShapeOperators:
     def _tile(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, repeats = as_tensor(self._bb, inputs[0]), inputs[1]
         dims = dims_of(data)
-        if isinstance(repeats, tvm.ir.GenericConst) or is_known(repeats) or dims is None:
+        if is_fixed(repeats) or dims is None:
             return None
         times = self._entries(repeats)
         if times is None or len(times) != len(dims):
@@ -235,11 +240,11 @@ class ShapeOperators:
         data, starts, ends, axes, steps = (*inputs, None, None)[:5]
         data = as_tensor(self._bb, data)
         dims = dims_of(data)
-        constant = all(isinstance(bound, tvm.ir.GenericConst) for bound in (starts, ends))
-        fixed = dims is not None and all(number(size) is not None for size in dims)
-        if dims is None or (
-            constant and (fixed or steps is None or all(number(step) == 1 for step in self._entries(steps) or ()))
-        ):
+        constant = all(map(is_constant, (starts, ends)))
+        if dims is None:
+            return None
+        fixed = steps is None or all(number(size) is not None for size in dims)
+        if constant and (fixed or all(number(step) == 1 for step in self._entries(steps) or ())):
             return None
         begin, end = self._entries(starts), self._entries(ends)
         strides = None if steps is None else self._entries(steps)
@@ -252,7 +257,7 @@ class ShapeOperators:
         self._names.checks.hold(tirx.all(*[_not_zero(step) for _, _, step in cuts]), "steps other than 0", steps)
         parts = [self._cut(size, *cut) for size, cut in zip(dims, cuts, strict=True)]
         shape = self._names.shape([length for _, length in parts])
-        first = [start if number(start) is not None else self._names.size(start) for start, _ in parts]
+        first = [self._names.size(start) for start, _ in parts]
         step = [by if number(by) is not None else self._names.size(_bound_step(by)) for _, _, by in cuts]
         return self._part(data, shape, first, step)
 
@@ -313,11 +318,9 @@ class ShapeOperators:
         by = number(step)
         if by is not None:
             return ceil_div(end - start if by > 0 else start - end, abs(int(by)))
-        ways = {
-            True: _ceil_div_by(end - start, _bound_step(step)),
-            False: _ceil_div_by(start - end, -_bound_step(step)),
-        }
-        return tirx.Select(step > 0, ways[True], ways[False]) if up is None else ways[up]
+        upwards = _ceil_div_by(end - start, _bound_step(step))
+        downwards = _ceil_div_by(start - end, -_bound_step(step))
+        return tirx.Select(step > 0, upwards, downwards) if up is None else upwards if up else downwards
 
     def _from_end(self, place: Entry, size: Entry) -> Entry:
         value = number(place)
@@ -345,13 +348,10 @@ class ShapeOperators:
             count = attributes["tvm_custom"]["num_outputs"]
             each = ceil_div(dims[axis], count)
             parts = [each] * (count - 1) + [dims[axis] - each * (count - 1)]
-        elif (isinstance(lengths, tvm.ir.GenericConst) or is_known(lengths)) and number(dims[axis]) is not None:
+        elif is_fixed(lengths) and number(dims[axis]) is not None:
             return None
         else:
-            entries = self._entries(lengths)
-            if entries is None:
-                raise self._names.checks.unknown("a known number of lengths")
-            parts = entries
+            parts = self._stated(lengths, "a known number of lengths")
             total = sum(parts, start=literal(0))
             if not self._names.same(total, dims[axis]):
                 self._names.checks.hold(equals(total, dims[axis]), "lengths that make up the axis", lengths)
@@ -359,9 +359,7 @@ class ShapeOperators:
         results, offset = [], literal(0)
         for length in parts:
             shape, first = list(dims), [literal(0)] * len(dims)
-            shape[axis] = self._names.size(length)
-            simple = self._names.simplify(offset)
-            first[axis] = simple if number(simple) is not None else self._names.size(simple)
+            shape[axis], first[axis] = self._names.size(length), self._names.size(offset)
             results.append(self._part(data, shape, first, [1] * len(dims)))
             offset = offset + length
         return results[0] if len(results) == 1 else relax.Tuple(results)
@@ -370,7 +368,7 @@ class ShapeOperators:
         data, pads, value, axes = (*inputs, None, None)[:4]
         data = as_tensor(self._bb, data)
         dims = dims_of(data)
-        if isinstance(pads, tvm.ir.GenericConst) or is_known(pads) or dims is None:
+        if is_fixed(pads) or dims is None:
             return None
         amounts = self._entries(pads)
         along = None if axes is None else self._entries(axes)
@@ -378,12 +376,11 @@ class ShapeOperators:
         if amounts is None or (axes is not None and along is None) or count != len(dims if along is None else along):
             raise self._names.checks.unknown("a known number of pads, two for each axis")
         around = self._around(rank, list(zip(amounts[:count], amounts[count:], strict=True)), along, axes)
-        before = [one if number(one) is not None else self._names.size(one) for one, _ in around]
+        before = [self._names.size(one) for one, _ in around]
         sizes = [size + one + other for size, (one, other) in zip(dims, around, strict=True)]
         self._hold_sizes(sizes, pads)
         shape = self._names.shape(sizes)
-        mode = attributes.get("mode", b"constant")
-        return self._surround(data, value, shape, before, mode.decode() if isinstance(mode, bytes) else mode)
+        return self._surround(data, value, shape, before, text_of(attributes.get("mode", "constant")))
 
     def _around(
         self, rank: int, pairs: Sequence[tuple[Entry, Entry]], along: Sequence[Entry] | None, axes: Any
@@ -434,14 +431,11 @@ class ShapeOperators:
     def _largest(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, count = as_tensor(self._bb, inputs[0]), inputs[1]
         dims = dims_of(data)
-        if isinstance(count, tvm.ir.GenericConst) or is_known(count) or dims is None:
+        if is_fixed(count) or dims is None:
             return None
-        axis, entries = attributes.get("axis", -1) % len(dims), self._entries(count)
-        if entries is None:
-            raise self._names.checks.unknown("one number of elements")
-        top_k = self._bb.emit(
-            relax.op.topk(data, -1, axis, ret_type="both", largest=bool(attributes.get("largest", 1)), dtype="int64")
-        )
+        axis, entries = attributes.get("axis", -1) % len(dims), self._stated(count, "one number of elements")
+        largest = bool(attributes.get("largest", 1))
+        top_k = self._bb.emit(relax.op.topk(data, -1, axis, ret_type="both", largest=largest, dtype="int64"))
         if not self._names.at_least(dims[axis], entries[0]):
             self._names.checks.hold(entries[0] <= dims[axis], "no more elements than the axis has", count)
         self._hold_sizes(entries[:1], count)
@@ -488,7 +482,7 @@ class ShapeOperators:
                 for dim, f in zip(dims, factors.entries.reshape(-1), strict=True)
             ]
             return resize(self._bb, data, self._names.shape(sizes), list(factors.entries.reshape(-1)), attributes)
-        if isinstance(target, tvm.ir.GenericConst) and all(number(dim) is not None for dim in dims):
+        if is_constant(target) and all(number(dim) is not None for dim in dims):
             return None
         entries = self._entries(target)
         if entries is None or len(entries) != len(dims):

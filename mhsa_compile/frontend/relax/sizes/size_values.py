@@ -13,9 +13,8 @@ from tvm import relax, te, tirx
 from tvm.sym import Analyzer, ConstIntBound
 from tvm_ffi import structural_equal
 
-from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks, Entry
-
-"""An expression of tirx: of sizes, numbers and arithmetic."""
+from mhsa_compile.frontend.relax.sizes.call_checks import OPAQUE, CallChecks, Entry
+from mhsa_compile.frontend.relax.values import is_constant
 
 MOST = 64
 """So many elements a value has at most that is followed as expressions: shapes, pads, bounds."""
@@ -34,11 +33,6 @@ class SizeValues:
     ty: None = None  # TVM's importer asks every value of the graph for one
 
 
-def sizes_of(values: Sequence[Entry], dtype: str = "int64") -> SizeValues:
-    """A list of entries."""
-    return SizeValues(_objects([_literal(value, dtype) for value in values], (len(values),)), dtype)
-
-
 def entries_of(value: Any) -> SizeValues | None:
     """A value of the graph as entries: it is followed as such, or a small constant. None for any other."""
     if isinstance(value, SizeValues):
@@ -51,12 +45,17 @@ def entries_of(value: Any) -> SizeValues | None:
     array = value.value.numpy()
     if array.size > MOST:
         return None
-    return SizeValues(_objects([_literal(item, kind) for item in array.reshape(-1).tolist()], array.shape), kind)
+    return SizeValues(objects([literal(item, kind) for item in array.reshape(-1).tolist()], array.shape), kind)
 
 
 def is_known(value: Any) -> bool:
     """Whether a value is one of sizes that holds numbers alone."""
     return isinstance(value, SizeValues) and all(number(entry) is not None for entry in value.entries.reshape(-1))
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether a value is a constant, or sizes that are numbers alone."""
+    return is_constant(value) or is_known(value)
 
 
 def number(entry: Entry) -> int | float | None:
@@ -103,10 +102,7 @@ def as_tensor(bb: Any, value: Any) -> Any:
 def emitted(bb: Any, function: Any, *arguments: Any, name: str) -> Any:
     """A tensor computed by `te` from tensors, sizes and lists of sizes, as a function that TVM fuses with no other:
     of one that takes sizes as scalars, and what it is fused with, TVM declares them twice."""
-    return bb.emit_te(function, *arguments, primfunc_name_hint=name, primfunc_attrs={"op_pattern": _OPAQUE_PATTERN})
-
-
-_OPAQUE_PATTERN = 8  # relax.analysis.OpPatternKind: kOpaque
+    return bb.emit_te(function, *arguments, primfunc_name_hint=name, primfunc_attrs={"op_pattern": OPAQUE})
 
 
 class SizeNames:
@@ -122,10 +118,7 @@ class SizeNames:
         """`limits`: the largest size of a symbol that a call may have, by its name."""
         self.checks = checks
         self._bb, self._names = bb, {str(symbol.name) for symbol in symbols}
-        self._symbolic, self._meanings = (
-            set(self._names),
-            Analyzer(),
-        )  # names that symbols tell; what they stand for
+        self._symbolic, self._meanings = set(self._names), Analyzer()  # names that symbols tell; what they stand for
         self._scope: list[tuple[Entry, Any]] = []
         self._analyzer, self._proofs = Analyzer(), Analyzer()  # the latter knows what names stand for
         self._count = 0
@@ -143,18 +136,18 @@ class SizeNames:
 
     def simplify(self, entry: Entry) -> Entry:
         """A whole number's expression, simplified."""
-        return self._analyzer.simplify(_literal(entry, "int64"))
+        return self._analyzer.simplify(literal(entry))
 
     def same(self, one: Entry, other: Entry) -> bool:
         """Whether two sizes are equal at every call, as far as their forms show it."""
-        one, other = _literal(one, "int64"), _literal(other, "int64")
+        one, other = literal(one), literal(other)
         if structural_equal(one, other):
             return True
         return _is_provable(one, other) and bool(self._proofs.can_prove_equal(one, other))
 
     def at_least(self, one: Entry, other: Entry) -> bool:
         """Whether, by the forms of both, one is never less than the other. Sizes are not negative."""
-        one, other = _literal(one, "int64"), _literal(other, "int64")
+        one, other = literal(one), literal(other)
         return _is_provable(one, other) and bool(self._proofs.can_prove(one >= other))
 
     def variable(self) -> Any:
@@ -284,12 +277,12 @@ def ceil_div(a: Entry, b: int) -> Entry:
 
 def product(entries: Sequence[Entry]) -> Entry:
     """The product of sizes."""
-    return math.prod((_literal(entry, "int64") for entry in entries), start=tirx.const(1, "int64"))
+    return math.prod((literal(entry) for entry in entries), start=tirx.const(1, "int64"))
 
 
 def literal(value: Any, dtype: str = "int64") -> Entry:
     """A number as an entry; an entry as it is."""
-    return _literal(value, dtype)
+    return tirx.const(value, dtype) if isinstance(value, bool | int | float | np.generic) else value
 
 
 def equals(one: Entry, other: Entry) -> Entry:
@@ -298,12 +291,8 @@ def equals(one: Entry, other: Entry) -> Entry:
     return comparison if isinstance(comparison, tvm.ir.Expr) else comparison.asobject()
 
 
-def _literal(value: Any, dtype: str) -> Entry:
-    return tirx.const(value, dtype) if isinstance(value, bool | int | float | np.generic) else value
-
-
-def _objects(values: Sequence[Any], shape: Sequence[int]) -> np.ndarray[Any, Any]:
+def objects(values: Sequence[Any], shape: Sequence[int] | None = None) -> np.ndarray[Any, Any]:
+    """Entries as an array, of one axis unless another shape is stated."""
     array = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):
-        array[i] = value
-    return array.reshape(tuple(shape))
+    array[:] = values
+    return array if shape is None else array.reshape(tuple(shape))

@@ -1,23 +1,67 @@
-"""Refuses nodes whose sizes and constants contradict each other where ONNX's inference does not say so.
+"""Refuses operands of dtypes that an operator does not take, and of two where it takes one; and sizes and constants
+that contradict each other where ONNX's inference does not say so.
 
-Of each operator a rule gives None, or what is expected and what came. A free size is not held against a node: its call
-sees it.
+ONNX's checker looks at no dtypes. What nobody knows of a value is not held against a node; nor is a width of an allowed
+kind (bfloat16 before the opset that lists it), which exporters write and runtimes take. Of the sizes, a rule for each
+operator gives None, or what is expected and what came. A free size is not held against a node: its call sees it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import onnx
+from onnx import TensorProto, defs, helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, dims_text, title
-from mhsa_compile.frontend.reading.conditions import Mismatch
+from mhsa_compile.frontend.reading.row import Mismatch
 
+_CAST = "Put a Cast before it, or correct the file."
 _CORRECT = "Correct the file: no call can have other sizes there."
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+def check_dtypes(view: GraphView, node: onnx.NodeProto) -> None:
+    """Raises ModelError for a node of the standard's whose inputs its operator cannot have, by their dtypes."""
+    schema = defs.get_schema(node.op_type, view.opset, "")
+    bound: dict[str, tuple[str, str]] = {}
+    for place, name in enumerate(node.input):
+        parameter = schema.inputs[min(place, len(schema.inputs) - 1)]
+        dtype = view.dtype(name) if name else None
+        if dtype is None:
+            continue
+        allowed = sorted(filter(None, map(_dtype, parameter.types)))
+        if allowed and _kind_of(dtype) not in map(_kind_of, allowed):
+            expected = f"{parameter.name!r} of {' or '.join(_shortest(allowed))}"
+            raise ModelError(title(node), expected, f"{name!r} of {dtype}", _CAST)
+        other, first = bound.setdefault(parameter.type_str, (name, dtype))
+        if parameter.is_homogeneous and dtype != first:
+            got = f"{other!r} of {first} and {name!r} of {dtype}"
+            raise ModelError(title(node), f"operands of one dtype, as {node.op_type} has them", got, _CAST)
+
+
+@functools.cache
+def _dtype(kind: str) -> str | None:
+    """NumPy's name of a type as schemas spell it, such as "tensor(float)"; None of texts, and of what is no tensor."""
+    name = kind.removeprefix("tensor(").removesuffix(")").upper()
+    if f"tensor({name.lower()})" != kind or name == "STRING":
+        return None
+    return str(helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(name)))
+
+
+def _kind_of(dtype: str) -> str:
+    if dtype.startswith(("float", "bfloat")):
+        return "float"
+    return "integer" if dtype.startswith(("int", "uint")) else dtype
+
+
+def _shortest(dtypes: list[str]) -> list[str]:
+    """The dtypes, or where those are many, their kinds."""
+    return dtypes if len(dtypes) < 4 else sorted(set(map(_kind_of, dtypes)))
 
 
 def check_sizes(view: GraphView, node: onnx.NodeProto) -> None:
@@ -72,9 +116,9 @@ def _split(view: GraphView, node: onnx.NodeProto) -> Mismatch:
 def _gemm(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     """Gemm: an addend of two axes at most."""
     dims = view.shape(node.input[2]) if len(node.input) > 2 and node.input[2] else ()
-    return (
-        None if dims is None or len(dims) <= 2 else ("an addend C of 2 axes at most", _with_dims(node.input[2], dims))
-    )
+    if dims is None or len(dims) <= 2:
+        return None
+    return "an addend C of 2 axes at most", _with_dims(node.input[2], dims)
 
 
 def _normalization(view: GraphView, node: onnx.NodeProto) -> Mismatch:
@@ -191,11 +235,8 @@ def _reshape(view: GraphView, node: onnx.NodeProto) -> Mismatch:
         sizes = [numbers[place] if size == 0 else size for place, size in enumerate(sizes)]
     count, rest = math.prod(numbers), math.prod(size for size in sizes if size != -1)
     fits = count % rest == 0 if rest and -1 in sizes else count == rest
-    return (
-        None
-        if fits
-        else (f"a shape of {count} numbers, as {_with_dims(node.input[0], dims)} has", str(target.tolist()))
-    )
+    expected = f"a shape of {count} numbers, as {_with_dims(node.input[0], dims)} has"
+    return None if fits else (expected, str(target.tolist()))
 
 
 def _einsum(view: GraphView, node: onnx.NodeProto) -> Mismatch:
