@@ -35,7 +35,7 @@ def compile_source(
     target: Annotated[str, typer.Option(help="A name from `mhsa targets`, or a .toml file.")] = "native",
     force: Annotated[bool, typer.Option("--force", help="Replace the folder if it exists.")] = False,
     dims: options.StatedDims,
-    weights: options.Weights = None,
+    weights: options.WeightWord = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Calls write into the caches that they are given: of an .onnx file.")
     ] = False,

@@ -119,7 +119,7 @@ class TuneOptions:
     ] = False
     around: Annotated[bool, typer.Option("--around", help="Also tune at half the lengths, and at twice them.")] = False
     dtype: Annotated[str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16.")] = None
-    weights: options.Weights = None
+    weights: options.WeightWord = None
     threads: options.Threads = None
     records: Annotated[
         Path | None, typer.Option("--records", metavar="FILE", help="Where records go, instead of your own file.")

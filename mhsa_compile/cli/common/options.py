@@ -34,7 +34,7 @@ Records = Annotated[
     Path | None,
     typer.Option("--records", metavar="FILE", help="Tuned records, instead of your own and those that are shipped."),
 ]
-Weights = Annotated[
+WeightWord = Annotated[
     str | None,
     typer.Option("--weights", metavar="WORD", help="Linears in few bits: int8, or int4:block=64,zeros and the like."),
 ]
