@@ -12,14 +12,13 @@ from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
 from mhsa_compile.kernels.cpu.products.skinny import CpuSkinnyProductKernel
 from mhsa_compile.kernels.cpu.quantise import CpuQuantiseKernel
-from mhsa_compile.kernels.cpu.recurrence.kernel import CpuRecurrenceKernel
+from mhsa_compile.kernels.cpu.recurrence import CpuRecurrenceKernel
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
 from mhsa_compile.kernels.cuda import cache_concat, cache_scatter, rope
 from mhsa_compile.kernels.cuda.attention import kernel as attention
-from mhsa_compile.kernels.cuda.attention import kernel_fp32
 from mhsa_compile.kernels.cuda.attention_hopper import kernel as hopper
 from mhsa_compile.kernels.cuda.decode import kernel as decode
 from mhsa_compile.kernels.cuda.linear import hopper_kernel
@@ -81,7 +80,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         decode.CudaDecodeKernel(),
         hopper.HopperAttentionKernel(),
         attention.MmaAttentionKernel(),
-        kernel_fp32.Fp32AttentionKernel(),
+        attention.Fp32AttentionKernel(),
         stats_kernel.CudaSoftmaxStatsKernel(),
         probs_kernel.CudaAttentionProbsKernel(),
         rope.CudaRotaryKernel(),

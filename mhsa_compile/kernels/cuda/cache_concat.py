@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
 from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -20,9 +19,6 @@ class CudaKvConcatKernel(Fixed):
     name = "cuda.present"
     op_type = KvConcatOp
 
-    def why_not(self, op: KvConcatOp, profile: TargetProfile) -> str | None:
-        return None
-
     def emit(self, op: KvConcatOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_present(op))
 
@@ -32,9 +28,7 @@ def _present(op: KvConcatOp) -> Expr:
     batch, new_rows = dim(op.batch), dim(op.length)
     past_rows = T.int64(0) if op.past is None else dim(op.past)
     heads, size = T.int64(op.num_heads), T.int64(op.head_dim)
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("present")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("present") as builder:
         new = argument("new", placed_shape(op.new, batch, new_rows, op.num_heads, op.head_dim), op.dtype)
         past = None if op.past is None else argument("past", [batch, heads, past_rows, size], op.dtype)
         rows, pieces = past_rows + new_rows, T.int64(op.head_dim // count)

@@ -13,10 +13,10 @@ import math
 from dataclasses import dataclass
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
+from mhsa_compile.kernels.common.buffers import prim_func
 from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.primitives.warp import materialize
@@ -38,9 +38,7 @@ class CudaKvScatterKernel(Fixed):
 
 
 def _scatter(op: KvScatterOp) -> Expr:
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("scatter")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("scatter") as builder:
         task = _CudaScatter(op, *scatter_arguments(op), _piece(op))
         refuse_too_many_rows(op, task.new, task.rows)
         if op.in_place:

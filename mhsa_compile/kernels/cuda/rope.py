@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import angle_arguments
 from mhsa_compile.kernels.cuda.primitives.vector_copy import (
@@ -34,9 +33,6 @@ class CudaRotaryKernel(Fixed):
 
     name = "cuda.rope"
     op_type = RotaryOp
-
-    def why_not(self, op: RotaryOp, profile: TargetProfile) -> str | None:
-        return None
 
     def emit(self, op: RotaryOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_rope(op))
@@ -113,9 +109,7 @@ def _rope(op: RotaryOp) -> Expr:
     batch, length, heads = dim(op.batch), dim(op.length), T.int64(op.num_heads)
     turns = op.rotary_dim // 2 // pairs.count
     copies = (op.head_dim - op.rotary_dim) // pairs.piece
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("rope")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("rope") as builder:
         x = argument("x", placed_shape(op.x, batch, length, op.num_heads, op.head_dim), op.dtype)
         *tables, positions = angle_arguments(op, dim)
         angles = _CudaAngles(op, tables, positions)

@@ -16,9 +16,9 @@ from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_functions import TaskFunction, number
 from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask, place_of
 from mhsa_compile.kernels.cpu.simd.vectors import load, materialize, splat
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.score_functions import ThreadFunction
 from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart, ThreadTask
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, ScoreStep
 from mhsa_compile.spec.score_functions import ScoreFunction
@@ -139,6 +139,6 @@ class FunctionThread(ThreadPart):
 
     step: FunctionStep
 
-    def begin(self, mask: ScoreMask) -> None:
+    def begin(self, mask: ThreadScores) -> None:
         self.mask = mask
         self.computed = ThreadFunction(self.step.traced(self.task), self.task.b, self.task.heads)

@@ -35,10 +35,9 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     vector_type,
 )
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, CudaMath, ThreadPart
-from mhsa_compile.kernels.cuda.primitives.fragments import of_row
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
+from mhsa_compile.kernels.cuda.primitives.warp import materialize, of_row
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreMath, ScoreStep, SomeRows
 
@@ -180,7 +179,7 @@ class _SlopesThread(ThreadPart):
     def _of(self, head: Expr) -> Expr:
         return self.step.tilt(CudaMath(), self.task.own, head)
 
-    def begin(self, mask: ScoreMask) -> None:
+    def begin(self, mask: ThreadScores) -> None:
         self.mask = mask
         self._origins = [self._origin(row) for row in range(len(mask.numbers))]
 

@@ -15,9 +15,7 @@ from support.simt import interpreter
 from support.simt.hopper import HopperMachine
 
 from mhsa_compile.hardware.profile import CudaProfile, load_profile
-from mhsa_compile.kernels.cuda.attention.kernel import MmaAttentionKernel
-from mhsa_compile.kernels.cuda.attention.kernel_fp32 import Fp32AttentionKernel
-from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
+from mhsa_compile.kernels.cuda.attention.kernel import Fp32AttentionKernel, MmaAttentionKernel, TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.kernel import HopperAttentionKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp

@@ -42,7 +42,7 @@ class TileMask:
         if (window := self.op.window) is not None:
             self.leftmost = None if window.left is None else materialize(self.place - window.left)
             self.rightmost = None if window.right is None else materialize(self.place + window.right)
-        self.columns = vectors.chunks(queries, lanes)
+        self.lanes, self.columns = lanes, vectors.chunks(queries, lanes)
         for part in parts:
             part.begin(self, keys)
         self.hides = self.op.any_step("hides")

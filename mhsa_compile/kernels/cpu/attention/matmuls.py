@@ -144,7 +144,7 @@ class Products:
     def __init__(self, operands: TaskOperands, unit: Unit, config: Config, lanes: int) -> None:
         op, group = operands.op, unit.group
         queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
-        self.operands, self.unit, self.lanes = operands, unit, lanes
+        self.operands, self.unit, self.lanes, self.key_tile = operands, unit, lanes, key_tile
         self.queries, self.lead = queries, key_tile // group
         self.exp2_coefficients = vector_math.exp2_coefficients(unit.dtype)
         self.values: Expr | None = None

@@ -33,11 +33,11 @@ from mhsa_compile.kernels.interface.kernel import CACHE_LINE
 class Accumulator:
     """O (queries, F) in float32; `registers` bounds the register tile of P V."""
 
-    def __init__(self, products: Products, visibility: TileMask, queries: int, lanes: int, registers: int) -> None:
-        self.products, self.visibility, self.queries, self.lanes = products, visibility, queries, lanes
-        self.registers = registers
-        self.value_columns = vectors.chunks(visibility.op.v_head_dim, lanes)
-        self.accumulator = scratch((queries, visibility.op.v_head_dim))
+    def __init__(self, products: Products, visibility: TileMask, registers: int) -> None:
+        self.products, self.visibility, self.registers = products, visibility, registers
+        self.queries, self.lanes = products.queries, products.lanes
+        self.value_columns = vectors.chunks(visibility.op.v_head_dim, self.lanes)
+        self.accumulator = scratch((self.queries, visibility.op.v_head_dim))
 
     def prefetch(self, output: HeadView) -> None:
         """Asks for the rows of Y, which would be fetched one by one when they are written."""
@@ -111,17 +111,12 @@ class Accumulator:
         sums = RegisterTile(1, columns)  # one chain of additions for each column
         sums.fill(0.0)
         with T.serial(count) as j:
-            sums.each(
-                lambda _, c: (
-                    sums.get(0, c)
-                    + zero_if_finite(self.products.operands.value_row(first_key + j, columns[c]), columns[c][1])
-                )
-            )
+            row = self.products.operands.value_row
+            sums.each(lambda _, c: sums.get(0, c) + zero_if_finite(row(first_key + j, columns[c]), columns[c][1]))
         non_finite = T.bool(False)
         for c, (_, lanes) in enumerate(columns):
-            non_finite = T.Or(
-                non_finite, any_lane(T.isnan(sums.get(0, c)), lanes)
-            )  # not x != x, which TVM takes to be false
+            # Not x != x, which TVM takes to be false.
+            non_finite = T.Or(non_finite, any_lane(T.isnan(sums.get(0, c)), lanes))
         return non_finite
 
     def _add_visible(self, first_key: Expr, count: Expr) -> None:

@@ -8,23 +8,42 @@ element by element, in whatever order its axes are stored; where it is narrow, i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
 from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
-from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize, register_tile, store
 from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
 from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Unit
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import ProductOp, ProductOperand
+
+
+def place_of(number: Expr, batch: Sequence[Expr]) -> list[Expr]:
+    """Along each axis of the batch the place of an entry, of which the last axis counts the neighbours."""
+    place: list[Expr] = []
+    for extent in reversed(batch):
+        place.insert(0, materialize(T.truncmod(number, extent)))
+        number = materialize(T.truncdiv(number, extent))
+    return place
+
+
+def indices(operand: ProductOperand, place: Sequence[Expr], row: Expr, column: Expr) -> list[Expr]:
+    """The indices of an operand's element, as it is stored."""
+    index: list[Expr] = [T.int64(0)] * len(operand.dims)
+    for axis, number in zip(operand.batch, place, strict=True):
+        if axis is not None:
+            index[axis] = number
+    index[operand.rows], index[operand.columns] = row, column
+    return index
+
 
 DEPTH = 128
 """Terms of a part of a sum: the panel's part stays in the caches, and rounding grows with the parts' root."""
@@ -40,9 +59,6 @@ class CpuProductKernel(Fixed):
 
     name = "cpu.product"
     op_type = ProductOp
-
-    def why_not(self, op: ProductOp, profile: CpuProfile) -> str | None:
-        return None
 
     def emit(self, op: ProductOp, profile: CpuProfile, config: Config) -> Emitted:
         unit = Float32Lanes.of(profile)
@@ -89,9 +105,7 @@ class _Matrices:
 
 def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> Expr:
     dim, panel = SizeVars(), columns * unit.lanes
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("product")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("product") as builder:
         # 1. The arguments; where all entries of the batch share B, their rows of A and Y as those of one.
         dims = [dim(d) for d in op.left.dims]
         a = argument("a", dims, op.dtype)

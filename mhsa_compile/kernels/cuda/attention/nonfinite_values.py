@@ -2,7 +2,7 @@
 
 Whoever copied a piece of such a tile looks through it as it arrives, and says so to all. Where there is any, which is
 never in a model that is well, every row adds those that it sees as they are, one key after the other, and the values
-become zeros; so the weighted sum of the others follows as ever.
+become zeros; so the weighted sum of the others follows as ever. An infinite or NaN value times a prob is itself.
 """
 
 from __future__ import annotations
@@ -13,18 +13,26 @@ from collections.abc import Callable
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.fragments import cell
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SmemTiles, padded
+from mhsa_compile.kernels.cuda.primitives.hopper_ptx import fence_for_engines, fresh, meet, meet_any
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SharedTiles, SmemTiles, padded
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
+    ROWS,
+    WARP,
     ThreadIndex,
     barrier,
+    cell,
+    from_lane,
     load,
+    materialize,
     over_quad,
+    over_warp,
     registers,
     set_register,
     store,
     unpack,
+    warp_barrier,
 )
 
 WORD = 32  # bits
@@ -139,3 +147,100 @@ class BlockNonFiniteRepair:
     def _infinite_half(self, word: Expr, half: int) -> Expr:
         exponent = T.uint32(EXPONENT[self.dtype] << 16 * half)
         return (word & exponent) == exponent
+
+
+class SharedNonFiniteRepair(BlockNonFiniteRepair):
+    """Looks after the values of tiles that the `threads` threads of some warpgroups share, which meet at a named
+    barrier; one of them is number `thread`. Tiles are looked through every time: who copies has gone on. Made where it
+    is needed, so that no address of it is kept in the meantime."""
+
+    def __init__(self, values: SwizzledTiles, thread: Expr, threads: int, barrier: int, dtype: str) -> None:
+        super().__init__(values, None, ThreadIndex(fresh(thread)), threads, dtype)
+        self._tiles, self._any, self._barrier = values, registers(1, "uint32"), T.uint32(barrier)
+
+    def look_together(self, slot: Expr) -> Expr:
+        """Whether any of all the threads has found a value that is not finite, each in pieces of its own."""
+        self.find(slot, self.place.thread, self.threads)
+        meet_any(self._any, self._barrier, self.threads, self.nonfinite[0])
+        return self._any[0] != T.uint32(0)
+
+    def resolve_together(self, slot: Expr, sums: Expr, keys: int, hide: Callable[[Expr, int, Expr], None]) -> None:
+        """Adds the values that are not finite to the sums of the rows that see them, and makes them zeros.
+        `hide(scores, tiles, part)` makes -inf of the scores of the keys from 32 `part` on that are hidden."""
+        tiles = WORD // COLUMNS
+        with T.serial(T.int32(-(-keys // WORD))) as part:
+            scores, visible = registers(4 * tiles), registers(2, "uint32")
+            for at in range(4 * tiles):
+                set_register(scores, at, T.float32(0))
+            hide(scores, tiles, part)
+            for row in range(2):
+                self._set_visible(visible, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
+            first = materialize(part * WORD)
+            self._add_keys(slot, visible, 2, first, materialize(T.min(T.int32(WORD), T.int32(keys) - first)), sums)
+        # All have added before anyone clears; named, since the warpgroup that copies does not come.
+        meet(self._barrier, self.threads)
+        self.clear(slot, self.place.thread, self.threads)
+        fence_for_engines()
+        meet(self._barrier, self.threads)
+
+    def _words_of(self, slot: Expr, row: Expr) -> Callable[[int], Expr]:
+        """The address of this lane's word of a row's chunk, by the chunk's number. It is computed for each row anew: 32
+        addresses kept over all rows would take the registers that sums need."""
+        row = fresh(row)
+        start = materialize(self._tiles.row_start(slot, row) + T.cast(4 * self.place.q, "uint32"), "uint32")
+        return lambda chunk: start + self._tiles.chunk_in_row(chunk, row)
+
+
+class WarpNonFiniteRepair:
+    """Looks after the values of one warp."""
+
+    def __init__(self, values: SharedTiles, place: ThreadIndex, dtype: str) -> None:
+        self.values, self.place, self.dtype = values, place, dtype
+        self.pieces = BlockNonFiniteRepair(values, None, place, WARP, dtype)
+        self._word = registers(1, "uint32")
+
+    def look(self, slot: Expr) -> None:
+        """Looks for values that are not finite in this lane's pieces of the tile, and tells all lanes whether any of
+        them found one. To be called when the pieces have arrived."""
+        self.pieces.find(slot, self.place.lane, WARP)
+        over_warp(self.pieces.nonfinite, 0, lambda a, b: a | b)
+
+    def resolve(
+        self,
+        slot: Expr,
+        rows: int,
+        tiles: int,
+        sees: Callable[[int, int], Expr],
+        add: Callable[[int, int, int, Expr], None],
+    ) -> None:
+        """Adds the values of the tile, of `tiles` times 8 keys, that are not finite to the sums of the rows that see
+        them, and makes them zeros, if `look` found any. `add(row, tile of columns, half of it, value)` adds one to the
+        sums of a lane's `rows`; `sees(row, n)` is whether one sees key 8 n + g."""
+        with T.If(self.pieces.nonfinite[0] != T.uint32(0)), T.Then():
+            for n in range(tiles):
+                with T.serial(T.int32(8)) as turn:
+                    holder = materialize(turn * 4 + self.place.q)
+                    visible = [self._of_lane(sees(row, n), holder) for row in range(rows)]
+                    for tile in range(padded(self.values.width) // ROWS):
+                        for half in range(2):
+                            value = self._value(slot, turn + 8 * n, self.place.g + (tile * ROWS + 8 * half))
+                            for row in range(rows):
+                                add(row, tile, half, T.Select(visible[row], value, T.float32(0)))
+            warp_barrier()
+            self.pieces.clear(slot, self.place.lane, WARP)
+            warp_barrier()
+
+    def _of_lane(self, flag: Expr, lane: Expr) -> Expr:
+        number = materialize(T.Select(flag, T.int32(1), T.int32(0)))
+        return materialize(from_lane(number, lane) != 0, "bool")
+
+    def _value(self, slot: Expr, key: Expr, column: Expr) -> Expr:
+        """A value as float32 if it is not finite, else zero."""
+        load(self._word, 0, 1, self.values.address(slot, key, T.truncdiv(column, T.int32(2)) * 2))
+        shift = T.cast(T.truncmod(column, T.int32(2)) * 16, "uint32")
+        half = materialize((self._word[0] >> shift) & T.uint32(0xFFFF), "uint32")
+        exponent = T.uint32(EXPONENT[self.dtype])
+        infinite = ((half & T.uint32(0x8000)) << T.uint32(16)) | T.uint32(0x7F800000)
+        bits = T.Select((half & T.uint32(0x7FFF)) == exponent, infinite, T.uint32(0x7FC00000))
+        bits = T.Select((half & exponent) == exponent, bits, T.uint32(0))
+        return materialize(T.reinterpret("float32", materialize(bits, "uint32")), "float32")

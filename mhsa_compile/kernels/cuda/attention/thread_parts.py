@@ -12,14 +12,13 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.score_scale import LOG2_E
-from mhsa_compile.kernels.cuda.primitives.fragments import OfRows
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.cuda.primitives.warp import OfRows, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 
 if TYPE_CHECKING:
-    from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
+    from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 
 CellScore = Callable[[Expr, int], Expr]
 """(score, offset of its key from the thread's first one) -> what becomes of it."""
@@ -67,7 +66,7 @@ class ThreadPart:
     def read(self) -> None:
         """Reads what the step needs of its heads."""
 
-    def begin(self, mask: ScoreMask) -> None:
+    def begin(self, mask: ThreadScores) -> None:
         """Computes what depends on the rows alone."""
 
     def of_product(self, product: Expr) -> Expr | None:
@@ -88,7 +87,7 @@ class ThreadPart:
         """What becomes of the scores of a row and the keys of a tile; None: they stay."""
         return (lambda score, _: self.element(score)) if self.step.elementwise else None
 
-    def add(self, scores: Expr, tiles: int, first_key: Expr, mask: ScoreMask) -> None:
+    def add(self, scores: Expr, tiles: int, first_key: Expr, mask: ThreadScores) -> None:
         """Hides scores, and changes them, whose keys come in pairs."""
 
     def masked(self, score: Expr, row: int, query: Expr, key: Expr) -> Expr:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
-from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
+from mhsa_compile.kernels.cuda.attention.kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import COUNTER, needs_counter
 from mhsa_compile.kernels.cuda.attention_hopper.warp_specialized import attention
-from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import REGISTERS
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 

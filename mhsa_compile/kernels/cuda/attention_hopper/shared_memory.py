@@ -9,8 +9,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import ROWS, WARPGROUP
-from mhsa_compile.kernels.cuda.primitives.hopper_tma import ALIGNMENT, SwizzledTiles, tile_bytes
-from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import BARRIER_BYTES, Slots
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import ALIGNMENT, BARRIER_BYTES, Slots, SwizzledTiles, tile_bytes
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT, padded
 from mhsa_compile.kernels.cuda.primitives.warp import WARP, load, materialize, registers, store, warp_barrier
 

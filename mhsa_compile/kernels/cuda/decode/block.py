@@ -19,9 +19,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import WORD, DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv, SplitPart
@@ -92,7 +91,7 @@ class DecodeBlock:
     def _attend(self, part: SplitPart) -> None:
         shape = self.shape
         sources = self._sources(part)
-        visibility, scores = self._semantics(part)
+        scores = self._scores(part)
         count = materialize(part.end - part.first)
         # 1. The rings full but for one tile, and Q.
         for turn in range(shape.stages - 1):
@@ -103,7 +102,7 @@ class DecodeBlock:
         # 2. One tile of the warp's after the other.
         with T.serial(count) as turn:
             slot, first_key = self._slot(turn), materialize(self._first_key(part, turn))
-            hides = materialize(T.Not(visibility.key_range.visible_to_all(first_key, shape.keys)), "bool")
+            hides = materialize(T.Not(scores.key_range.visible_to_all(first_key, shape.keys)), "bool")
             # One group of copies a turn; those of the tiles behind this one may still be under way.
             smem_pipeline.wait(shape.stages - 2)
             if shape.hides_values:
@@ -111,7 +110,7 @@ class DecodeBlock:
                     self.warp.look(slot)
             warp_barrier()  # all lanes' copies of this tile have arrived, and all are done with the tile before
             self._copy(part, sources, turn + (shape.stages - 1), count)
-            self.warp.visit(slot, first_key, hides, visibility, scores)
+            self.warp.visit(slot, first_key, hides, scores)
         # 3. The results of all warps, where their tiles were.
         barrier()
         # Behind a barrier: the results take the place of tiles that other warps may still read.
@@ -120,8 +119,8 @@ class DecodeBlock:
         self._write(part)
         barrier()
 
-    def _semantics(self, part: SplitPart) -> tuple[ScoreMask, RowScoreMods]:
-        """What the rows of this thread see, and what their scores are: row r is query r / ratio of head r % ratio."""
+    def _scores(self, part: SplitPart) -> ThreadScores:
+        """The scores of the rows of this thread: row r is query r / ratio of head r % ratio."""
         assert isinstance(self.op.q_length, int)
         L = self.op.q_length
         queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
@@ -131,8 +130,7 @@ class DecodeBlock:
         key_range = BlockKeyRange(
             self.op, T.int32(0), L, q_length=T.int32(L), kv_length=part.entry.kv_length, visits=None
         )
-        visibility = ScoreMask(key_range, cells, queries, parts)
-        return visibility, RowScoreMods(self.op, visibility)
+        return ThreadScores(key_range, cells, queries, parts)
 
     def _row(self, part: SplitPart, row: Expr) -> tuple[Expr, Expr]:
         """(query, head) of a row."""

@@ -12,15 +12,15 @@ import math
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, StridedCells
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
+    Fragment,
+    StridedCells,
     ThreadIndex,
     exp2,
     from_lane,
@@ -65,7 +65,7 @@ class SimtWarp:
     def cells(self, counts: Expr) -> Fragment:
         return StridedCells(self.key, 1, T.And(self.key == 0, counts))
 
-    def begin(self, query: Element, scores: RowScoreMods) -> None:
+    def begin(self, query: Element, scores: ThreadScores) -> None:
         """Reads Q and clears the sums. All threads of the block read Q together: it is there after the next barrier."""
 
         def piece(row: Expr, column: Expr) -> None:
@@ -81,13 +81,13 @@ class SimtWarp:
     def look(self, slot: Expr) -> None:
         """Does nothing: hidden values are left out where they are read."""
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, scores: ThreadScores) -> None:
         # 1. S = Q K^T, the lanes of a key each a part, then all the sum.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
         scores.convert(self.acc_s, 1, first_key)
         with T.If(hides), T.Then():
-            visibility.hide(self.acc_s, 1, first_key, None)
+            scores.hide(self.acc_s, 1, first_key, None)
         for row in range(self.shape.rows):
             self._weigh(row, scores.factor, hides)
         # 3. O = O + P V.

@@ -16,17 +16,16 @@ import math
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
+from mhsa_compile.kernels.cuda.attention.nonfinite_values import WarpNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
-from mhsa_compile.kernels.cuda.decode.nonfinite_values import WarpNonFiniteRepair
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, Element, SharedTiles, padded
 from mhsa_compile.kernels.cuda.primitives.warp import (
     DEPTH,
     ROWS,
+    Fragment,
     ThreadIndex,
     exp2,
     load,
@@ -96,7 +95,7 @@ class TensorWarp:
 
     # What happens, in order.
 
-    def begin(self, query: Element, scores: RowScoreMods) -> None:
+    def begin(self, query: Element, scores: ThreadScores) -> None:
         """Reads Q, whose elements are `query(row, column)`, and clears the sums. Where Q lies in shared memory all
         threads of the block read it together: it is there after the next barrier."""
         if self.queries is None:
@@ -112,13 +111,13 @@ class TensorWarp:
         """Notes whether the values of a tile that hides anything are finite, by the pieces that this lane copied."""
         self.repair.look(slot)
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, scores: ThreadScores) -> None:
         # 1. S^T = K Q^T.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
         scores.convert(self.acc_s, self.tiles, first_key)
         with T.If(hides), T.Then():
-            visibility.hide(self.acc_s, self.tiles, first_key, None)
+            scores.hide(self.acc_s, self.tiles, first_key, None)
         references = [self._reference(row, scores.factor) for row in range(self.thread_rows)]
         if self.shape.hides_values:
             with T.If(hides), T.Then():

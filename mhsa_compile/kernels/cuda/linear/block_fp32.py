@@ -17,10 +17,17 @@ from math import gcd
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands
+from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, Matrix, MatrixTiles
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, ThreadShape
-from mhsa_compile.kernels.cuda.linear.smem_tiles import Matrix, MatrixTiles
-from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, load, materialize, registers, set_register, store
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    ThreadIndex,
+    clear,
+    load,
+    materialize,
+    registers,
+    set_register,
+    store,
+)
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 VECTOR = CHUNK // 4
@@ -39,8 +46,7 @@ class ThreadBlock(LinearBlock):
     def __init__(
         self, op: LinearOp, shape: ThreadShape, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
     ) -> None:
-        super().__init__(shape, place, op.in_features, first, "float32")
-        self.op, self.operands = op, operands
+        super().__init__(op, shape, place, operands, first)
         x = Matrix(operands.x, operands.rows, op.in_features)
         weight = Matrix(operands.weight, op.in_features, padded(op.out_features))
         self.x_tiles = MatrixTiles(self.pool, 0, shape.stages, shape.rows, shape.depth, x)
@@ -59,8 +65,7 @@ class ThreadBlock(LinearBlock):
         self.weight_tiles.copy(slot, term, self.first_column, thread, threads)
 
     def multiply(self, slot: Expr) -> None:
-        for at in range(self.shape.sums):
-            set_register(self.partial, at, T.float32(0))
+        clear(self.partial, self.shape.sums)
         vectors = self.shape.depth // VECTOR // self.shape.slices
         with T.unroll(T.int32(vectors)) as vector:
             chunk = self.slice * vectors + vector

@@ -12,9 +12,8 @@ from math import gcd
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands
+from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, LinearTiles, Matrix, MatrixTiles
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, TensorShape
-from mhsa_compile.kernels.cuda.linear.smem_tiles import LinearTiles, Matrix, MatrixTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     DEPTH,
@@ -39,8 +38,7 @@ class TensorBlock(LinearBlock):
     def __init__(
         self, op: LinearOp, shape: TensorShape, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
     ) -> None:
-        super().__init__(shape, place, op.in_features, first, op.dtype)
-        self.op, self.operands = op, operands
+        super().__init__(op, shape, place, operands, first)
         x = Matrix(operands.x, operands.rows, op.in_features)
         weight = Matrix(operands.weight, op.out_features, op.in_features)
         self.x_tiles = MatrixTiles(self.pool, 0, shape.stages, shape.rows, shape.depth, x)

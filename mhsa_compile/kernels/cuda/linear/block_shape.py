@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, SPARE, WARP
-from mhsa_compile.kernels.interface.kernel import Config, unknown_knobs
 
 KNOBS = ("rows", "columns", "depth", "stages", "warp_rows", "warp_columns", "slices")
 CHUNK = 16  # bytes that one copy moves
@@ -203,7 +202,3 @@ class ThreadShape(LinearBlockShape):
         addition of each part to its sum."""
         loads = (self.thread_rows + self.thread_columns) / (4 * self.sums)
         return 1 + loads + self.slices / self.depth
-
-
-def why_not_knobs(config: Config) -> str | None:
-    return unknown_knobs(config, KNOBS)

@@ -10,11 +10,10 @@ import math
 
 import numpy as np
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
-from mhsa_compile.kernels.common.buffers import argument, ceil_div
+from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, narrow
 from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, materialize
@@ -44,9 +43,7 @@ class CudaAttentionProbsKernel(Fixed):
 def _weights(op: AttentionProbsOp) -> Expr:
     attention = op.attention
     count = ROWS if attention.pairs is None else ROWS_WITH_BITS
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("weights")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("weights") as builder:
         call = RowCall.arguments(attention)
         of_heads = _numbers_argument("heads", op.heads)
         of_rows = _numbers_argument("rows", op.rows)

@@ -1,23 +1,21 @@
 """What the rows of a softmax are like, on NVIDIA GPUs: log-sum-exp, entropy, the largest weights.
 
 A warp has a few rows of one head, and goes over the keys that they see once: `row_scores` makes the scores, `row_stats`
-and `row_top_k` gather what goes by.
+gathers what goes by.
 """
 
 from __future__ import annotations
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
-from mhsa_compile.kernels.common.buffers import argument, ceil_div
+from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates
 from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, materialize
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
-from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import WarpRowStats
-from mhsa_compile.kernels.cuda.softmax_outputs.row_top_k import Largest
+from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import Largest, WarpRowStats
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import SoftmaxStatsOp
 
@@ -40,9 +38,7 @@ class CudaSoftmaxStatsKernel(Fixed):
 
 def _statistics(op: SoftmaxStatsOp) -> Expr:
     attention, count = op.attention, ROWS_WITH_LISTS if op.top_k else ROWS
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("statistics")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("statistics") as builder:
         call = RowCall.arguments(attention)
         shape = [call.batch, T.int64(attention.num_heads), call.q_length]
         lse = argument("lse", shape, "float32") if op.lse else None

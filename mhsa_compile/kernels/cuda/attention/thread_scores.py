@@ -1,7 +1,8 @@
-"""What of a thread's scores is hidden: by the place of its rows, by steps that only the call knows, by bits known
-beforehand.
+"""The scores of a thread's rows: what the steps of scores make of products, what of them is hidden, scores of no key.
 
-A hidden score becomes -inf by a select, so that NaN cannot pass.
+Plain products become probs in one multiply-add, 2^(factor s - m). Where something is added to the scores or bends
+them, they are brought to units of log2 first, and the factor is 1. A hidden score becomes -inf by a select, so that NaN
+cannot pass.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ from collections.abc import Sequence
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, ROWS, ThreadIndex, materialize, registers, set_register
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    COLUMNS,
+    ROWS,
+    Fragment,
+    ThreadIndex,
+    materialize,
+    registers,
+    set_register,
+)
 
 
 def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[Expr, ...]:
@@ -28,15 +37,55 @@ def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[
     return tuple(base + (ROWS * m + 8 * h) for m in range(share // ROWS) for h in range(2))
 
 
-class ScoreMask:
-    """Which of a thread's scores are hidden: those in its `cells`, of the rows with these `numbers` among all queries,
-    of a block that sees the keys of `key_range`."""
+class ThreadScores:
+    """The scores in a thread's `cells`, of the rows with these `numbers` among all queries, of a block that sees the
+    keys of `key_range`."""
 
     def __init__(
         self, key_range: BlockKeyRange, cells: Fragment, numbers: tuple[Expr, ...], parts: Sequence[ThreadPart]
     ) -> None:
         self.op, self.key_range, self.cells, self.numbers, self.parts = key_range.op, key_range, cells, numbers, parts
         self.masking = [part for part in parts if part.masks]
+        # A maximum of products is one of scores only if the factor is positive.
+        self.is_plain = not self.op.any_step("bends") and self.op.scale > 0
+        self.factor = self.op.scale * LOG2_E if self.is_plain else 1.0
+        for part in parts:
+            part.read()
+        for part in parts:
+            part.begin(self)
+
+    def begin(self, row_max: Expr, row_sum: Expr, row: int) -> None:
+        """The maximum and the sum of a row before its first key: those of the score of no key, which one of its threads
+        holds."""
+        sink = next((sink for part in self.parts if (sink := part.sink(row)) is not None), None)
+        if sink is None:
+            set_register(row_max, row, T.float32(-math.inf))
+            set_register(row_sum, row, T.float32(0))
+            return
+        for part in self.parts:
+            if (lack := part.lack(row)) is not None:
+                sink = sink - lack
+        set_register(row_max, row, sink)
+        # Sums of the threads that share a row are added up in the end: one of them counts the sink.
+        counts = T.And(self.cells.leads, T.Not(row_max[row] == T.float32(-math.inf)))
+        set_register(row_sum, row, T.Select(counts, T.float32(1), T.float32(0)))
+
+    def convert(self, scores: Expr, tiles: int, first_key: Expr) -> None:
+        """Products become scores in units of log2, before anything is masked; nothing to do for plain ones."""
+        if self.is_plain:
+            return
+        for row in range(len(self.numbers)):
+            changes = [change for part in self.parts if (change := part.of_row(row, first_key)) is not None]
+            for i, offset in enumerate(self.cells.offsets(tiles)):
+                at = self.cells.at(row, tiles, i)
+                score = self._of_product(scores[at])
+                for change in changes:
+                    score = change(score, offset)
+                set_register(scores, at, score)
+
+    def _of_product(self, product: Expr) -> Expr:
+        own = (part.of_product(product) for part in self.parts)
+        return next((score for score in own if score is not None), product * T.float32(self.op.scale * LOG2_E))
 
     def hide(
         self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int = 0
