@@ -24,7 +24,7 @@ from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.inputs import elements, keys_of
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, Fragment, ThreadIndex, materialize, min_blocks_per_sm
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, Fragment, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 WARPS = 4  # of a block
@@ -142,11 +142,7 @@ def attention(
         y, inputs = arguments.output(), arguments.inputs
         tiles = ceil_div(arguments.q_length, shape.queries)
         blocks = arguments.batch * T.int64(op.num_heads) * tiles
-        with (
-            T.launch_thread("blockIdx.x", blocks) as block,
-            T.launch_thread("threadIdx.x", shape.threads) as thread,
-            min_blocks_per_sm(together),
-        ):
+        with launch(blocks, shape.threads, together) as (block, thread):
             # 1. Which rows of which head: a block's neighbours share its K and V.
             turn, head = (materialize(f(T.cast(block, "int64"), tiles), "int64") for f in (T.truncmod, T.truncdiv))
             b, h = (materialize(f(head, T.int64(op.num_heads)), "int64") for f in (T.truncdiv, T.truncmod))

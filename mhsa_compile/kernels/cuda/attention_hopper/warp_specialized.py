@@ -29,7 +29,7 @@ from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import (
     reset,
 )
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
-from mhsa_compile.kernels.cuda.primitives.hopper_tma import REGISTERS, Slots, Tensor
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import Slots, Tensor, launch_roles
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
 from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
@@ -37,6 +37,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     QuadFragment,
     ThreadIndex,
     barrier,
+    launch,
     materialize,
     registers,
     set_register,
@@ -108,11 +109,8 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
         *loaded, output = _tensors(shape, arguments, y)
         # One a multiprocessor, which goes from item to item.
         blocks = T.min(count, T.int64(multiprocessors))
-        with (
-            T.launch_thread("blockIdx.x", blocks) as block,
-            T.launch_thread("threadIdx.x", shape.threads) as thread,
-            hopper_ptx.one_block(),
-        ):
+        # One at a time, or registers could not be given to another role.
+        with launch(blocks, shape.threads, together=1) as (block, thread):
             # 2. Shared memory, and what this block is to compute.
             memory = AttentionSharedMemory(shape)
             with T.If(thread == 0), T.Then():
@@ -121,19 +119,13 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
             # No one is to arrive at an mbarrier that is not there yet.
             barrier()
             items = Items(op, shape, arguments, views)
+
             # 3. The roles.
-            # The thread that copies needs few registers; those that compute take the rest.
-            few, many = REGISTERS[shape.consumers]
-            with T.If(thread < hopper_ptx.WARPGROUP):
-                with T.Then():
-                    hopper_ptx.give_registers(few)
-                    # One thread asks for whole boxes; the other 127 of its warpgroup are done.
-                    with T.If(thread == 0), T.Then():
-                        schedule = make_schedule(op, sizes, shape.queries, multiprocessors, counter)
-                        _copy(items, schedule, materialize(T.cast(block, "int32")), memory, loaded)
-                with T.Else():
-                    hopper_ptx.take_registers(many)
-                    _compute(items, memory, ThreadIndex(materialize(thread - hopper_ptx.WARPGROUP)), output)
+            def copy() -> None:
+                schedule = make_schedule(op, sizes, shape.queries, multiprocessors, counter)
+                _copy(items, schedule, materialize(T.cast(block, "int32")), memory, loaded)
+
+            launch_roles(thread, shape.consumers, copy, lambda place: _compute(items, memory, place, output))
     return builder.get()
 
 

@@ -20,7 +20,7 @@ from mhsa_compile.kernels.cuda.decode.block import DecodeArrays, DecodeBlock
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, ThreadIndex, materialize, min_blocks_per_sm
+from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -101,17 +101,10 @@ def _decode(op: AttentionOp, shape: DecodeBlockShape, blocks: int, count: int) -
         def shares(lane: Expr) -> CudaSplitKv:
             return CudaSplitKv(arguments, lane, piece=shape.piece, count=count)
 
-        with (
-            T.launch_thread("blockIdx.x", T.int64(count)) as block,
-            T.launch_thread("threadIdx.x", shape.threads) as thread,
-            min_blocks_per_sm(blocks),
-        ):
+        with launch(T.int64(count), shape.threads, blocks) as (block, thread):
             place = ThreadIndex(thread)
             DecodeBlock(op, shape, place, materialize(block), shares(place.lane), arrays).emit()
-        with (
-            T.launch_thread("blockIdx.x", T.int64(count * shape.rows)) as block,
-            T.launch_thread("threadIdx.x", combine.THREADS) as thread,
-        ):
+        with launch(T.int64(count * shape.rows), combine.THREADS) as (block, thread):
             share, row = (materialize(f(T.cast(block, "int32"), T.int32(shape.rows))) for f in (T.truncdiv, T.truncmod))
             lane = materialize(T.truncmod(thread, T.int32(32)))
             combine.combine(op, shape, thread, share, row, shares(lane), arrays)

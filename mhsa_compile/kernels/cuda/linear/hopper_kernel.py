@@ -48,6 +48,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ThreadIndex,
     barrier,
     clear,
+    launch,
     load,
     materialize,
     pack,
@@ -279,11 +280,8 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, operands: Li
     parts = ceil_div(rows, shape.rows) * T.int64(-(-op.out_features // shape.columns))
     # One a multiprocessor, which goes from part to part.
     blocks = T.min(parts, T.int64(multiprocessors))
-    with (
-        T.launch_thread("blockIdx.x", blocks) as block,
-        T.launch_thread("threadIdx.x", shape.threads) as thread,
-        hopper_ptx.one_block(),
-    ):
+    # One at a time, or registers could not be given to another role.
+    with launch(blocks, shape.threads, together=1) as (block, thread):
         # 2. Shared memory, and which parts are this block's.
         memory = LinearSharedMemory(shape)
         with T.If(thread == 0), T.Then():

@@ -25,7 +25,7 @@ from mhsa_compile.kernels.cuda.linear.block_fp32 import ThreadBlock, padded
 from mhsa_compile.kernels.cuda.linear.block_mma import TensorBlock
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, KNOBS, LinearBlockShape, TensorShape, ThreadShape
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, materialize, min_blocks_per_sm
+from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, launch, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 
@@ -54,10 +54,7 @@ def pack(op: LinearOp, width: int | None) -> Expr:
         weights, biases = weight_arguments(op)
         weight, bias = packed_arguments(shapes)
         count = max(size * inner, padding)
-        with (
-            T.launch_thread("blockIdx.x", T.int64(-(-count // THREADS))) as block,
-            T.launch_thread("threadIdx.x", THREADS) as thread,
-        ):
+        with launch(T.int64(-(-count // THREADS)), THREADS) as (block, thread):
             number = materialize(T.cast(block, "int64") * T.int64(THREADS) + T.cast(thread, "int64"), "int64")
             row, column = (materialize(f(number, T.int64(inner)), "int64") for f in (T.truncdiv, T.truncmod))
             feature, term = (row, column) if width is None else (column, row)
@@ -182,11 +179,7 @@ class _LinearOnGpu:
         shape = self.shape(**config)
         lines = ceil_div(operands.rows, shape.rows)
         blocks = lines * T.int64(-(-op.out_features // shape.columns))
-        with (
-            T.launch_thread("blockIdx.x", blocks) as block,
-            T.launch_thread("threadIdx.x", shape.threads) as thread,
-            min_blocks_per_sm(shape.together(profile)),
-        ):
+        with launch(blocks, shape.threads, shape.together(profile)) as (block, thread):
             rows = materialize(T.cast(operands.rows, "int32"))
             first = dealt(T.cast(block, "int32"), rows, op.out_features, (shape.rows, shape.columns))
             x, weight, bias, y = map(_flat, operands[:4])

@@ -12,18 +12,15 @@ So two neighbouring C tiles, rounded to 16 bits and packed in pairs, are one A t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
-
-if TYPE_CHECKING:
-    from tvm.ir import Expr
 
 WARP = 32
 MOST_REGISTERS = 255  # of a thread, on every GPU
@@ -65,6 +62,17 @@ def min_blocks_per_sm(blocks: int | None) -> Any:
     if blocks is None:
         return nullcontext()
     return T.attr(T.int32(0), "tirx.launch_bounds_min_blocks_per_sm", T.int32(blocks))
+
+
+@contextmanager
+def launch(blocks: Expr, threads: int, together: int | None = None) -> Iterator[tuple[Expr, Expr]]:
+    """(block, thread) of a launch of so many blocks and threads of each; `together` is for `min_blocks_per_sm`."""
+    with (
+        T.launch_thread("blockIdx.x", blocks) as block,
+        T.launch_thread("threadIdx.x", threads) as thread,
+        min_blocks_per_sm(together),
+    ):
+        yield block, thread
 
 
 def occupancy_hint(profile: CudaProfile, threads: int, registers: int, shared_bytes: int) -> int | None:

@@ -16,7 +16,7 @@ from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, narrow
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, materialize
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
 from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import WarpRowStats
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -52,7 +52,7 @@ def _weights(op: AttentionProbsOp) -> Expr:
         y = argument("weights", [call.batch, heads, rows, call.kv_length], attention.dtype)
         tiles = ceil_div(rows, WARPS * count)
         blocks = call.batch * heads * tiles
-        with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
+        with launch(blocks, WARPS * WARP) as (block, thread):
             # 1. Which rows of the result, and of which head and queries they are.
             b, place_of_head, tile = coordinates(materialize(T.cast(block, "int64"), "int64"), heads, tiles)
             place = ThreadIndex(thread)

@@ -13,7 +13,7 @@ from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, materialize
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
 from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import Largest, WarpRowStats
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -48,7 +48,7 @@ def _statistics(op: SoftmaxStatsOp) -> Expr:
         keys = argument("top_k_keys", top, "int64") if op.top_k else None
         tiles = ceil_div(call.q_length, WARPS * count)
         blocks = call.batch * T.int64(attention.num_heads) * tiles
-        with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
+        with launch(blocks, WARPS * WARP) as (block, thread):
             # 1. Which rows a warp has.
             b, h, tile = coordinates(materialize(T.cast(block, "int64"), "int64"), shape[1], tiles)
             place = ThreadIndex(thread)
