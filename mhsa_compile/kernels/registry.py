@@ -23,7 +23,7 @@ from mhsa_compile.kernels.cuda.attention_hopper import kernel as hopper
 from mhsa_compile.kernels.cuda.decode import kernel as decode
 from mhsa_compile.kernels.cuda.linear import hopper_kernel
 from mhsa_compile.kernels.cuda.linear import kernel as linear
-from mhsa_compile.kernels.cuda.softmax_outputs import probs_kernel, stats_kernel
+from mhsa_compile.kernels.cuda.softmax_outputs import kernel as softmax_outputs
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
@@ -81,8 +81,8 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         hopper.HopperAttentionKernel(),
         attention.MmaAttentionKernel(),
         attention.Fp32AttentionKernel(),
-        stats_kernel.CudaSoftmaxStatsKernel(),
-        probs_kernel.CudaAttentionProbsKernel(),
+        softmax_outputs.CudaSoftmaxStatsKernel(),
+        softmax_outputs.CudaAttentionProbsKernel(),
         rope.CudaRotaryKernel(),
         cache_scatter.CudaKvScatterKernel(),
         cache_concat.CudaKvConcatKernel(),

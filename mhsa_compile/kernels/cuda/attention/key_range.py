@@ -38,14 +38,7 @@ class BlockKeyRange:
     them."""
 
     def __init__(
-        self,
-        op: AttentionOp,
-        first_row: Expr,
-        queries: int,
-        *,
-        q_length: Expr,
-        kv_length: Expr,
-        visits: Visits | None,
+        self, op: AttentionOp, first_row: Expr, queries: int, q_length: Expr, kv_length: Expr, visits: Visits | None
     ) -> None:
         self.op, self.first_row, self.queries, self.visits = op, first_row, queries, visits
         self.q_length, self.kv_length = q_length, kv_length

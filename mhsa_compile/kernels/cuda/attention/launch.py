@@ -159,9 +159,7 @@ def attention(
             # 2. What they see, and what their scores are.
             q_length, kv_length = materialize(T.cast(arguments.q_length, "int32")), keys_of(arguments, b)
             parts = thread_parts(arguments, b, h)
-            key_range = BlockKeyRange(
-                op, first_row, shape.queries, q_length=q_length, kv_length=kv_length, visits=visits
-            )
+            key_range = BlockKeyRange(op, first_row, shape.queries, q_length, kv_length, visits)
             scores = ThreadScores(key_range, cells, numbers, parts)
             # 3. The block.
             operands = (

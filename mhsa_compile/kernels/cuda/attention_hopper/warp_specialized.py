@@ -80,9 +80,7 @@ class Items:
         arguments = self.arguments
         q_length = materialize(T.cast(arguments.q_length, "int32"))
         kv_length = keys_of(arguments, T.cast(b, "int64"))
-        return BlockKeyRange(
-            self.op, rows.first, self.shape.queries, q_length=q_length, kv_length=kv_length, visits=rows.visits
-        )
+        return BlockKeyRange(self.op, rows.first, self.shape.queries, q_length, kv_length, rows.visits)
 
     def scores(self, rows: ItemRows, place: ThreadIndex, b: Expr, h: Expr) -> ThreadScores:
         """The scores of the thread at `place`."""

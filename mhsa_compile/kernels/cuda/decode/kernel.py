@@ -3,7 +3,7 @@ memory.
 
 All rows that share a key head, those of its query heads and of all queries, are computed together, so every key and
 value is read once. Blocks fill the GPU once; `split_kv` deals the keys out to them, `block` is the work of
-one. A second launch, `combine`, puts together what several blocks had of a head.
+one. A second launch, `results.combine`, puts together what several blocks had of a head.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import argument, prim_func
 from mhsa_compile.kernels.common.decode_limits import rows_of_key_head, why_not_few_queries
-from mhsa_compile.kernels.cuda.decode import combine
-from mhsa_compile.kernels.cuda.decode.block import DecodeArrays, DecodeBlock
+from mhsa_compile.kernels.cuda.decode.block import DecodeBlock
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
+from mhsa_compile.kernels.cuda.decode.results import THREADS, DecodeArrays, combine
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, ThreadIndex, launch, materialize
@@ -103,9 +103,9 @@ def _decode(op: AttentionOp, shape: DecodeBlockShape, blocks: int, count: int) -
 
         with launch(T.int64(count), shape.threads, blocks) as (block, thread):
             place = ThreadIndex(thread)
-            DecodeBlock(op, shape, place, materialize(block), shares(place.lane), arrays).emit()
-        with launch(T.int64(count * shape.rows), combine.THREADS) as (block, thread):
+            DecodeBlock(shape, place, materialize(block), shares(place.lane), arrays).emit()
+        with launch(T.int64(count * shape.rows), THREADS) as (block, thread):
             share, row = (materialize(f(T.cast(block, "int32"), T.int32(shape.rows))) for f in (T.truncdiv, T.truncmod))
             lane = materialize(T.truncmod(thread, T.int32(32)))
-            combine.combine(op, shape, thread, share, row, shares(lane), arrays)
+            combine(shape, thread, share, row, shares(lane), arrays)
     return builder.get()

@@ -21,6 +21,7 @@ from mhsa_compile.kernels.cuda.attention.key_range import span
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
+    clear,
     from_below,
     from_lane,
     materialize,
@@ -102,8 +103,7 @@ class CudaSplitKv:
             head = materialize(T.truncdiv(number, self.alike.pieces))
             return head, materialize(head * self.alike.pieces)
         totals = registers(3, "int32")  # whole entries before it, their pieces; pieces of all entries so far
-        for i in range(3):
-            set_register(totals, i, T.int32(0))
+        clear(totals, 3)
         with T.serial(self._rounds()) as turn:
             pieces, end, below = registers(1, "int32"), registers(1, "int32"), registers(2, "int32")
             set_register(pieces, 0, self._pieces_of(turn * WARP + self.lane))
@@ -148,7 +148,7 @@ class CudaSplitKv:
 
     def _sum(self) -> Expr:
         total = registers(1, "int32")
-        set_register(total, 0, T.int32(0))
+        clear(total, 1)
         with T.serial(self._rounds()) as turn:
             set_register(total, 0, total[0] + self._pieces_of(turn * WARP + self.lane))
         over_warp(total, 0, lambda a, b: a + b)

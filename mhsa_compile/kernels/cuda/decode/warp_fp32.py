@@ -15,13 +15,14 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
-from mhsa_compile.kernels.cuda.decode.online_softmax import Area
+from mhsa_compile.kernels.cuda.decode.results import Area
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Fragment,
     StridedCells,
     ThreadIndex,
+    clear,
     exp2,
     from_lane,
     load,
@@ -29,7 +30,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     over_warp,
     registers,
     set_register,
-    shuffle_xor,
     store,
 )
 
@@ -73,8 +73,7 @@ class SimtWarp:
             store(self.queries.address(T.int32(0), row, column), [self.left[i] for i in range(CHUNK)])
 
         self.queries.each_chunk(self.place.thread, self.shape.threads, piece)
-        for at in range(self.shape.rows * self.chunks * CHUNK):
-            set_register(self.acc, at, T.float32(0))
+        clear(self.acc, self.shape.rows * self.chunks * CHUNK)
         for row in range(self.shape.rows):
             scores.begin(self.row_max, self.row_sum, row)
 
@@ -115,8 +114,7 @@ class SimtWarp:
 
     def _multiply_keys(self, slot: Expr) -> None:
         E = self.shape.head_dim
-        for row in range(self.shape.rows):
-            set_register(self.acc_s, row, T.float32(0))
+        clear(self.acc_s, self.shape.rows)
         steps = -(-E // (CHUNK * self.lanes))
         for step in range(steps):
             column = (self.part + step * self.lanes) * CHUNK
@@ -126,10 +124,7 @@ class SimtWarp:
                 with T.If(column < E), T.Then():
                     self._multiply_chunk(slot, column)
         for row in range(self.shape.rows):
-            apart = 1
-            while apart < self.lanes:
-                set_register(self.acc_s, row, self.acc_s[row] + shuffle_xor(self.acc_s[row], apart))
-                apart *= 2
+            over_warp(self.acc_s, row, lambda a, b: a + b, end=self.lanes)
 
     def _multiply_chunk(self, slot: Expr, column: Expr) -> None:
         load(self.left, 0, CHUNK, self.keys.address(slot, self.key, column))
@@ -155,8 +150,7 @@ class SimtWarp:
     def _add_values(self, slot: Expr, *, hides: bool) -> None:
         """The sum of the tile first: so there are no sums of very many terms."""
         width = self.chunks * CHUNK
-        for at in range(self.shape.rows * width):
-            set_register(self.tile_acc, at, T.float32(0))
+        clear(self.tile_acc, self.shape.rows * width)
         for turn in range(self.shape.keys // self.sharing):
             key = turn * self.sharing + self.turn
             for chunk in range(self.chunks):

@@ -20,13 +20,14 @@ from mhsa_compile.kernels.cuda.attention.nonfinite_values import WarpNonFiniteRe
 from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
-from mhsa_compile.kernels.cuda.decode.online_softmax import Area
+from mhsa_compile.kernels.cuda.decode.results import Area
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, Element, SharedTiles, padded
 from mhsa_compile.kernels.cuda.primitives.warp import (
     DEPTH,
     ROWS,
     Fragment,
     ThreadIndex,
+    clear,
     exp2,
     load,
     load_matrices,
@@ -67,10 +68,9 @@ class TensorWarp:
         keys: SharedTiles,
         values: SharedTiles,
         queries: SharedTiles | None,
-        dtype: str,
     ) -> None:
-        self.shape, self.place, self.keys, self.values, self.dtype = shape, place, keys, values, dtype
-        self.queries = queries
+        self.shape, self.place, self.keys, self.values, self.queries = shape, place, keys, values, queries
+        self.dtype = shape.dtype
         self.row_tiles = shape.row_tiles
         self.thread_rows = 2 * self.row_tiles
         self.numbers = [2 * place.q + (8 * (row // 2) + row % 2) for row in range(self.thread_rows)]
@@ -84,7 +84,7 @@ class TensorWarp:
         query_steps = self.depth_steps if queries is None else 2
         self.query_words, self.words = registers(2 * self.row_tiles * query_steps, "uint32"), registers(4, "uint32")
         self.probs = registers(2, "uint32")
-        self.repair = WarpNonFiniteRepair(values, place, dtype)
+        self.repair = WarpNonFiniteRepair(values, place, self.dtype)
 
     def cells(self, counts: Expr) -> Fragment:
         """`counts`: whether this warp is the one which has the sinks of the rows."""
@@ -102,8 +102,7 @@ class TensorWarp:
             self._hold_queries(query)
         else:
             self._share_queries(self.queries, query)
-        for at in range(4 * self.value_tiles * self.row_tiles):
-            set_register(self.acc, at, T.float32(0))
+        clear(self.acc, 4 * self.value_tiles * self.row_tiles)
         for row in range(self.thread_rows):
             scores.begin(self.row_max, self.row_sum, row)
 
@@ -185,8 +184,7 @@ class TensorWarp:
     def _multiply_keys(self, slot: Expr) -> None:
         lane = self.place.lane
         row, column = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16)) * 8
-        for at in range(2 * self.tiles * self.row_tiles):
-            set_register(self.acc_s, at, T.float32(0))
+        clear(self.acc_s, 2 * self.tiles * self.row_tiles)
         for step in range(self.depth_steps):
             b = [self._query_words(step, tile) for tile in range(self.row_tiles)]
             for m in range(self.shape.keys // ROWS):

@@ -63,7 +63,11 @@ _BITS = {"bool": 8, "bfloat16": 16, "float16": 16, "float32": 32}
 
 
 class MaskReader:
-    """Reads the mask of one head. Clamping each index makes an axis of 1 broadcast."""
+    """Reads the mask of one head of (mB, mH, mL, mS). Clamping each index makes an axis of 1 broadcast.
+
+    Pairs of neighbours are read at once, and all of a row's before the first is looked at: a load in plain words, whose
+    element only decides a select, nvcc puts behind a branch, and waits for each.
+    """
 
     def __init__(self, mask: Expr, b: Expr, h: Expr) -> None:
         self._mask, self.dtype = mask, str(mask.dtype)

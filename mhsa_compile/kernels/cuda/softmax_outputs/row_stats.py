@@ -161,8 +161,14 @@ def _negative_magnitude(gap: Expr) -> Expr:
 
 
 class Largest:
-    """The `k` largest of each row: `weights` and `keys` are (B, H, L, k), `at` is where each row lies in them, and
-    `there` whether it does."""
+    """The `k` largest weights of each row: a sorted list in the output itself, into which its warp inserts. `weights`
+    and `keys` are (B, H, L, k), `at` is where each row lies in them, and `there` whether it does.
+
+    While the keys go by, the list holds bases instead of weights. Most keys are smaller than its last entry, and pass
+    by without anybody looking at it. It passes from lane to lane in global memory, so it is read and written by
+    instructions: TVM makes every argument __restrict__, which lets a compiler keep what a lane has read, whatever
+    barriers of the warp there are.
+    """
 
     def __init__(
         self, sums: WarpRowStats, weights: Expr, keys: Expr, at: list[list[Expr]], there: list[Expr], k: int
