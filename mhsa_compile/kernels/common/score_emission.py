@@ -8,6 +8,7 @@ and C know no meaning of a signed one that overflows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -226,9 +227,8 @@ class ScoreEmission:
         if step.op == "load":
             return self._load(step, args, flags)
         if step.op == "cast":
-            if step.kind == "int":
-                return self._cast_to_whole(number, args[0])
-            return self._cast(args[0], self._dtype(number))
+            whole = step.kind == "int"
+            return self._cast_to_whole(number, args[0]) if whole else self._cast(args[0], self._dtype(number))
         lanes = max(arg.lanes for arg in args)
         if step.op == "where":
             return self._where(args, self._dtype(number), lanes)
@@ -336,8 +336,9 @@ class ScoreEmission:
         if op == "not":
             return Value(tirx.Not(operands[0]), "bool", lanes)
         if op == "xor":
-            return Value(tirx.Or(tirx.And(operands[0], tirx.Not(operands[1])),
-                                 tirx.And(tirx.Not(operands[0]), operands[1])), "bool", lanes)  # fmt: skip
+            one, other = operands
+            either = tirx.Or(tirx.And(one, tirx.Not(other)), tirx.And(tirx.Not(one), other))
+            return Value(either, "bool", lanes)
         return Value((tirx.And if op == "and" else tirx.Or)(*operands), "bool", lanes)
 
     def _evaluate(self, op: str, operands: list[Expr], dtype: str, lanes: int) -> Expr:
@@ -346,7 +347,7 @@ class ScoreEmission:
         if op == "not":
             return self._constant(-1, dtype, lanes) - operands[0]
         if op == "abs":
-            (x,) = (self.arithmetic.bind(Value(operands[0], dtype, lanes)).expr,)
+            x = self.arithmetic.bind(Value(operands[0], dtype, lanes)).expr
             return tirx.Select(x < self._constant(0, dtype, lanes), self._constant(0, dtype, lanes) - x, x)
         one, other = operands
         if op in ("min", "max"):
@@ -369,9 +370,8 @@ class ScoreEmission:
             flags.append(Value(divisor != zero, "bool", lanes))
             divisor = tirx.Select(divisor == zero, one, divisor)
         if divisors[0] <= -1 <= divisors[1] and dividends[0] <= least:
-            traps = tirx.And(
-                dividend == self._constant(least, dtype, lanes), divisor == self._constant(-1, dtype, lanes)
-            )
+            lowest, minus_one = (self._constant(value, dtype, lanes) for value in (least, -1))
+            traps = tirx.And(dividend == lowest, divisor == minus_one)
             divisor = tirx.Select(traps, one, divisor)
         return [dividend, divisor]
 
@@ -379,11 +379,9 @@ class ScoreEmission:
         number = int(step.value)
         at = [self._inside(step, axis, arg, flags) for axis, arg in enumerate(args)]
         element = self.arithmetic.element(number, at)
-        return (
-            element
-            if step.kind == "int"
-            else self._cast(element, "bool" if step.kind == "bool" else self.arithmetic.floating)
-        )
+        if step.kind == "int":
+            return element
+        return self._cast(element, "bool" if step.kind == "bool" else self.arithmetic.floating)
 
     def _inside(self, step: Step, axis: int, index: Value, flags: list[Value]) -> Value:
         """An index within its tensor, counted from the front."""
@@ -400,9 +398,8 @@ class ScoreEmission:
         zero, one = (self._constant(value, "int64", lanes) for value in (0, 1))
         from_front = wide
         if low < 0:
-            from_front = self.arithmetic.bind(
-                Value(tirx.Select(wide.expr < zero, wide.expr + end, wide.expr), "int64", lanes)
-            )
+            from_end = tirx.Select(wide.expr < zero, wide.expr + end, wide.expr)
+            from_front = self.arithmetic.bind(Value(from_end, "int64", lanes))
         flags.append(Value(tirx.And(from_front.expr >= zero, from_front.expr < end), "bool", lanes))
         inside = tirx.Select(from_front.expr >= end, end - one, from_front.expr)
         return Value(tirx.Select(from_front.expr < zero, zero, inside), "int64", lanes)
@@ -442,31 +439,19 @@ class ScoreEmission:
         if step.op == "where":
             return tirx.Select(plain(step.args[0]), inner(step.args[1]), inner(step.args[2]))
         if step.op in ("mul", "div") and scored in ([True, False], [False, True]) and (step.op == "mul" or scored[0]):
-            one, other = (
-                (inner if is_scored else plain)(arg) for arg, is_scored in zip(step.args, scored, strict=True)
-            )
-            return _COMPUTED[step.op](*opaque_pair(one, other))
+            sides = [(inner if own else plain)(arg) for arg, own in zip(step.args, scored, strict=True)]
+            return _COMPUTED[step.op](*opaque_pair(*sides))
         return plain(number) * self._constant(factor, floating, lanes)
 
 
-_COMPARED = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
-_COMPUTED = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "floor_div": lambda a, b: tirx.floordiv(a, b),
-    "mod": lambda a, b: tirx.floormod(a, b),
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
+_COMPARED = {name: getattr(operator, name) for name in COMPARISONS}
+_COMPUTED: dict[str, Callable[[Expr, Expr], Expr]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "xor")},
+    "and": operator.and_,
+    "or": operator.or_,
+    "div": operator.truediv,
+    "floor_div": tirx.floordiv,
+    "mod": tirx.floormod,
 }
 
 

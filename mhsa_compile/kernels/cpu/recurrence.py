@@ -62,25 +62,9 @@ def _sigmoid(x: Expr, activation: Activation, lanes: int) -> Expr:
     return one / (one + exp2(T.Select(power > steep, steep, power), lanes))
 
 
-def _tanh(x: Expr, activation: Activation, lanes: int) -> Expr:
-    return tanh(x, lanes)
-
-
-def _scaled_tanh(x: Expr, activation: Activation, lanes: int) -> Expr:
-    return constant(activation.alpha, lanes) * tanh(x * constant(activation.beta, lanes), lanes)
-
-
 def _relu(x: Expr, activation: Activation, lanes: int) -> Expr:
     zero = constant(0.0, lanes)
     return T.Select(x < zero, zero, x)
-
-
-def _leaky_relu(x: Expr, activation: Activation, lanes: int) -> Expr:
-    return T.Select(x < constant(0.0, lanes), x * constant(activation.alpha, lanes), x)
-
-
-def _thresholded_relu(x: Expr, activation: Activation, lanes: int) -> Expr:
-    return T.Select(x < constant(activation.alpha, lanes), constant(0.0, lanes), x)
 
 
 def _affine(x: Expr, activation: Activation, lanes: int) -> Expr:
@@ -98,16 +82,10 @@ def _elu(x: Expr, activation: Activation, lanes: int) -> Expr:
     return T.Select(x < constant(0.0, lanes), materialize(below, "float32", lanes), x)
 
 
-def _softsign(x: Expr, activation: Activation, lanes: int) -> Expr:
-    return x / (constant(1.0, lanes) + _magnitude(x, lanes))
-
-
 def _softplus(x: Expr, activation: Activation, lanes: int) -> Expr:
     """ln(1 + e^x) as max(x, 0) + ln(1 + e^-|x|)."""
-    rest = natural_log(
-        materialize(constant(1.0, lanes) + _exp_of_negative(-_magnitude(x, lanes), lanes), "float32", lanes), lanes
-    )
-    return _relu(x, activation, lanes) + rest
+    power = constant(1.0, lanes) + _exp_of_negative(-_magnitude(x, lanes), lanes)
+    return _relu(x, activation, lanes) + natural_log(materialize(power, "float32", lanes), lanes)
 
 
 def _exp_of_negative(x: Expr, lanes: int) -> Expr:
@@ -124,14 +102,14 @@ FUNCTIONS: dict[str, Callable[[Expr, Activation, int], Expr]] = {
     "Affine": _affine,
     "Elu": _elu,
     "HardSigmoid": _hard_sigmoid,
-    "LeakyRelu": _leaky_relu,
+    "LeakyRelu": lambda x, one, n: T.Select(x < constant(0.0, n), x * constant(one.alpha, n), x),
     "Relu": _relu,
-    "ScaledTanh": _scaled_tanh,
+    "ScaledTanh": lambda x, one, n: constant(one.alpha, n) * tanh(x * constant(one.beta, n), n),
     "Sigmoid": _sigmoid,
     "Softplus": _softplus,
-    "Softsign": _softsign,
-    "Tanh": _tanh,
-    "ThresholdedRelu": _thresholded_relu,
+    "Softsign": lambda x, one, n: x / (constant(1.0, n) + _magnitude(x, n)),
+    "Tanh": lambda x, one, n: tanh(x, n),
+    "ThresholdedRelu": lambda x, one, n: T.Select(x < constant(one.alpha, n), constant(0.0, n), x),
 }
 
 
@@ -391,9 +369,8 @@ class _Block:
         forget_gate = constant(1.0, cell.n) - input_gate
         if not self.op.input_forget:
             forget_gate = self._function(f, cell.sum(FORGET) + cell.peephole(2, memory), cell.n)
-        memory = materialize(
-            forget_gate * memory + input_gate * self._function(g, cell.sum(CELL), cell.n), "float32", cell.n
-        )
+        memory = forget_gate * memory + input_gate * self._function(g, cell.sum(CELL), cell.n)
+        memory = materialize(memory, "float32", cell.n)
         output = self._function(f, cell.sum(OUTPUT) + cell.peephole(1, memory), cell.n)
         cell.store(self.memory, memory)
         cell.take(output * activated(h, memory, cell.n))  # the memory is no gate: other runtimes do not clip it

@@ -29,7 +29,7 @@ from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import why_not_scores
-from mhsa_compile.kernels.common.static_mask import constant_arguments, split_window, why_not_plan
+from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants, split_window, why_not_plan
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
@@ -124,7 +124,7 @@ class CpuAttentionKernel:
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
         op, sparsity = split_pairs(op, profile, config)
-        return Emitted(_attention(op, profile, config, sparsity), constants=sparsity.arrays if sparsity else ())
+        return Emitted(_attention(op, profile, config, sparsity), constants=plan_constants(sparsity))
 
 
 def split_pairs(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, CpuBlockSparsity | None]:
@@ -141,7 +141,7 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, sparsity: C
     unit = _unit(op, profile, config["key_tile"])
     with prim_func("attention") as builder:
         arguments = attention_arguments(op)
-        views = None if sparsity is None else plan_arguments(sparsity)
+        views = plan_arguments(sparsity)
         y = arguments.output()
         batch, q_length = arguments.batch, arguments.q_length
         tiles = materialize(ceil_div(q_length, queries))
@@ -181,10 +181,6 @@ def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Ex
         return materialize(T.truncmod(index, batch)), materialize(T.truncdiv(index, batch))
     heads = T.int64(op.num_heads)
     return materialize(T.truncdiv(index, heads)), materialize(T.truncmod(index, heads))
-
-
-def plan_arguments(sparsity: CpuBlockSparsity) -> list[Expr]:
-    return constant_arguments(("order", "index", "runs", "bits"), sparsity.arrays)
 
 
 def tile_and_runs(

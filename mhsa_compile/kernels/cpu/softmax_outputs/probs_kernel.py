@@ -18,9 +18,9 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView
-from mhsa_compile.kernels.common.static_mask import constant_arguments
+from mhsa_compile.kernels.common.static_mask import constant_arguments, plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import plan_arguments, split_pairs, tile_and_runs
+from mhsa_compile.kernels.cpu.attention.kernel import split_pairs, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
@@ -108,8 +108,8 @@ class CpuAttentionProbsKernel(SoftmaxOutputKernel):
         heads = np.array(range(op.attention.num_heads) if op.heads is None else op.heads, np.int32)
         if op.rows is None:
             attention, sparsity = split_pairs(op.attention, profile, config)
-            arrays = (*(sparsity.arrays if sparsity else ()), heads)
-            return Emitted(_weights(replace(op, attention=attention), profile, config, sparsity), constants=arrays)
+            run = _weights(replace(op, attention=attention), profile, config, sparsity)
+            return Emitted(run, constants=(*plan_constants(sparsity), heads))
         of_rows = [step.of_rows(op.rows) for step in op.attention.scores]
         constants = [array for _, array in of_rows if array is not None]
         run = _weights_of_rows(op, of_rows, profile, config)
@@ -122,7 +122,7 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, sparsity
     with prim_func("weights") as builder:
         attention = op.attention
         call = call_arguments(attention, profile, config)
-        views = None if sparsity is None else plan_arguments(sparsity)
+        views = plan_arguments(sparsity)
         count = attention.num_heads if op.heads is None else len(op.heads)
         heads, numbers = T.int64(count), argument("heads", [T.int64(count)], "int32")
         y = argument("weights", [call.batch, heads, call.q_length, call.kv_length], attention.dtype)
@@ -158,7 +158,7 @@ def _weights_of_rows(
         heads, chosen = T.int64(count), argument("heads", [T.int64(count)], "int32")
         rows, chosen_rows = T.int64(len(op.rows or ())), argument("rows", [T.int64(len(op.rows or ()))], "int32")
         arrays = [array for _, array in of_rows if array is not None]
-        constants = iter(constant_arguments([f"constant{i}" for i in range(len(arrays))], arrays))
+        constants = iter(constant_arguments({f"constant{i}": array for i, array in enumerate(arrays)}))
         own = zip(of_rows, call.of_steps, strict=True)
         call = replace(
             call, of_steps=tuple((*known, *([] if array is None else [next(constants)])) for (_, array), known in own)

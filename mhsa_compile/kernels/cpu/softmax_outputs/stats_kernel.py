@@ -15,8 +15,9 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
+from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import plan_arguments, split_pairs, tile_and_runs
+from mhsa_compile.kernels.cpu.attention.kernel import split_pairs, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
@@ -37,14 +38,14 @@ class CpuSoftmaxStatsKernel(SoftmaxOutputKernel):
     def emit(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> Emitted:
         attention, sparsity = split_pairs(op.attention, profile, config)
         run = _statistics(replace(op, attention=attention), profile, config, sparsity)
-        return Emitted(run, constants=sparsity.arrays if sparsity else ())
+        return Emitted(run, constants=plan_constants(sparsity))
 
 
 def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, sparsity: CpuBlockSparsity | None) -> Expr:
     with prim_func("statistics") as builder:
         attention = op.attention
         call = call_arguments(attention, profile, config)
-        views = None if sparsity is None else plan_arguments(sparsity)
+        views = plan_arguments(sparsity)
         rows = [call.batch, T.int64(attention.num_heads), call.q_length]
         lse = argument("lse", rows, "float32") if op.lse else None
         entropy = argument("entropy", rows, "float32") if op.entropy else None

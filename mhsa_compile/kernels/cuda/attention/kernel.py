@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.score_scale import why_not_scores
-from mhsa_compile.kernels.common.static_mask import why_not_plan
+from mhsa_compile.kernels.common.static_mask import plan_constants, why_not_plan
 from mhsa_compile.kernels.cuda.attention.block_fp32 import Fp32AttentionBlock, Fp32BlockShape
 from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, MmaBlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, separate_plan
@@ -104,7 +104,7 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
         op, plan = separate_plan(op, shape.queries, shape.keys)
         return Emitted(
             self.function(op, shape, plan, profile),
-            constants=plan.arrays if plan else (),
+            constants=plan_constants(plan),
             workspace=self.workspace(op, shape, plan, profile),
         )
 

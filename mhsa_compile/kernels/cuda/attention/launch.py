@@ -12,12 +12,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
-from mhsa_compile.kernels.cuda.attention.block_sparsity import (
-    CudaBlockSparsity,
-    block_of_turn,
-    plan_arguments,
-    visits_of,
-)
+from mhsa_compile.kernels.common.static_mask import plan_arguments
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, block_of_turn, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
@@ -138,7 +134,7 @@ def attention(
     """The kernel: a block for each `shape.queries` rows of each head; `together` is for `min_blocks_per_sm`."""
     with prim_func("attention") as builder:
         arguments = attention_arguments(op)
-        views = None if plan is None else plan_arguments(plan)
+        views = plan_arguments(plan)
         y, inputs = arguments.output(), arguments.inputs
         tiles = ceil_div(arguments.q_length, shape.queries)
         blocks = arguments.batch * T.int64(op.num_heads) * tiles

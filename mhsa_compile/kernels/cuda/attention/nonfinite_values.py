@@ -23,6 +23,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ThreadIndex,
     barrier,
     cell,
+    clear,
     from_lane,
     load,
     materialize,
@@ -170,8 +171,7 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
         tiles = WORD // COLUMNS
         with T.serial(T.int32(-(-keys // WORD))) as part:
             scores, visible = registers(4 * tiles), registers(2, "uint32")
-            for at in range(4 * tiles):
-                set_register(scores, at, T.float32(0))
+            clear(scores, 4 * tiles)
             hide(scores, tiles, part)
             for row in range(2):
                 self._set_visible(visible, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)

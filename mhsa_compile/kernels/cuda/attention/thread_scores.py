@@ -26,6 +26,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     registers,
     set_register,
 )
+from mhsa_compile.kernels.interface.score_step import first
 
 
 def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[Expr, ...]:
@@ -57,7 +58,7 @@ class ThreadScores:
     def begin(self, row_max: Expr, row_sum: Expr, row: int) -> None:
         """The maximum and the sum of a row before its first key: those of the score of no key, which one of its threads
         holds."""
-        sink = next((sink for part in self.parts if (sink := part.sink(row)) is not None), None)
+        sink = first(part.sink(row) for part in self.parts)
         if sink is None:
             set_register(row_max, row, T.float32(-math.inf))
             set_register(row_sum, row, T.float32(0))
@@ -84,8 +85,8 @@ class ThreadScores:
                 set_register(scores, at, score)
 
     def _of_product(self, product: Expr) -> Expr:
-        own = (part.of_product(product) for part in self.parts)
-        return next((score for score in own if score is not None), product * T.float32(self.op.scale * LOG2_E))
+        own = first(part.of_product(product) for part in self.parts)
+        return product * T.float32(self.op.scale * LOG2_E) if own is None else own
 
     def hide(
         self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int = 0

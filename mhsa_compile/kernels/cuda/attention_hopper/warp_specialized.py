@@ -9,13 +9,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
-from mhsa_compile.kernels.cuda.attention.block_sparsity import (
-    CudaBlockSparsity,
-    Visits,
-    block_of_turn,
-    plan_arguments,
-    visits_of,
-)
+from mhsa_compile.kernels.common.static_mask import plan_arguments
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, Visits, block_of_turn, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTiles
 from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, rows_of
@@ -95,7 +90,7 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
     """The PrimFunc of an attention, whose blocks have the sizes `shape`."""
     with prim_func("attention") as builder:
         arguments = attention_arguments(op)
-        views = None if plan is None else plan_arguments(plan)
+        views = plan_arguments(plan)
         sizes = batch, q_length, _ = arguments.batch, arguments.q_length, arguments.kv_length
         y, counter = arguments.output(), None
         count = batch * T.int64(op.num_heads) * ceil_div(q_length, shape.queries)
