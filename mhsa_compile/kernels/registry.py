@@ -17,42 +17,29 @@ from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
-from mhsa_compile.kernels.cuda import cache_concat, cache_scatter, rope
+from mhsa_compile.kernels.cuda import cache, rope
 from mhsa_compile.kernels.cuda.attention import kernel as attention
 from mhsa_compile.kernels.cuda.attention_hopper import kernel as hopper
 from mhsa_compile.kernels.cuda.decode import kernel as decode
 from mhsa_compile.kernels.cuda.linear import hopper_kernel
 from mhsa_compile.kernels.cuda.linear import kernel as linear
 from mhsa_compile.kernels.cuda.softmax_outputs import kernel as softmax_outputs
+from mhsa_compile.kernels.interface import ops
 from mhsa_compile.kernels.interface.kernel import Kernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    KvConcatOp,
-    KvScatterOp,
-    LinearOp,
-    ProductOp,
-    QuantisedLinearOp,
-    QuantiseOp,
-    RecurrenceOp,
-    RotaryOp,
-    SoftmaxOp,
-    SoftmaxStatsOp,
-)
 
 AnyKernel = (
-    Kernel[LinearOp]
-    | Kernel[QuantisedLinearOp]
-    | Kernel[QuantiseOp]
-    | Kernel[ProductOp]
-    | Kernel[SoftmaxOp]
-    | Kernel[RecurrenceOp]
-    | Kernel[AttentionOp]
-    | Kernel[SoftmaxStatsOp]
-    | Kernel[AttentionProbsOp]
-    | Kernel[RotaryOp]
-    | Kernel[KvScatterOp]
-    | Kernel[KvConcatOp]
+    Kernel[ops.LinearOp]
+    | Kernel[ops.QuantisedLinearOp]
+    | Kernel[ops.QuantiseOp]
+    | Kernel[ops.ProductOp]
+    | Kernel[ops.SoftmaxOp]
+    | Kernel[ops.RecurrenceOp]
+    | Kernel[ops.AttentionOp]
+    | Kernel[ops.SoftmaxStatsOp]
+    | Kernel[ops.AttentionProbsOp]
+    | Kernel[ops.RotaryOp]
+    | Kernel[ops.KvScatterOp]
+    | Kernel[ops.KvConcatOp]
 )
 """Spelt out, not `Kernel[Any]`, so that a type checker compares each kernel's methods with its `op_type`."""
 
@@ -84,7 +71,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         softmax_outputs.CudaSoftmaxStatsKernel(),
         softmax_outputs.CudaAttentionProbsKernel(),
         rope.CudaRotaryKernel(),
-        cache_scatter.CudaKvScatterKernel(),
-        cache_concat.CudaKvConcatKernel(),
+        cache.CudaKvScatterKernel(),
+        cache.CudaKvConcatKernel(),
     ),
 }

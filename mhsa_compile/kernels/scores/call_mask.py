@@ -20,8 +20,7 @@ from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, Til
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, constant, let, load, splat, store
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
-from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart, ThreadTask
-from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadPart, ThreadScores, ThreadTask
 from mhsa_compile.kernels.cuda.primitives.inputs import MaskReader, wide
 from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, materialize, of_row, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, TensorInput

@@ -13,7 +13,7 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LOG2_E
-from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadPart
 from mhsa_compile.kernels.cuda.primitives.warp import exp2, reciprocal, registers
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreMath, ScoreStep, SomeRows
 

@@ -35,8 +35,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     vector_type,
 )
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
-from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, CudaMath, ThreadPart
-from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
+from mhsa_compile.kernels.cuda.attention.thread_scores import CellScore, CudaMath, ThreadPart, ThreadScores
 from mhsa_compile.kernels.cuda.primitives.warp import materialize, of_row
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreMath, ScoreStep, SomeRows

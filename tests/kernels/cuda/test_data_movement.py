@@ -21,8 +21,7 @@ from support.simt import interpreter
 from support.simt.memory import SimtError
 
 from mhsa_compile.hardware.profile import load_profile
-from mhsa_compile.kernels.cuda.cache_concat import CudaKvConcatKernel
-from mhsa_compile.kernels.cuda.cache_scatter import CudaKvScatterKernel
+from mhsa_compile.kernels.cuda.cache import CudaKvConcatKernel, CudaKvScatterKernel
 from mhsa_compile.kernels.cuda.primitives.vector_copy import piece_of
 from mhsa_compile.kernels.cuda.rope import CudaRotaryKernel
 from mhsa_compile.kernels.interface.kernel import Fixed

@@ -22,7 +22,7 @@ from mhsa_compile.kernels.cuda.attention.key_range import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import AttentionBlock, TileShape
 from mhsa_compile.kernels.cuda.attention.online_softmax import inverse, update_row_max
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, SharedTiles
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, SharedTiles, words
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Fragment,
     StridedCells,
@@ -70,7 +70,7 @@ class Fp32BlockShape(TileShape):
 
     @property
     def value_form(self) -> RowFormat:
-        return RowFormat(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim)
+        return words(self.v_head_dim)
 
     @property
     def prob_form(self) -> RowFormat:

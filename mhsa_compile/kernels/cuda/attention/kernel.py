@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.score_scale import why_not_scores
@@ -38,20 +38,7 @@ _LIKED = 40
 """Registers beyond those that bands, masks and terms of the scores took of float32 where there was room."""
 
 
-class BlockSizes(Protocol):
-    """The sizes of a block."""
-
-    @property
-    def queries(self) -> int: ...
-
-    @property
-    def keys(self) -> int: ...
-
-    @property
-    def shared_bytes(self) -> int: ...
-
-
-Shape = TypeVar("Shape", bound=BlockSizes)
+Shape = TypeVar("Shape", bound=TileShape)
 
 
 class TiledAttentionKernel(ABC, Generic[Shape]):

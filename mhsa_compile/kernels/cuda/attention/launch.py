@@ -15,8 +15,7 @@ from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
 from mhsa_compile.kernels.common.static_mask import plan_arguments
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, block_of_turn, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTiles, hides_values
-from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
-from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, thread_parts
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.inputs import elements, keys_of
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles

@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import fence_for_engines, fresh, meet, meet_any
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SharedTiles, SmemTiles, padded
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SharedTiles, padded
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     ROWS,
@@ -44,7 +44,9 @@ class BlockNonFiniteRepair:
     """Looks after the values of one block. `flag` is the address of a word of shared memory, the number of the last
     tile that had any: a number, so that nobody has to take it back. What it holds at first does no harm."""
 
-    def __init__(self, values: SmemTiles, flag: Expr, place: ThreadIndex, threads: int, dtype: str) -> None:
+    def __init__(
+        self, values: SharedTiles | SwizzledTiles, flag: Expr, place: ThreadIndex, threads: int, dtype: str
+    ) -> None:
         self.values, self.flag, self.place, self.threads, self.dtype = values, flag, place, threads, dtype
         exponent = EXPONENT[dtype]
         # The exponent's lowest bit: added to an exponent of all ones, it carries into the sign's place.

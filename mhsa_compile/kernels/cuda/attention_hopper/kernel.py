@@ -17,6 +17,7 @@ from mhsa_compile.kernels.cuda.attention.kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import COUNTER, needs_counter
 from mhsa_compile.kernels.cuda.attention_hopper.warp_specialized import attention
+from mhsa_compile.kernels.cuda.primitives.hopper_ptx import ROWS
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import REGISTERS
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -82,7 +83,7 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
 
     def shape(self, op: AttentionOp, config: Config) -> HopperBlockShape:
         consumers, keys, stages, query_stages = (config[knob] for knob in KNOBS)
-        return HopperBlockShape(consumers, keys, stages, query_stages, op.head_dim, op.v_head_dim)
+        return HopperBlockShape(ROWS * consumers, keys, stages, op.head_dim, op.v_head_dim, query_stages)
 
     def why_not_knobs(self, config: Config) -> str | None:
         if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:

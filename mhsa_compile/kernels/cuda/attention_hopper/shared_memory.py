@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.cuda.attention.launch import TileShape
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import ROWS, WARPGROUP
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import (
@@ -24,20 +25,15 @@ ITEM_BYTES = 16  # of which two words are used
 
 
 @dataclass(frozen=True)
-class HopperBlockShape:
-    """The sizes of a block: warpgroups that compute, 64 rows of queries each; keys of a tile; tiles of the ring; items
-    whose queries are there at once."""
+class HopperBlockShape(TileShape):
+    """The sizes of a block; `query_stages` are the items whose queries are there at once."""
 
-    consumers: int
-    keys: int
-    stages: int
     query_stages: int
-    head_dim: int
-    v_head_dim: int
 
     @property
-    def queries(self) -> int:
-        return ROWS * self.consumers
+    def consumers(self) -> int:
+        """Warpgroups that compute, 64 rows of queries each."""
+        return self.queries // ROWS
 
     @property
     def threads(self) -> int:

@@ -12,8 +12,7 @@ from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.static_mask import plan_arguments
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, Visits, block_of_turn, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTiles
-from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
-from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, rows_of
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, rows_of, thread_parts
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import (

@@ -17,8 +17,7 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
-from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
-from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, thread_parts
 from mhsa_compile.kernels.cuda.decode.block_shape import WORD, DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.results import CHUNK, Area, DecodeArrays
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv, SplitPart

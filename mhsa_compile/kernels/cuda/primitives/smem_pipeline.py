@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -38,20 +37,6 @@ def tile_bytes(rows: int, width: int) -> int:
     return rows * pitch(width) * ELEMENT
 
 
-class SmemTiles(Protocol):
-    """Tiles of rows in shared memory, however they are laid out."""
-
-    width: int
-
-    def address(self, slot: Expr, row: Expr, column: Expr) -> Expr:
-        """The address of an element; what follows of its chunk lies in a row."""
-        ...
-
-    def each_chunk(self, thread: Expr, threads: int, body: Callable[[Expr, Expr], None]) -> None:
-        """body(row, column) for the chunks of a tile that are this thread's, the same at every call."""
-        ...
-
-
 @dataclass(frozen=True)
 class RowFormat:
     """Rows of `width` elements of `size` bytes, padded with zeros to `columns`, each `pitch` behind the one before."""
@@ -73,6 +58,11 @@ class RowFormat:
 def halves(width: int) -> RowFormat:
     """Rows of 16-bit elements, for ldmatrix."""
     return RowFormat(width, ELEMENT, padded(width), pitch(width))
+
+
+def words(width: int) -> RowFormat:
+    """Rows of float32, one behind the other."""
+    return RowFormat(width, 4, width, width)
 
 
 class SharedTiles:
