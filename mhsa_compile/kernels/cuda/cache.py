@@ -20,8 +20,8 @@ from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
 from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
+from mhsa_compile.kernels.cuda.primitives.simt import materialize
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, copy_piece, each_thread, piece_of, row_steps
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvConcatOp, KvScatterOp
 

@@ -15,15 +15,9 @@ from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import angle_arguments
-from mhsa_compile.kernels.cuda.primitives.vector_copy import (
-    Piece,
-    coordinates,
-    copy_piece,
-    each_thread,
-    piece_of,
-    row_steps,
-)
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.cuda.primitives import vector_copy
+from mhsa_compile.kernels.cuda.primitives.simt import materialize
+from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import RotaryOp
 
@@ -116,7 +110,7 @@ def _rope(op: RotaryOp) -> Expr:
         y = argument("y", placed_shape(op.output, batch, length, op.num_heads, op.head_dim), op.dtype)
 
         def piece(number: Expr) -> None:
-            b, i, h, part = coordinates(number, length, heads, T.int64(turns + copies))
+            b, i, h, part = vector_copy.coordinates(number, length, heads, T.int64(turns + copies))
             views = (head_view(x, op.x, op.head_dim, b, h), head_view(y, op.output, op.head_dim, b, h))
             if not copies:
                 _turn(angles, pairs, b, i, part, *views)

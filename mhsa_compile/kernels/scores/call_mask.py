@@ -22,7 +22,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import Chunk, constant, let, load, sp
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadPart, ThreadScores, ThreadTask
 from mhsa_compile.kernels.cuda.primitives.inputs import MaskReader, wide
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, materialize, of_row, registers, set_register
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, materialize, of_row, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 

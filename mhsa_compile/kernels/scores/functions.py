@@ -19,17 +19,8 @@ from mhsa_compile.kernels.common.score_emission import TracedFunction, Value
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_functions import HIDDEN, SEEN, TaskFunction, number
 from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask, place_of
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    RegisterTile,
-    any_lane,
-    constant,
-    let,
-    load,
-    materialize,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, let, load, materialize, splat, store
 from mhsa_compile.kernels.cuda.attention.score_functions import ThreadFunction
 from mhsa_compile.kernels.cuda.attention.thread_scores import CellScore, ThreadPart, ThreadScores, ThreadTask
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
@@ -200,7 +191,7 @@ class _MaskModTile(FunctionTile):
 
     def _any(self, flags: RegisterTile) -> Expr:
         columns = enumerate(self.columns)
-        return reduce(T.Or, [any_lane(flags.get(0, c) != splat(T.int32(0), n), n) for c, (_, n) in columns])
+        return reduce(T.Or, [vectors.any_lane(flags.get(0, c) != splat(T.int32(0), n), n) for c, (_, n) in columns])
 
     def whole_end(self, end: Expr) -> Expr:
         return end if self._hides is None else T.Select(self._hides != T.int32(0), T.int64(0), end)

@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadPart
-from mhsa_compile.kernels.cuda.primitives.warp import exp2, reciprocal, registers
+from mhsa_compile.kernels.cuda.primitives.simt import exp2, reciprocal, registers
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreMath, ScoreStep, SomeRows
 
 SMALLEST, LARGEST = 1e-12, 1e12

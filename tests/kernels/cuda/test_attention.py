@@ -19,7 +19,7 @@ from support.simt.banks import counted
 import mhsa_compile as mhsa
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.attention.block_sparsity import block_plan
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS
+from mhsa_compile.kernels.cuda.primitives.simt import MOST_REGISTERS
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.kernels.scores.call_mask import CallMask

@@ -19,7 +19,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles, Tensor
-from mhsa_compile.kernels.cuda.primitives.warp import barrier, materialize, registers, set_register, store, warp_barrier
+from mhsa_compile.kernels.cuda.primitives.simt import barrier, materialize, registers, set_register, store, warp_barrier
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 KEYS, WIDTH = 48, 72

@@ -19,18 +19,8 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.simd import vector_math
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    RegisterTile,
-    any_lane,
-    constant,
-    let,
-    load,
-    materialize,
-    scratch,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, let, load, materialize, scratch, store
 
 RISE = 8.0
 """How far, in powers of two, a score may exceed its row's reference before that is raised. Sums over S keys stay below
@@ -94,7 +84,7 @@ class MovingReference:
             beyond = top > load(self.limit, [T.int64(lane)], lanes)
             above = beyond if above is None else T.Or(above, beyond)
         # One branch for all rows, which is hardly ever taken.
-        return largest, any_lane(above, tile.columns[0][1])
+        return largest, vectors.any_lane(above, tile.columns[0][1])
 
     def raise_column(
         self, column: Chunk, top: Expr, key: Expr, lower: Callable[[Chunk, Expr], None] | None = None

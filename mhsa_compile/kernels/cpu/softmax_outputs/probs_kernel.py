@@ -27,14 +27,9 @@ from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, materialize, scratch, store
+from mhsa_compile.kernels.cpu.softmax_outputs import score_loop
 from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import TileRowStats
-from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import (
-    SoftmaxCall,
-    SoftmaxOutputKernel,
-    Sweep,
-    Taker,
-    call_arguments,
-)
+from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import SoftmaxCall, Sweep, Taker, call_arguments
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import AttentionProbsOp
 from mhsa_compile.kernels.interface.score_step import ScoreStep
@@ -94,7 +89,7 @@ class WeightsWriter(Taker):
         store_narrow(self.output.buffer, self.output.at(i, first_key + base), weights, lanes)
 
 
-class CpuAttentionProbsKernel(SoftmaxOutputKernel):
+class CpuAttentionProbsKernel(score_loop.SoftmaxOutputKernel):
     """Rows of weights, all or chosen ones."""
 
     name = "cpu.weights"

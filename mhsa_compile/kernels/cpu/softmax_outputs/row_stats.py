@@ -22,19 +22,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.online_softmax import MovingReference, largest_of
-from mhsa_compile.kernels.cpu.simd import vector_math
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    RegisterTile,
-    any_lane,
-    constant,
-    let,
-    load,
-    materialize,
-    scratch,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, let, load, materialize, scratch, store
 from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Taker
 
 LN_2 = math.log(2.0)
@@ -186,7 +175,7 @@ class Candidates(Taker):
         for c, (first, lanes) in enumerate(self.columns):
             least = load(self.scores, [T.int64(self.k - 1), T.int64(first)], lanes)
             # Few groups have any, once the largest so far are large.
-            with T.If(any_lane(largest_of(scores, c) > least, lanes)), T.Then():
+            with T.If(vectors.any_lane(largest_of(scores, c) > least, lanes)), T.Then():
                 for r in range(scores.rows):
                     self._insert((first, lanes), scores.get(r, c), first_key + r)
 
@@ -197,7 +186,7 @@ class Candidates(Taker):
         at = [T.int64(first)]
         # Through memory, since what is carried changes from place to place.
         store(self._score, at, score, lanes)
-        store(self._key, at, splat(T.cast(key, "int32"), lanes), lanes)
+        store(self._key, at, vectors.splat(T.cast(key, "int32"), lanes), lanes)
         with T.serial(T.int64(self.k)) as i:
             for newcomer, entries in ((self._key, self.keys), (self._score, self.scores)):
                 dtype = str(entries.dtype)

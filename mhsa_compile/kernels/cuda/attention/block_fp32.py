@@ -21,23 +21,9 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cuda.attention.key_range import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import AttentionBlock, TileShape
 from mhsa_compile.kernels.cuda.attention.online_softmax import inverse, update_row_max
-from mhsa_compile.kernels.cuda.primitives import smem_pipeline
+from mhsa_compile.kernels.cuda.primitives import simt, smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.simt import barrier, clear, load, materialize, registers, set_register, store
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, SharedTiles, words
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    Fragment,
-    StridedCells,
-    ThreadIndex,
-    barrier,
-    clear,
-    exp2,
-    load,
-    materialize,
-    over_warp,
-    registers,
-    set_register,
-    store,
-    warp_barrier,
-)
 
 LANES = 16
 """Lanes that have the same rows: half a warp."""
@@ -109,10 +95,10 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.right = registers(CHUNK * max(shape.chunks, 1))
 
     @staticmethod
-    def layout(shape: Fp32BlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
+    def layout(shape: Fp32BlockShape, place: simt.ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], simt.Fragment]:
         row, lane = _rows_and_lane(shape, place)
         base = materialize(first + row)
-        return tuple(base + i for i in range(shape.rows)), StridedCells(lane, LANES, lane == 0)
+        return tuple(base + i for i in range(shape.rows)), simt.StridedCells(lane, LANES, lane == 0)
 
     def begin(self) -> None:
         for row in range(self.shape.rows):
@@ -143,7 +129,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         for row in range(self.shape.rows):
             self._weigh(row, hides)
         # P is read by the half warp that wrote it, so the block need not wait.
-        warp_barrier()
+        simt.warp_barrier()
         # 5. O = 2^(m - m') O + P V.
         self._add_values(slot, hides)
 
@@ -210,11 +196,11 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         for at in cells:
             set_register(new, 0, T.max(new[0], self.acc_s[at]))
         # Each half of the warp by itself: the other one has other rows.
-        over_warp(new, 0, T.max, end=LANES)
+        simt.over_warp(new, 0, T.max, end=LANES)
         origin = update_row_max(new[0] * factor, self.row_max, self.row_sum, self.rescale, row)
         for key, at in enumerate(cells):
             hidden = materialize(T.And(hides, self.acc_s[at] == T.float32(-math.inf)), "bool")
-            exp2(self.acc_s, at, self.acc_s[at] * factor - origin)
+            simt.exp2(self.acc_s, at, self.acc_s[at] * factor - origin)
             set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[at])
             prob = self.acc_s[at]
             if self.hides_values:
@@ -223,7 +209,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
 
     def write(self) -> None:
         for row, number in enumerate(self.scores.numbers):
-            over_warp(self.row_sum, row, lambda a, b: a + b, end=LANES)
+            simt.over_warp(self.row_sum, row, lambda a, b: a + b, end=LANES)
             part = inverse(self.row_sum[row])
             for chunk in range(self.shape.chunks):
                 column = self._column(chunk)
@@ -241,7 +227,7 @@ def _add(sums: Expr, at: int, term: Expr) -> None:
     set_register(sums, at, sums[at] + term)
 
 
-def _rows_and_lane(shape: Fp32BlockShape, place: ThreadIndex) -> tuple[Expr, Expr]:
+def _rows_and_lane(shape: Fp32BlockShape, place: simt.ThreadIndex) -> tuple[Expr, Expr]:
     """(a thread's first row in the block, its number among the lanes that have the same rows)."""
     half, lane = T.truncdiv(place.thread, T.int32(LANES)), T.truncmod(place.thread, T.int32(LANES))
     return materialize(half * shape.rows), materialize(lane)

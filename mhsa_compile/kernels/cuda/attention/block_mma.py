@@ -26,30 +26,9 @@ from mhsa_compile.kernels.cuda.attention.launch import WARPS, AttentionBlock, Ti
 from mhsa_compile.kernels.cuda.attention.nonfinite_values import BlockNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.thread_scores import rows_of
-from mhsa_compile.kernels.cuda.primitives import smem_pipeline
+from mhsa_compile.kernels.cuda.primitives import simt, smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, DEPTH, ROWS, barrier, load_matrices, pack, registers
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT, SharedTiles, padded, tile_bytes
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    DEPTH,
-    ROWS,
-    WARP,
-    Fragment,
-    QuadFragment,
-    ThreadIndex,
-    any_of_block,
-    barrier,
-    cell,
-    clear,
-    load,
-    load_matrices,
-    materialize,
-    multiply_add,
-    pack,
-    registers,
-    set_register,
-    store,
-    warp_barrier,
-)
 
 QUERY_REGISTERS = 32
 """Registers that Q may stay in; where it has more fragments, they are read again for every tile of keys."""
@@ -114,20 +93,20 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self.prob_words, self.words = registers(words, "uint32"), registers(4, "uint32")
 
     @staticmethod
-    def layout(shape: MmaBlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
-        return rows_of(place, first, shape.queries, WARPS), QuadFragment(place)
+    def layout(shape: MmaBlockShape, place: simt.ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], simt.Fragment]:
+        return rows_of(place, first, shape.queries, WARPS), simt.QuadFragment(place)
 
     def sweep(self) -> None:
         """All tiles, and once more if need be."""
         if not self.hides_values:
             super().sweep()
             return
-        set_register(self.attempts, 0, T.int32(0))
+        simt.set_register(self.attempts, 0, T.int32(0))
         with T.While(self.attempts[0] < 2):
             super().sweep()
             # `attempts` is the same in all threads, so all come to the barrier in `any_of_block`, or none.
-            begins_anew = T.And(self.attempts[0] == 0, any_of_block(self.softmax.is_spoilt()))
-            set_register(self.attempts, 0, T.Select(begins_anew, T.int32(1), T.int32(2)))
+            begins_anew = T.And(self.attempts[0] == 0, simt.any_of_block(self.softmax.is_spoilt()))
+            simt.set_register(self.attempts, 0, T.Select(begins_anew, T.int32(1), T.int32(2)))
 
     def begin(self) -> None:
         self.softmax.begin()
@@ -136,7 +115,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         # Groups of copies that may still be under way: K and V of the tiles ahead.
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
         # A constant where there is one slot: all its addresses are then base and constant.
-        slot = materialize(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
+        slot = simt.materialize(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
         first_key = self.order.first_key(turn)
         bits_row, hides = self.order.hides(turn, first_key)
         # 1. K has arrived; all are done with the V before.
@@ -193,7 +172,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         # Of the four matrices two lie along the head, for one fragment; the next two are eight keys further.
         row = T.truncdiv(lane, T.int32(16)) * 8 + T.truncmod(lane, T.int32(8))
         column = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2)) * 8
-        clear(self.acc_s, 2 * self.shape.row_tiles * self.key_tiles * 2)
+        simt.clear(self.acc_s, 2 * self.shape.row_tiles * self.key_tiles * 2)
         for step in range(self.depth_steps):
             if not self.shape.holds_queries:
                 self._load_queries(step)
@@ -204,7 +183,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                     for half in range(2):
                         at = 4 * (m * self.key_tiles + 2 * pair + half)
                         a = self._query_word(step, m)
-                        multiply_add(self.acc_s, at, self.query_words, a, self.words, 2 * half, self.op.dtype)
+                        simt.multiply_add(self.acc_s, at, self.query_words, a, self.words, 2 * half, self.op.dtype)
 
     def _multiply_values(self, slot: Expr) -> None:
         lane = self.place.lane
@@ -222,23 +201,23 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                 for m in range(self.shape.row_tiles):
                     for half in range(2):
                         at = 4 * (m * self.value_tiles + 2 * pair + half)
-                        multiply_add(self.acc, at, self.prob_words, 4 * m, self.words, 2 * half, self.op.dtype)
+                        simt.multiply_add(self.acc, at, self.prob_words, 4 * m, self.words, 2 * half, self.op.dtype)
 
     def write(self) -> None:
         """Writes the rows of O, each divided by its sum; through shared memory, so that whole chunks of a row go out at
         once."""
         barrier()  # all are done with Q, K and V
         share = self.shape.row_tiles * ROWS
-        first = materialize(self.place.warp * share)
+        first = simt.materialize(self.place.warp * share)
         for row in range(2 * self.shape.row_tiles):
             part = self.softmax.inverse_row_sum(row)
             number = first + self.place.g + (ROWS * (row // 2) + 8 * (row % 2))
             for n in range(self.value_tiles):
-                low, high = (self.acc[cell(row, self.value_tiles, n, e)] * part for e in range(2))
+                low, high = (self.acc[simt.cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
                 column = 2 * self.place.q + n * COLUMNS
-                store(self.output.address(T.int32(0), number, column), [self.words[0]])
-        warp_barrier()
+                simt.store(self.output.address(T.int32(0), number, column), [self.words[0]])
+        simt.warp_barrier()
         rows = self.scores.key_range.first_row + first
 
         def write(row: Expr, column: Expr) -> None:
@@ -247,7 +226,9 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
             if padded(self.shape.v_head_dim) > self.shape.v_head_dim:
                 is_there = T.And(is_there, column < self.shape.v_head_dim)
             with T.If(is_there), T.Then():
-                load(self.words, 0, 4, self.output.address(T.int32(0), first + row, column))
-                store(T.address_of(self.operands[3](rows + row, column)), [self.words[i] for i in range(4)], "global")
+                simt.load(self.words, 0, 4, self.output.address(T.int32(0), first + row, column))
+                simt.store(
+                    T.address_of(self.operands[3](rows + row, column)), [self.words[i] for i in range(4)], "global"
+                )
 
-        self.output.each_chunk(self.place.lane, WARP, write, share)
+        self.output.each_chunk(self.place.lane, simt.WARP, write, share)

@@ -20,7 +20,7 @@ from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, Mma
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, separate_plan
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, TileShape, attention
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, occupancy_hint
+from mhsa_compile.kernels.cuda.primitives.simt import MOST_REGISTERS, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
 

@@ -18,8 +18,8 @@ from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTile
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, thread_parts
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.inputs import elements, keys_of
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, Fragment, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, Fragment, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 WARPS = 4  # of a block

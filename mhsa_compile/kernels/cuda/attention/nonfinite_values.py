@@ -13,28 +13,11 @@ from collections.abc import Callable
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.cuda.primitives import simt
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import fence_for_engines, fresh, meet, meet_any
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, barrier, cell, load, materialize, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SharedTiles, padded
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    ROWS,
-    WARP,
-    ThreadIndex,
-    barrier,
-    cell,
-    clear,
-    from_lane,
-    load,
-    materialize,
-    over_quad,
-    over_warp,
-    registers,
-    set_register,
-    store,
-    unpack,
-    warp_barrier,
-)
 
 WORD = 32  # bits
 EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
@@ -45,7 +28,7 @@ class BlockNonFiniteRepair:
     tile that had any: a number, so that nobody has to take it back. What it holds at first does no harm."""
 
     def __init__(
-        self, values: SharedTiles | SwizzledTiles, flag: Expr, place: ThreadIndex, threads: int, dtype: str
+        self, values: SharedTiles | SwizzledTiles, flag: Expr, place: simt.ThreadIndex, threads: int, dtype: str
     ) -> None:
         self.values, self.flag, self.place, self.threads, self.dtype = values, flag, place, threads, dtype
         exponent = EXPONENT[dtype]
@@ -59,7 +42,7 @@ class BlockNonFiniteRepair:
         not finite. To be called when the pieces have arrived, and before the barrier after that."""
         self.find(slot, self.place.thread, self.threads)
         with T.If(self.nonfinite[0] != T.uint32(0)), T.Then():
-            store(self.flag, [T.cast(turn, "uint32")])
+            simt.store(self.flag, [T.cast(turn, "uint32")])
 
     def find(self, slot: Expr, thread: Expr, threads: int) -> None:
         """Looks through this thread's pieces, of so many threads'; `nonfinite` is 0 if all their values are finite."""
@@ -100,7 +83,7 @@ class BlockNonFiniteRepair:
             # A bit for each half becomes all bits of it.
             halves = (self._infinite(word) >> T.uint32(15)) * T.uint32(0xFFFF)
             set_register(self._words, i, word & (halves ^ T.uint32(0xFFFFFFFF)))
-        store(address, [self._words[i] for i in range(4)])
+        simt.store(address, [self._words[i] for i in range(4)])
 
     def _add(self, slot: Expr, scores: Expr, sums: Expr, row_tiles: int, keys: int) -> None:
         """O = O + v for every value v that is not finite and that a row sees. A loop over the keys, since what it is
@@ -124,7 +107,7 @@ class BlockNonFiniteRepair:
                 load(self._words, 0, 1, address(n))
                 # A branch, so that not all words are loaded at once, into registers that sums need.
                 with T.If(self._infinite(self._words[0]) != T.uint32(0)), T.Then():
-                    for e, value in enumerate(unpack(self._words[0], self.dtype)):
+                    for e, value in enumerate(simt.unpack(self._words[0], self.dtype)):
                         for row in range(rows):
                             at = cell(row, value_tiles, n, e)
                             sees = ((visible[row] >> T.cast(key, "uint32")) & T.uint32(1)) != T.uint32(0)
@@ -145,7 +128,7 @@ class BlockNonFiniteRepair:
                 set_register(visible, row, visible[row] | bit)
         # A lane has two keys of every eight; together the quad's words have all 32.
         set_register(visible, row, visible[row] << T.cast(2 * self.place.q, "uint32"))
-        over_quad(visible, row, lambda a, b: a | b)
+        simt.over_quad(visible, row, lambda a, b: a | b)
 
     def _infinite_half(self, word: Expr, half: int) -> Expr:
         exponent = T.uint32(EXPONENT[self.dtype] << 16 * half)
@@ -158,7 +141,7 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
     is needed, so that no address of it is kept in the meantime."""
 
     def __init__(self, values: SwizzledTiles, thread: Expr, threads: int, barrier: int, dtype: str) -> None:
-        super().__init__(values, None, ThreadIndex(fresh(thread)), threads, dtype)
+        super().__init__(values, None, simt.ThreadIndex(fresh(thread)), threads, dtype)
         self._tiles, self._any, self._barrier = values, registers(1, "uint32"), T.uint32(barrier)
 
     def look_together(self, slot: Expr) -> Expr:
@@ -173,7 +156,7 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
         tiles = WORD // COLUMNS
         with T.serial(T.int32(-(-keys // WORD))) as part:
             scores, visible = registers(4 * tiles), registers(2, "uint32")
-            clear(scores, 4 * tiles)
+            simt.clear(scores, 4 * tiles)
             hide(scores, tiles, part)
             for row in range(2):
                 self._set_visible(visible, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
@@ -196,16 +179,16 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
 class WarpNonFiniteRepair:
     """Looks after the values of one warp."""
 
-    def __init__(self, values: SharedTiles, place: ThreadIndex, dtype: str) -> None:
+    def __init__(self, values: SharedTiles, place: simt.ThreadIndex, dtype: str) -> None:
         self.values, self.place, self.dtype = values, place, dtype
-        self.pieces = BlockNonFiniteRepair(values, None, place, WARP, dtype)
+        self.pieces = BlockNonFiniteRepair(values, None, place, simt.WARP, dtype)
         self._word = registers(1, "uint32")
 
     def look(self, slot: Expr) -> None:
         """Looks for values that are not finite in this lane's pieces of the tile, and tells all lanes whether any of
         them found one. To be called when the pieces have arrived."""
-        self.pieces.find(slot, self.place.lane, WARP)
-        over_warp(self.pieces.nonfinite, 0, lambda a, b: a | b)
+        self.pieces.find(slot, self.place.lane, simt.WARP)
+        simt.over_warp(self.pieces.nonfinite, 0, lambda a, b: a | b)
 
     def resolve(
         self,
@@ -223,18 +206,18 @@ class WarpNonFiniteRepair:
                 with T.serial(T.int32(8)) as turn:
                     holder = materialize(turn * 4 + self.place.q)
                     visible = [self._of_lane(sees(row, n), holder) for row in range(rows)]
-                    for tile in range(padded(self.values.width) // ROWS):
+                    for tile in range(padded(self.values.width) // simt.ROWS):
                         for half in range(2):
-                            value = self._value(slot, turn + 8 * n, self.place.g + (tile * ROWS + 8 * half))
+                            value = self._value(slot, turn + 8 * n, self.place.g + (tile * simt.ROWS + 8 * half))
                             for row in range(rows):
                                 add(row, tile, half, T.Select(visible[row], value, T.float32(0)))
-            warp_barrier()
-            self.pieces.clear(slot, self.place.lane, WARP)
-            warp_barrier()
+            simt.warp_barrier()
+            self.pieces.clear(slot, self.place.lane, simt.WARP)
+            simt.warp_barrier()
 
     def _of_lane(self, flag: Expr, lane: Expr) -> Expr:
         number = materialize(T.Select(flag, T.int32(1), T.int32(0)))
-        return materialize(from_lane(number, lane) != 0, "bool")
+        return materialize(simt.from_lane(number, lane) != 0, "bool")
 
     def _value(self, slot: Expr, key: Expr, column: Expr) -> Expr:
         """A value as float32 if it is not finite, else zero."""

@@ -12,15 +12,8 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    any_of_warp,
-    cell,
-    exp2,
-    materialize,
-    over_quad,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import cell, exp2, materialize, over_quad, registers, set_register
 
 GROWTH = 8.0
 """How much a maximum may grow, in units of log2, before sums are brought to it: probs are up to 2^8 then, which all
@@ -59,7 +52,7 @@ class Softmax:
             set_register(new_max, row, T.Select(outgrown, row_max, self.row_max[row]))
             grows = T.Or(grows, outgrown)
         # The warp decides together, so that its lanes stay together for the products.
-        some = materialize(any_of_warp(grows), "bool")
+        some = materialize(simt.any_of_warp(grows), "bool")
         with T.If(some), T.Then():
             for row in self.rows:
                 # 2^(-inf - 0) = 0 while a row has seen nothing; -inf - -inf would be NaN.

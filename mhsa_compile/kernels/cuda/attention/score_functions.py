@@ -17,7 +17,7 @@ from mhsa_compile.kernels.common.score_emission import ScoreEmission, TracedFunc
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.cuda.primitives.simt import materialize
 
 _FUNCTIONS = {"exp": T.exp, "exp2": T.exp2, "log": T.log, "tanh": T.tanh, "sqrt": T.sqrt}
 

@@ -21,17 +21,9 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
+from mhsa_compile.kernels.cuda.primitives import simt
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    ROWS,
-    Fragment,
-    OfRows,
-    ThreadIndex,
-    materialize,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, ROWS, Fragment, OfRows, materialize, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.interface.score_step import ScoreStep, first
 
@@ -128,7 +120,7 @@ def thread_parts(arguments: AttentionArguments, b: Expr, heads: OfRows[Expr]) ->
     return [(step.cuda_rows or ThreadPart)(step, task) for step, task in tasks]
 
 
-def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[Expr, ...]:
+def rows_of(place: simt.ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[Expr, ...]:
     """The numbers of the rows that a thread has, of those from `first` on, where each warp has as many of the block's
     rows as another, and a thread those two of C that it holds of each tile of its warp: number 2 m + h is row
     16 m + g + 8 h of the warp."""
@@ -230,7 +222,7 @@ class ThreadScores:
         visits = self.key_range.visits
         assert visits is not None
         count, row = last // WORD + 1, number - self.key_range.first_row
-        words, shift = registers(count, "uint32"), T.cast(self.cells.first, "uint32")
+        words, shift = simt.registers(count, "uint32"), T.cast(self.cells.first, "uint32")
         for w in range(count):
             word = visits.bits[T.max(bits_row, T.int32(0)) + row, first_word + w]
             set_register(words, w, T.if_then_else(bits_row >= 0, word >> shift, T.uint32(0xFFFFFFFF)))

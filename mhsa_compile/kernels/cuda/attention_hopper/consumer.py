@@ -26,22 +26,10 @@ from mhsa_compile.kernels.cuda.attention.nonfinite_values import SharedNonFinite
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, simt
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, DEPTH, cell, materialize, pack, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import padded
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    DEPTH,
-    ROWS,
-    ThreadIndex,
-    cell,
-    materialize,
-    pack,
-    registers,
-    set_register,
-    store,
-    warp_barrier,
-)
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 _TOKEN, _ALL, _GROUP = 1, 4, 5  # the first number of each kind of named barrier; 0 is the block's
@@ -58,7 +46,7 @@ class AttentionConsumer:
         self,
         op: AttentionOp,
         shape: HopperBlockShape,
-        place: ThreadIndex,
+        place: simt.ThreadIndex,
         memory: AttentionSharedMemory,
         output: Tensor,
     ) -> None:
@@ -227,7 +215,7 @@ class AttentionConsumer:
     def _write(self, first_row: Expr, b: Expr, h: Expr) -> None:
         """Writes the rows of O, each divided by its sum, by way of the queries' place in shared memory."""
         hopper_ptx.meet(T.cast(self.group + _GROUP, "uint32"), hopper_ptx.WARPGROUP)  # all are done with their queries
-        first = materialize(self.place.warp * ROWS)
+        first = materialize(self.place.warp * simt.ROWS)
         # The addresses below are computed anew for each item: kept, they would take registers that O needs.
         g, q = hopper_ptx.fresh(self.place.g), hopper_ptx.fresh(self.place.q)
         tiles, slot = self.memory.output, self._query_slot()
@@ -238,10 +226,10 @@ class AttentionConsumer:
             for n in range(self.value_tiles):
                 low, high = (self.acc[cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
-                store(start + tiles.chunk_in_row(n, g), [self.words[0]])
+                simt.store(start + tiles.chunk_in_row(n, g), [self.words[0]])
         # First each lane's own writes, then all of the warp's: one lane stores for all.
         hopper_ptx.fence_for_engines()
-        warp_barrier()
+        simt.warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
             tiles.store(slot, first, self.output, first_row + first, h, b)
             hopper_ptx.wait_stores()

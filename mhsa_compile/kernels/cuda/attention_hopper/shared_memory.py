@@ -8,18 +8,11 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.launch import TileShape
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, hopper_tma
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import ROWS, WARPGROUP
-from mhsa_compile.kernels.cuda.primitives.hopper_tma import (
-    ALIGNMENT,
-    BARRIER_BYTES,
-    Slots,
-    SwizzledTiles,
-    shared_memory,
-    tile_bytes,
-)
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import ALIGNMENT, BARRIER_BYTES, Slots, SwizzledTiles, tile_bytes
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, load, registers, store, warp_barrier
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import padded
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, load, registers, store, warp_barrier
 
 ITEM_BYTES = 16  # of which two words are used
 
@@ -74,7 +67,7 @@ class AttentionSharedMemory:
     """`queries`, `keys` and `values` of a block; `output` lies where the queries do."""
 
     def __init__(self, shape: HopperBlockShape) -> None:
-        first = shared_memory(shape.shared_bytes)
+        first = hopper_tma.shared_memory(shape.shared_bytes)
         barriers = first + T.uint32(shape.barriers_byte)
         self.consumer_warps = shape.consumer_threads // WARP
         query_stages, apart = shape.query_stages, shape.query_bytes

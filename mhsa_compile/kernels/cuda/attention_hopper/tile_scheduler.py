@@ -17,8 +17,8 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import WARPGROUP, same_for_warp
+from mhsa_compile.kernels.cuda.primitives.simt import fetch_add, launch, materialize, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT
-from mhsa_compile.kernels.cuda.primitives.warp import fetch_add, launch, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 CACHED_BYTES = 16 << 20

@@ -13,29 +13,14 @@ from mhsa_compile.kernels.common.static_mask import plan_arguments
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, Visits, block_of_turn, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTiles
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, rows_of, thread_parts
+from mhsa_compile.kernels.cuda.attention_hopper import tile_scheduler
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
-from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import (
-    COUNTER,
-    Schedule,
-    make_schedule,
-    needs_counter,
-    reset,
-)
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
+from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import COUNTER, Schedule, needs_counter, reset
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, simt
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Slots, Tensor, launch_roles
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    ROWS,
-    WARP,
-    QuadFragment,
-    ThreadIndex,
-    barrier,
-    launch,
-    materialize,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives.simt import ROWS, WARP, ThreadIndex, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -80,7 +65,7 @@ class Items:
         """The scores of the thread at `place`."""
         warps = self.shape.consumer_threads // WARP
         numbers = rows_of(place, rows.first, self.shape.queries, warps)
-        cells = QuadFragment(place)
+        cells = simt.QuadFragment(place)
         parts = thread_parts(self.arguments, T.cast(b, "int64"), T.cast(h, "int64"))
         return ThreadScores(self.key_range(rows, b), cells, numbers, parts)
 
@@ -102,19 +87,19 @@ def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity 
         # One a multiprocessor, which goes from item to item.
         blocks = T.min(count, T.int64(multiprocessors))
         # One at a time, or registers could not be given to another role.
-        with launch(blocks, shape.threads, together=1) as (block, thread):
+        with simt.launch(blocks, shape.threads, together=1) as (block, thread):
             # 2. Shared memory, and what this block is to compute.
             memory = AttentionSharedMemory(shape)
             with T.If(thread == 0), T.Then():
                 memory.begin()
                 hopper_ptx.fence_barriers()
             # No one is to arrive at an mbarrier that is not there yet.
-            barrier()
+            simt.barrier()
             items = Items(op, shape, arguments, views)
 
             # 3. The roles.
             def copy() -> None:
-                schedule = make_schedule(op, sizes, shape.queries, multiprocessors, counter)
+                schedule = tile_scheduler.make_schedule(op, sizes, shape.queries, multiprocessors, counter)
                 _copy(items, schedule, materialize(T.cast(block, "int32")), memory, loaded)
 
             launch_roles(thread, shape.consumers, copy, lambda place: _compute(items, memory, place, output))

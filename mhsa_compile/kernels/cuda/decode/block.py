@@ -24,8 +24,8 @@ from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv, SplitPart
 from mhsa_compile.kernels.cuda.decode.warp_fp32 import SimtWarp
 from mhsa_compile.kernels.cuda.decode.warp_mma import TensorWarp
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.simt import ThreadIndex, barrier, materialize, store, warp_barrier
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
-from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, barrier, materialize, store, warp_barrier
 
 
 class DecodeBlock:

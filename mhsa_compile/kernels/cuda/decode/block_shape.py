@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, WARP
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, halves, padded, words
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, WARP
 
 WORD = 4  # bytes
 QUERY_REGISTERS = 32

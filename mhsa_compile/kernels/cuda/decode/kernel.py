@@ -20,7 +20,7 @@ from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.results import THREADS, DecodeArrays, combine
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, ThreadIndex, launch, materialize
+from mhsa_compile.kernels.cuda.primitives.simt import MOST_REGISTERS, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
 

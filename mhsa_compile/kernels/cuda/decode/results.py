@@ -18,18 +18,10 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.attention.online_softmax import inverse, zero_if_unseen
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
+from mhsa_compile.kernels.cuda.primitives import simt
 from mhsa_compile.kernels.cuda.primitives.inputs import elements
+from mhsa_compile.kernels.cuda.primitives.simt import exp2, load, materialize, pack, registers, set_register, store
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    barrier,
-    exp2,
-    load,
-    materialize,
-    pack,
-    registers,
-    set_register,
-    store,
-)
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 
 CHUNK = 4  # columns that a thread writes at a time
@@ -183,7 +175,7 @@ def _combine_row(
             results.add(statistics[0], statistics[1], [result[i] for i in range(CHUNK)])
         for i, value in enumerate([results.row_max, results.row_sum, *results.sums]):
             store(T.address_of(partials[group, chunk, T.int32(i)]), [value])
-    barrier()
+    simt.barrier()
     # 2. All groups'.
     with T.If(group == 0), T.Then():
         # In a fixed order, so that results are the same every time.

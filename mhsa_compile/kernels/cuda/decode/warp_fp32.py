@@ -16,22 +16,9 @@ from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.results import Area
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, clear, load, materialize, over_warp, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    WARP,
-    Fragment,
-    StridedCells,
-    ThreadIndex,
-    clear,
-    exp2,
-    from_lane,
-    load,
-    materialize,
-    over_warp,
-    registers,
-    set_register,
-    store,
-)
 
 CHUNK = 4  # elements of 32 bits in 16 bytes
 HIDDEN = -1.0  # instead of a prob: no value, however large, is to be multiplied by it
@@ -41,7 +28,12 @@ class SimtWarp:
     """`keys` and `values` are the tiles of all warps, `queries` one for all. Every lane holds all rows."""
 
     def __init__(
-        self, shape: DecodeBlockShape, place: ThreadIndex, keys: SharedTiles, values: SharedTiles, queries: SharedTiles
+        self,
+        shape: DecodeBlockShape,
+        place: simt.ThreadIndex,
+        keys: SharedTiles,
+        values: SharedTiles,
+        queries: SharedTiles,
     ) -> None:
         self.shape, self.place, self.keys, self.values, self.queries = shape, place, keys, values, queries
         self.rows = tuple(T.int32(row) for row in range(shape.rows))
@@ -62,15 +54,15 @@ class SimtWarp:
         self.row_max, self.row_sum = registers(R), registers(R)
         self.left, self.right, self.value_row = registers(CHUNK), registers(CHUNK), registers(self.chunks * CHUNK)
 
-    def cells(self, counts: Expr) -> Fragment:
-        return StridedCells(self.key, 1, T.And(self.key == 0, counts))
+    def cells(self, counts: Expr) -> simt.Fragment:
+        return simt.StridedCells(self.key, 1, T.And(self.key == 0, counts))
 
     def begin(self, query: Element, scores: ThreadScores) -> None:
         """Reads Q and clears the sums. All threads of the block read Q together: it is there after the next barrier."""
 
         def piece(row: Expr, column: Expr) -> None:
             load(self.left, 0, CHUNK, T.address_of(query(row, column)), "global")
-            store(self.queries.address(T.int32(0), row, column), [self.left[i] for i in range(CHUNK)])
+            simt.store(self.queries.address(T.int32(0), row, column), [self.left[i] for i in range(CHUNK)])
 
         self.queries.each_chunk(self.place.thread, self.shape.threads, piece)
         clear(self.acc, self.shape.rows * self.chunks * CHUNK)
@@ -142,7 +134,7 @@ class SimtWarp:
         set_register(row_max, 0, self.acc_s[row])
         over_warp(row_max, 0, T.max, step=self.lanes)
         origin = update_row_max(row_max[0] * T.float32(factor), self.row_max, self.row_sum, self.rescale, row)
-        exp2(self.acc_s, row, self.acc_s[row] * T.float32(factor) - origin)
+        simt.exp2(self.acc_s, row, self.acc_s[row] * T.float32(factor) - origin)
         set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[row])
         if self.shape.hides_values:
             set_register(self.acc_s, row, T.Select(hidden, T.float32(HIDDEN), self.acc_s[row]))
@@ -159,7 +151,7 @@ class SimtWarp:
                 load(self.value_row, chunk * CHUNK, CHUNK, self.values.address(slot, key, column))
             for row in range(self.shape.rows):
                 # All lanes of a key have its prob; the first one is asked.
-                prob = materialize(from_lane(self.acc_s[row], key * self.lanes), "float32")
+                prob = materialize(simt.from_lane(self.acc_s[row], key * self.lanes), "float32")
                 for i in range(width):
                     term = prob * self.value_row[i]
                     # 0 * NaN would be NaN.

@@ -21,25 +21,9 @@ from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.results import Area
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import DEPTH, ROWS, clear, load, load_matrices, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, Element, SharedTiles, padded
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    DEPTH,
-    ROWS,
-    Fragment,
-    ThreadIndex,
-    clear,
-    exp2,
-    load,
-    load_matrices,
-    materialize,
-    multiply_add,
-    over_warp,
-    pack,
-    registers,
-    set_register,
-    store,
-    transpose,
-)
 
 
 class _Cells:
@@ -47,7 +31,7 @@ class _Cells:
 
     in_pairs = False
 
-    def __init__(self, place: ThreadIndex, row_tiles: int, counts: Expr) -> None:
+    def __init__(self, place: simt.ThreadIndex, row_tiles: int, counts: Expr) -> None:
         self.first, self.row_tiles, self.leads = place.g, row_tiles, T.And(place.g == 0, counts)
 
     def offsets(self, count: int) -> list[int]:
@@ -64,7 +48,7 @@ class TensorWarp:
     def __init__(
         self,
         shape: DecodeBlockShape,
-        place: ThreadIndex,
+        place: simt.ThreadIndex,
         keys: SharedTiles,
         values: SharedTiles,
         queries: SharedTiles | None,
@@ -74,7 +58,7 @@ class TensorWarp:
         self.row_tiles = shape.row_tiles
         self.thread_rows = 2 * self.row_tiles
         self.numbers = [2 * place.q + (8 * (row // 2) + row % 2) for row in range(self.thread_rows)]
-        self.rows = tuple(materialize(self._existing(number)) for number in self.numbers)
+        self.rows = tuple(simt.materialize(self._existing(number)) for number in self.numbers)
         self.tiles, self.value_tiles = shape.keys // 8, padded(shape.v_head_dim) // ROWS
         self.depth_steps = padded(shape.head_dim) // DEPTH
         self.layout = _Cells(place, self.row_tiles, T.bool(True))
@@ -86,7 +70,7 @@ class TensorWarp:
         self.probs = registers(2, "uint32")
         self.repair = WarpNonFiniteRepair(values, place, self.dtype)
 
-    def cells(self, counts: Expr) -> Fragment:
+    def cells(self, counts: Expr) -> simt.Fragment:
         """`counts`: whether this warp is the one which has the sinks of the rows."""
         return _Cells(self.place, self.row_tiles, counts)
 
@@ -123,7 +107,7 @@ class TensorWarp:
                 self.repair.resolve(slot, self.thread_rows, self.tiles, self._sees, self._add_value)
         for row in range(self.thread_rows):
             for at in self._places(row):
-                exp2(self.acc_s, at, self.acc_s[at] * T.float32(scores.factor) - references[row])
+                simt.exp2(self.acc_s, at, self.acc_s[at] * T.float32(scores.factor) - references[row])
                 set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[at])
         # 3. O^T = O^T + V^T P^T.
         self._multiply_values(slot)
@@ -132,7 +116,7 @@ class TensorWarp:
         """Writes O, m and l of the rows."""
         for row, number in enumerate(self.numbers):
             # Over g: lanes 4 g + q of one q have the same rows.
-            over_warp(self.row_sum, row, lambda a, b: a + b, step=4)
+            simt.over_warp(self.row_sum, row, lambda a, b: a + b, step=4)
             with T.If(number < self.shape.rows), T.Then():
                 area.set_stats(number, self.row_max[row], self.row_sum[row])
                 for tile in range(self.value_tiles):
@@ -161,7 +145,7 @@ class TensorWarp:
             inside = T.min(column, T.int32(self.shape.head_dim - CHUNK))
             load(self.words, 0, 4, T.address_of(query(self._existing(row), inside)), "global")
             words = [T.Select(column < self.shape.head_dim, self.words[i], T.uint32(0)) for i in range(4)]
-            store(queries.address(T.int32(0), row, column), words)
+            simt.store(queries.address(T.int32(0), row, column), words)
 
         queries.each_chunk(self.place.thread, self.shape.threads, piece)
 
@@ -191,7 +175,7 @@ class TensorWarp:
                 load_matrices(self.words, 0, self.keys.address(slot, row + m * ROWS, column + step * DEPTH))
                 for tile in range(self.row_tiles):
                     at = 4 * (m * self.row_tiles + tile)
-                    multiply_add(self.acc_s, at, self.words, 0, self.query_words, b[tile], self.dtype)
+                    simt.multiply_add(self.acc_s, at, self.words, 0, self.query_words, b[tile], self.dtype)
 
     def _multiply_values(self, slot: Expr) -> None:
         lane = self.place.lane
@@ -202,15 +186,15 @@ class TensorWarp:
             for tile in range(self.row_tiles):
                 for half in range(2):
                     at = 4 * (m * self.row_tiles + tile) + 2 * half
-                    pack(self.probs, half, self.acc_s[at], self.acc_s[at + 1], self.dtype)
+                    simt.pack(self.probs, half, self.acc_s[at], self.acc_s[at + 1], self.dtype)
                     # A word of C has two rows at one key; the right operand wants one row at two keys.
-                    transpose(probs, 2 * tile + half, self.probs[half])
+                    simt.transpose(probs, 2 * tile + half, self.probs[half])
             for v in range(self.value_tiles):
                 address = self.values.address(slot, row + m * DEPTH, column + v * ROWS)
                 load_matrices(self.words, 0, address, transposed=True)
                 for tile in range(self.row_tiles):
                     at = 4 * (v * self.row_tiles + tile)
-                    multiply_add(self.acc, at, self.words, 0, probs, 2 * tile, self.dtype)
+                    simt.multiply_add(self.acc, at, self.words, 0, probs, 2 * tile, self.dtype)
 
     # The softmax.
 
@@ -219,7 +203,7 @@ class TensorWarp:
         set_register(row_max, 0, T.float32(-math.inf))
         for at in self._places(row):
             set_register(row_max, 0, T.max(row_max[0], self.acc_s[at]))
-        over_warp(row_max, 0, T.max, step=4)
+        simt.over_warp(row_max, 0, T.max, step=4)
         sums = [self._sum(row, tile, half) for tile in range(self.value_tiles) for half in range(2)]
         origin = update_row_max(row_max[0] * T.float32(factor), self.row_max, self.row_sum, self.rescale, row)
         for at in sums:

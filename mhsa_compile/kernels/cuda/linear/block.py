@@ -25,18 +25,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK
-from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    WARP,
-    ThreadIndex,
-    barrier,
-    clear,
-    load,
-    materialize,
-    registers,
-    set_register,
-    store,
-)
+from mhsa_compile.kernels.cuda.primitives import simt, smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, barrier, clear, load, materialize, registers, store
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 GROUP = 8
@@ -160,7 +150,7 @@ class LinearBlock:
     weight_tiles: MatrixTiles
 
     def __init__(
-        self, op: LinearOp, shape: Any, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
+        self, op: LinearOp, shape: Any, place: simt.ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
     ) -> None:
         self.op, self.shape, self.place, self.operands = op, shape, place, operands
         self.first_row, self.first_column = first
@@ -243,6 +233,6 @@ class LinearBlock:
                     load(self.words, 0, 4, address(number, quad))
                     for i in range(4):
                         at = 4 * quad + i
-                        set_register(self.sums, at, self.sums[at] + T.reinterpret("float32", self.words[i]))
+                        simt.set_register(self.sums, at, self.sums[at] + T.reinterpret("float32", self.words[i]))
 
         self._of_first_slice(add)

@@ -19,15 +19,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, Matrix, MatrixTiles
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, ThreadShape
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    ThreadIndex,
-    clear,
-    load,
-    materialize,
-    registers,
-    set_register,
-    store,
-)
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import clear, load, materialize, registers, set_register, store
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 VECTOR = CHUNK // 4
@@ -44,7 +37,12 @@ class ThreadBlock(LinearBlock):
     """One block of y of a LinearOp."""
 
     def __init__(
-        self, op: LinearOp, shape: ThreadShape, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
+        self,
+        op: LinearOp,
+        shape: ThreadShape,
+        place: simt.ThreadIndex,
+        operands: LinearOperands,
+        first: tuple[Expr, Expr],
     ) -> None:
         super().__init__(op, shape, place, operands, first)
         x = Matrix(operands.x, operands.rows, op.in_features)

@@ -14,21 +14,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, LinearTiles, Matrix, MatrixTiles
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, TensorShape
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    DEPTH,
-    ROWS,
-    WARP,
-    ThreadIndex,
-    load,
-    load_matrices,
-    materialize,
-    multiply_add,
-    pack,
-    registers,
-    store,
-    warp_barrier,
-)
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, ROWS, WARP, load, materialize, registers, store
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 
@@ -36,7 +23,12 @@ class TensorBlock(LinearBlock):
     """One block of y of a LinearOp."""
 
     def __init__(
-        self, op: LinearOp, shape: TensorShape, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
+        self,
+        op: LinearOp,
+        shape: TensorShape,
+        place: simt.ThreadIndex,
+        operands: LinearOperands,
+        first: tuple[Expr, Expr],
     ) -> None:
         super().__init__(op, shape, place, operands, first)
         x = Matrix(operands.x, operands.rows, op.in_features)
@@ -55,7 +47,7 @@ class TensorBlock(LinearBlock):
         self.weight_tiles.copy(slot, self.first_column, term, thread, threads)
 
     def multiply(self, slot: Expr) -> None:
-        steps = self.shape.depth // DEPTH // self.shape.slices
+        steps = self.shape.depth // simt.DEPTH // self.shape.slices
         first = materialize(self.slice * (2 * steps)) if self.shape.slices > 1 else T.int32(0)
         self._load(slot, first, 0)
         for step in range(steps):
@@ -65,7 +57,9 @@ class TensorBlock(LinearBlock):
             left, right = self.left[step % 2], self.right[step % 2]
             for m in range(self.row_tiles):
                 for n in range(self.column_tiles):
-                    multiply_add(self.sums, 4 * (m * self.column_tiles + n), left, 4 * m, right, 2 * n, self.op.dtype)
+                    simt.multiply_add(
+                        self.sums, 4 * (m * self.column_tiles + n), left, 4 * m, right, 2 * n, self.op.dtype
+                    )
 
     def _load(self, slot: Expr, chunk: Expr, turn: int) -> None:
         """The fragments of one step, whose terms begin with this chunk. Lane i gives the address of row i % 8 of matrix
@@ -75,12 +69,12 @@ class TensorBlock(LinearBlock):
         row, half = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16))
         for m in range(self.row_tiles):
             address = self.x_tiles.address(slot, self.part_row + row + m * ROWS, chunk + half)
-            load_matrices(self.left[turn], 4 * m, address)
+            simt.load_matrices(self.left[turn], 4 * m, address)
         row = T.truncdiv(lane, T.int32(16)) * 8 + T.truncmod(lane, T.int32(8))
         half = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2))
         for pair in range(self.column_tiles // 2):
             address = self.weight_tiles.address(slot, self.part_column + row + pair * 2 * COLUMNS, chunk + half)
-            load_matrices(self.right[turn], 4 * pair, address)
+            simt.load_matrices(self.right[turn], 4 * pair, address)
 
     def write(self) -> None:
         """Writes y through shared memory, a warp's part by itself, so that 16 bytes of a row go out at once."""
@@ -92,10 +86,10 @@ class TensorBlock(LinearBlock):
             for m in range(self.row_tiles):
                 for half in range(2):
                     at = 4 * (m * self.column_tiles + n) + 2 * half
-                    pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.op.dtype)
+                    simt.pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.op.dtype)
                     row = self.place.g + (m * ROWS + half * 8)
                     store(self.output.address(self.part, row, T.int32(n), 2 * self.place.q), [self.words[2]])
-        warp_barrier()
+        simt.warp_barrier()
         # 2. Out, as many elements at once as rows of y begin at multiples of.
         unit = gcd(CHUNK // 2, self.op.out_features, self.op.pitch)
         across = self.shape.warp_columns // unit

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mhsa_compile.hardware.profile import CudaProfile
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, SPARE, WARP
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, SPARE, WARP
 
 KNOBS = ("rows", "columns", "depth", "stages", "warp_rows", "warp_columns", "slices")
 CHUNK = 16  # bytes that one copy moves
@@ -101,7 +101,7 @@ class LinearBlockShape:
         return profile.blocks_at_once(self.threads, min(self.thread_registers, MOST_REGISTERS), self.shared_bytes)
 
     def together(self, profile: CudaProfile) -> int | None:
-        """What `warp.min_blocks_per_sm` is told: how many blocks shared memory has room for, where each thread may
+        """What `simt.min_blocks_per_sm` is told: how many blocks shared memory has room for, where each thread may
         have all registers then. Told of more blocks ptxas spills, and left to itself for blocks without room."""
         most = profile.blocks_at_once(self.threads, MOST_REGISTERS, self.shared_bytes)
         by_shared = profile.blocks_at_once(self.threads, 1, self.shared_bytes)

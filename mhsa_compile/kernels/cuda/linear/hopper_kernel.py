@@ -25,37 +25,10 @@ from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cuda.linear.block import LinearOperands, dealt
 from mhsa_compile.kernels.cuda.linear.kernel import WIDEST, MmaLinearKernel, likely_rows
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
-from mhsa_compile.kernels.cuda.primitives.hopper_tma import (
-    ALIGNMENT,
-    BARRIER_BYTES,
-    PANEL,
-    ROW_BYTES,
-    Slots,
-    SwizzledTiles,
-    declare_map,
-    encode_map,
-    launch_roles,
-    shared_memory,
-    tile_bytes,
-)
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, hopper_tma, simt
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import PANEL, ROW_BYTES, Slots, SwizzledTiles, tile_bytes
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, ROWS, ThreadIndex, materialize, registers, warp_barrier
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    DEPTH,
-    ROWS,
-    WARP,
-    ThreadIndex,
-    barrier,
-    clear,
-    launch,
-    load,
-    materialize,
-    pack,
-    registers,
-    store,
-    warp_barrier,
-)
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 
@@ -95,7 +68,7 @@ class HopperShape:
 
     @property
     def shared_bytes(self) -> int:
-        return ALIGNMENT + self.barriers_byte + 2 * BARRIER_BYTES * self.stages
+        return hopper_tma.ALIGNMENT + self.barriers_byte + 2 * hopper_tma.BARRIER_BYTES * self.stages
 
     def parts(self, rows: int, columns: int) -> int:
         """How many parts y (rows, columns) has."""
@@ -121,7 +94,7 @@ class LinearSharedMemory:
     """Shared memory of a block: the ring of tiles of x and of the weights, y, and the barriers."""
 
     def __init__(self, shape: HopperShape) -> None:
-        first = shared_memory(shape.shared_bytes)
+        first = hopper_tma.shared_memory(shape.shared_bytes)
         self.x = SwizzledTiles(first, shape.stages, shape.rows, shape.depth)
         behind = shape.stages * self.x.bytes
         self.weight = SwizzledTiles(first + T.uint32(behind), shape.stages, shape.columns, shape.depth)
@@ -158,7 +131,7 @@ class LinearConsumer:
 
     def part(self, turns: int, row: Expr, column: Expr, before: Expr) -> None:
         ring, memory, lane = self.memory.ring, self.memory, self.place.lane
-        clear(self.sums, self.thread_sums)
+        simt.clear(self.sums, self.thread_sums)
         with T.serial(T.int32(turns)) as turn:
             use = materialize(before + turn)
             ring.wait_full(use)
@@ -166,7 +139,7 @@ class LinearConsumer:
             left, right = memory.x.by_rows(slot, self.group * hopper_ptx.ROWS), memory.weight.by_rows(slot)
             hopper_ptx.pin(self.sums, self.thread_sums)
             hopper_ptx.products_begin()
-            for step in range(self.shape.depth // DEPTH):
+            for step in range(self.shape.depth // simt.DEPTH):
                 a, b = left + T.uint64(memory.x.row_step(step)), right + T.uint64(memory.weight.row_step(step))
                 hopper_ptx.multiply_shared(self.sums, self.shape.columns, a, b, True, self.dtype)
             hopper_ptx.products_end()
@@ -196,12 +169,12 @@ class LinearConsumer:
             for half in range(2)
         ]
         for n in range(self.shape.columns // COLUMNS):
-            load(self.words, 0, 2, T.address_of(self.bias[column + (n * COLUMNS + 2 * q)]), "global")
+            simt.load(self.words, 0, 2, T.address_of(self.bias[column + (n * COLUMNS + 2 * q)]), "global")
             bias = [materialize(T.reinterpret("float32", self.words[e]), "float32") for e in range(2)]
             for half in range(2):
                 at = 4 * n + 2 * half
-                pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.dtype)
-                store(starts[half] + tiles.chunk_in_row(n, g), [self.words[2]])
+                simt.pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.dtype)
+                simt.store(starts[half] + tiles.chunk_in_row(n, g), [self.words[2]])
         # First each lane's own writes, then all of the warp's: one lane stores for all.
         hopper_ptx.fence_for_engines()
         warp_barrier()
@@ -281,13 +254,13 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, operands: Li
     # One a multiprocessor, which goes from part to part.
     blocks = T.min(parts, T.int64(multiprocessors))
     # One at a time, or registers could not be given to another role.
-    with launch(blocks, shape.threads, together=1) as (block, thread):
+    with simt.launch(blocks, shape.threads, together=1) as (block, thread):
         # 2. Shared memory, and which parts are this block's.
         memory = LinearSharedMemory(shape)
         with T.If(thread == 0), T.Then():
-            memory.ring.begin(CONSUMERS * hopper_ptx.WARPGROUP // WARP)
+            memory.ring.begin(CONSUMERS * hopper_ptx.WARPGROUP // simt.WARP)
             hopper_ptx.fence_barriers()
-        barrier()
+        simt.barrier()
         number, count, all_blocks = (materialize(T.cast(n, "int32")) for n in (block, parts, blocks))
         lines = materialize(T.cast(rows, "int32"))
         turns = -(-op.in_features // shape.depth)
@@ -305,11 +278,11 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, operands: Li
             each_part(partial(consumer.part, turns))
             consumer.end()
 
-        launch_roles(thread, CONSUMERS, lambda: each_part(partial(produce, memory, turns, maps)), compute)
+        hopper_tma.launch_roles(thread, CONSUMERS, lambda: each_part(partial(produce, memory, turns, maps)), compute)
 
 
 def _matrix_map(name: str, buffer: Expr, dims: Sequence[Expr], pitch: int, rows: int) -> Expr:
     """A matrix, of which boxes have so many rows; `dims` are its columns and rows, `pitch` from row to row."""
-    tensor_map = declare_map(name)
-    encode_map(tensor_map, buffer[(0,) * len(buffer.shape)], dims, [T.int64(pitch)], (PANEL, rows))
+    tensor_map = hopper_tma.declare_map(name)
+    hopper_tma.encode_map(tensor_map, buffer[(0,) * len(buffer.shape)], dims, [T.int64(pitch)], (PANEL, rows))
     return tensor_map

@@ -25,7 +25,7 @@ from mhsa_compile.kernels.cuda.linear.block_fp32 import ThreadBlock, padded
 from mhsa_compile.kernels.cuda.linear.block_mma import TensorBlock
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, KNOBS, LinearBlockShape, TensorShape, ThreadShape
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, launch, materialize
+from mhsa_compile.kernels.cuda.primitives.simt import ThreadIndex, launch, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import registers, set_register
+from mhsa_compile.kernels.cuda.primitives.simt import registers, set_register
 
 WARPGROUP = 128  # threads
 ROWS, DEPTH = 64, 16

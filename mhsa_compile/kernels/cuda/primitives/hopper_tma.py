@@ -27,19 +27,10 @@ from collections.abc import Callable, Sequence
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.hopper_ptx import (
-    DEPTH,
-    WARPGROUP,
-    arrive,
-    begin_barrier,
-    give_registers,
-    load_box,
-    store_box,
-    take_registers,
-    wait,
-)
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx
+from mhsa_compile.kernels.cuda.primitives.hopper_ptx import DEPTH, WARPGROUP, arrive, begin_barrier, load_box, wait
+from mhsa_compile.kernels.cuda.primitives.simt import ThreadIndex, materialize
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, ELEMENT, padded
-from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, materialize
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 PANEL = 64  # columns
@@ -106,7 +97,7 @@ class SwizzledTiles:
         `row` on, but for those that it does not have."""
         for panel in range(panels(self.width)):
             address = self.start(slot) + T.cast(panel * (self.rows * ROW_BYTES) + first_row * ROW_BYTES, "uint32")
-            store_box(tensor.map, tensor.coordinates(T.int32(panel * PANEL), row, head, b), address)
+            hopper_ptx.store_box(tensor.map, tensor.coordinates(T.int32(panel * PANEL), row, head, b), address)
 
     def by_rows(self, slot: Expr, first_row: Expr | None = None) -> Expr:
         """The descriptor of rows of 16 columns, from row `first_row` on, a multiple of eight. `row_step` leads on."""
@@ -264,10 +255,10 @@ def launch_roles(
     few, many = REGISTERS[consumers]
     with T.If(thread < WARPGROUP):
         with T.Then():
-            give_registers(few)
+            hopper_ptx.give_registers(few)
             # One thread asks for whole boxes; the other 127 of its warpgroup are done.
             with T.If(thread == 0), T.Then():
                 copy()
         with T.Else():
-            take_registers(many)
+            hopper_ptx.take_registers(many)
             compute(ThreadIndex(materialize(thread - WARPGROUP)))

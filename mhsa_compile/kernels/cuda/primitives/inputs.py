@@ -10,15 +10,9 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import load_pair, materialize, registers, set_register, unpack
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    load_element,
-    load_pair,
-    materialize,
-    registers,
-    set_register,
-    unpack,
-)
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 
 WIDEST = 256
@@ -106,7 +100,7 @@ class MaskReader:
         for i, offset in enumerate(offsets):
             for e in range(2):
                 column = T.cast(T.min(key + (offset + e), self._last_key), "int64")
-                load_element(elements, e, T.address_of(self._flat[start + column]), self.dtype)
+                simt.load_element(elements, e, T.address_of(self._flat[start + column]), self.dtype)
             at = first + i * self.pair_words
             if self.pair_words == 2:
                 set_register(words, at, elements[0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import DEPTH, materialize
+from mhsa_compile.kernels.cuda.primitives.simt import DEPTH, materialize
 
 CHUNK = 8  # elements of 16 bits in the 16 bytes that one copy moves
 ELEMENT = 2  # bytes

@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import launch, load, materialize, pack, registers, set_register, store
+from mhsa_compile.kernels.cuda.primitives.simt import launch, load, materialize, pack, registers, set_register, store
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 THREADS = 256  # of a block: eight of them fill a multiprocessor

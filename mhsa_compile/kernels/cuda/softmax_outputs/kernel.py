@@ -16,8 +16,8 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.score_scale import why_not_scores
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, narrow
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
 from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import Largest, WarpRowStats
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed

@@ -27,8 +27,8 @@ from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.key_range import FAR
 from mhsa_compile.kernels.cuda.attention.thread_scores import thread_parts
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, clear, materialize, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, piece_of, row_steps
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, clear, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.interface.score_step import first
 

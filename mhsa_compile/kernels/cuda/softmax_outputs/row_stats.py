@@ -17,19 +17,8 @@ from collections.abc import Callable
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    WARP,
-    ballot,
-    exp2,
-    from_lane,
-    load,
-    materialize,
-    registers,
-    set_register,
-    shuffle_xor,
-    store,
-    warp_barrier,
-)
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, load, materialize, registers, set_register, warp_barrier
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import RowScores
 
 LN_2 = math.log(2.0)
@@ -39,7 +28,7 @@ _NOTHING = -math.inf
 def power(value: Expr) -> Expr:
     """2^value."""
     cell = registers(1)
-    exp2(cell, 0, value)
+    simt.exp2(cell, 0, value)
     return T.Bind(cell[0])
 
 
@@ -108,9 +97,10 @@ class WarpRowStats:
 
     def _join_with(self, r: int, apart: int) -> None:
         base, row_sum, moment = (
-            materialize(shuffle_xor(cells[r], apart), "float32") for cells in (self.row_max, self.row_sum, self.moment)
+            materialize(simt.shuffle_xor(cells[r], apart), "float32")
+            for cells in (self.row_max, self.row_sum, self.moment)
         )
-        key, nothing = materialize(shuffle_xor(self.keys[r], apart)), T.float32(_NOTHING)
+        key, nothing = materialize(simt.shuffle_xor(self.keys[r], apart)), T.float32(_NOTHING)
         alone = T.Or(self.row_max[r] == nothing, base == nothing)
         gap = self.beyond(base, key, self.row_max[r], self.keys[r])
         gap = materialize(T.Select(alone, T.float32(0), gap), "float32")
@@ -192,11 +182,11 @@ class Largest:
         for r in range(len(self.there)):
             key = materialize(first_key + self.scores.lane)
             base = materialize(self.scores.bases[r], "float32")
-            set_register(self._pending, 0, ballot(T.And(self.there[r], self._exceeds(r, base, key))))
+            set_register(self._pending, 0, simt.ballot(T.And(self.there[r], self._exceeds(r, base, key))))
             with T.While(self._pending[0] != T.uint32(0)):
                 source = materialize(T.cuda.ffs_u32(self._pending[0]) - 1)
                 set_register(self._pending, 0, self._pending[0] & (self._pending[0] - T.uint32(1)))
-                candidate = materialize(from_lane(base, source), "float32")
+                candidate = materialize(simt.from_lane(base, source), "float32")
                 # Asked again: what was inserted meanwhile may be larger.
                 with T.If(self._exceeds(r, candidate, first_key + source)), T.Then():
                     self._insert(r, candidate, materialize(first_key + source))
@@ -259,8 +249,8 @@ class Largest:
         return materialize(T.reinterpret("int32", self._read[1][0]))
 
     def _set(self, r: int, slot: Expr, base: Expr, key: Expr) -> None:
-        store(self._address(self.weights, r, slot), [base], "global")
+        simt.store(self._address(self.weights, r, slot), [base], "global")
         key = materialize(key)
         # An int64 as two words, the upper one full of the sign: -1 is none.
         halves = [T.reinterpret("uint32", half) for half in (key, T.shift_right(key, T.int32(31)))]
-        store(self._address(self.keys, r, slot), halves, "global")
+        simt.store(self._address(self.keys, r, slot), halves, "global")
