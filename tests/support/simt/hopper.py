@@ -14,16 +14,16 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from support.simt import hopper_ptx, hopper_tma, interpreter
 from support.simt.hopper_memory import HopperShared, Mbarrier, NamedBarrier
-from support.simt.memory import Array, Lanes, SimtError, numpy_dtype
-from support.simt.tensor_map import TensorMap
-from support.simt.threads import Registers, Thunk, View, key_of
-from support.simt.wgmma_descriptors import Product
+from support.simt.hopper_tma import TensorMap
+from support.simt.hopper_wgmma import Product
+from support.simt.memory import Array, Lanes, SimtError
+from support.simt.threads import Registers, Thunk, View
 
 WARPGROUP = 128
 REGISTERS = 65536  # of a multiprocessor
@@ -201,29 +201,10 @@ class HopperMachine(interpreter.Machine):
 
     # Each warpgroup has views of its own, and knows when it wrote to which registers.
 
-    def _AllocBuffer(self, node: Any) -> Thunk:
-        buffer, key = node.buffer, key_of(node.buffer)
-        size, dtype = int(np.prod([int(n) for n in buffer.shape])), numpy_dtype(str(buffer.dtype))
-        view, is_shared = self._view(buffer, Registers(0, dtype, 1)), str(buffer.scope()).startswith("shared")
-
-        def execute() -> None:
-            if is_shared:
-                if self.memory is None:
-                    self.memory = HopperShared(self.blocks, self.threads // 32, size * dtype.itemsize)
-                self.views[key] = replace(view, memory=self.memory)
-            else:
-                self.views[key] = replace(view, memory=Registers(size, dtype, self.lanes.count))
-
-        return execute
-
-    def _DeclBuffer(self, node: Any) -> Thunk:
-        key, source = key_of(node.buffer), key_of(node.data.args[0])
-        view = self._view(node.buffer, Registers(0, np.dtype(np.uint8), 1))
-
-        def execute() -> None:
-            self.views[key] = replace(view, memory=self.views[source].memory)
-
-        return execute
+    def shared_memory(self, count: int) -> HopperShared:
+        if self.memory is None:
+            self.memory = HopperShared(self.blocks, self.threads // 32, count)
+        return self.memory
 
     def store(self, view: View, indices: list[Any], value: Any) -> None:
         if isinstance(view.memory, Registers):

@@ -17,6 +17,7 @@ the rounding of tensor cores and of ex2.approx beyond float32's; anything of spe
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -131,22 +132,23 @@ class Machine(Expressions):
         view, is_shared = self._view(buffer, Registers(0, dtype, 1)), str(buffer.scope()).startswith("shared")
 
         def execute() -> None:
-            if is_shared:
-                view.memory = SharedMemory("shared memory", self.lanes, size * dtype.itemsize)
-                self.shared.append(view.memory)
-            else:
-                view.memory = Registers(size, dtype, self.lanes.count)
-            self.views[key] = view
+            bytes_of_all = size * dtype.itemsize
+            memory = self.shared_memory(bytes_of_all) if is_shared else Registers(size, dtype, self.lanes.count)
+            self.views[key] = replace(view, memory=memory)
 
         return execute
+
+    def shared_memory(self, count: int) -> Any:
+        """So many bytes of a block's shared memory."""
+        self.shared.append(SharedMemory("shared memory", self.lanes, count))
+        return self.shared[-1]
 
     def _DeclBuffer(self, node: Any) -> Thunk:
         key, source = key_of(node.buffer), key_of(node.data.args[0])
         view = self._view(node.buffer, Registers(0, np.dtype(np.uint8), 1))
 
         def execute() -> None:
-            view.memory = self.views[source].memory
-            self.views[key] = view
+            self.views[key] = replace(view, memory=self.views[source].memory)
 
         return execute
 
