@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import replace
+from typing import Generic
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.score_scale import why_not_scores
@@ -18,14 +19,11 @@ from mhsa_compile.kernels.common.static_mask import plan_constants, why_not_plan
 from mhsa_compile.kernels.cuda.attention.block_fp32 import Fp32AttentionBlock, Fp32BlockShape
 from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, MmaBlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, separate_plan
-from mhsa_compile.kernels.cuda.attention.launch import WARPS, TileShape, attention
+from mhsa_compile.kernels.cuda.attention.launch import WARPS, Shape, TileShape, attention
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
 from mhsa_compile.kernels.cuda.primitives.simt import MOST_REGISTERS, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
-
-if TYPE_CHECKING:
-    from tvm.ir import Expr
 
 KNOBS = ("queries", "keys", "stages")
 MOST_KEYS = 128
@@ -33,12 +31,9 @@ MOST_KEYS = 128
 the rows."""
 BESIDE_TILES, BESIDE_FP32_TILES = 55, 23
 """Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc and NVRTC 13.0). What
-`_registers` adds for a ring of several stages, and steps of scores for themselves, was found the same way."""
+`registers` adds for a ring of several stages, and steps of scores for themselves, was found the same way."""
 _LIKED = 40
 """Registers beyond those that bands, masks and terms of the scores took of float32 where there was room."""
-
-
-Shape = TypeVar("Shape", bound=TileShape)
 
 
 class TiledAttentionKernel(ABC, Generic[Shape]):
@@ -47,31 +42,32 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
     op_type = AttentionOp
     dtypes: tuple[str, ...]
     dtypes_in_words: str
-    knobs: tuple[str, ...]
+    knobs: tuple[str, ...] = KNOBS
+    shape_type: type[Shape]
     functions = True
     """Whether it computes mask_mod and score_mod."""
 
-    @abstractmethod
     def shape(self, op: AttentionOp, config: Config) -> Shape:
         """The sizes of a block."""
+        queries, keys, stages = (config[knob] for knob in KNOBS)
+        return self.shape_type(queries, keys, stages, op.head_dim, op.v_head_dim)
 
     @abstractmethod
     def why_not_knobs(self, config: Config) -> str | None:
         """Why a block cannot be of such sizes, whatever the attention and the GPU."""
 
     @abstractmethod
-    def why_not_shape(self, op: AttentionOp, shape: Shape) -> str | None:
-        """Why the threads of a block have too few registers."""
+    def registers(self, op: AttentionOp, shape: Shape) -> int:
+        """The registers that a thread needs so that nothing spills."""
 
     @abstractmethod
-    def function(self, op: AttentionOp, shape: Shape, plan: CudaBlockSparsity | None, profile: CudaProfile) -> Expr:
-        """The PrimFunc of an attention, whose blocks have these sizes."""
+    def launched(self, op: AttentionOp, shape: Shape, plan: CudaBlockSparsity | None, profile: CudaProfile) -> Emitted:
+        """An attention whose blocks have these sizes, but for the plan's constants."""
 
-    def workspace(
-        self, op: AttentionOp, shape: Shape, plan: CudaBlockSparsity | None, profile: CudaProfile
-    ) -> tuple[int, ...]:
-        """The shape of the function's workspace; empty where it has none."""
-        return ()
+    def why_not_shape(self, op: AttentionOp, shape: Shape, most: int = MOST_REGISTERS) -> str | None:
+        """Why the threads of a block have too few registers: those that they need, of so many."""
+        needed = self.registers(op, shape)
+        return f"{needed} registers of {most}" if needed > most else None
 
     def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if op.dtype not in self.dtypes:
@@ -89,11 +85,7 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
     def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:
         shape = self.shape(op, config)
         op, plan = separate_plan(op, shape.queries, shape.keys)
-        return Emitted(
-            self.function(op, shape, plan, profile),
-            constants=plan_constants(plan),
-            workspace=self.workspace(op, shape, plan, profile),
-        )
+        return replace(self.launched(op, shape, plan, profile), constants=plan_constants(plan))
 
 
 def _sizes(*values: int) -> dict[str, int]:
@@ -105,7 +97,7 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
 
     name = "cuda.attention"
     dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
-    knobs = KNOBS
+    shape_type = MmaBlockShape
 
     def search_space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (64, 128), "keys": (16, 32, 48, 64, 96, 128), "stages": (1, 2, 3)}
@@ -121,37 +113,31 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
                 return config
         return _sizes(64, 16, 1)
 
-    def shape(self, op: AttentionOp, config: Config) -> MmaBlockShape:
-        return MmaBlockShape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
-
     def why_not_knobs(self, config: Config) -> str | None:
         if config["queries"] % (16 * WARPS) or config["keys"] % 16:
             return f"queries in multiples of {16 * WARPS} and keys of 16, not {dict(config)}"
         return None
 
-    def why_not_shape(self, op: AttentionOp, shape: MmaBlockShape) -> str | None:
+    def why_not_shape(self, op: AttentionOp, shape: MmaBlockShape, most: int = MOST_REGISTERS) -> str | None:
         if shape.row_tiles * shape.keys > MOST_KEYS:
             return f"{shape.keys} keys, where {shape.queries} rows go with {MOST_KEYS // shape.row_tiles} at most"
-        needed = _registers(op, shape)
-        return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
+        return super().why_not_shape(op, shape, most)
 
-    def function(
+    def registers(self, op: AttentionOp, shape: MmaBlockShape) -> int:
+        needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
+        of_steps: dict[str, int] = {}
+        for step in op.scores:
+            for purpose, count in step.cuda_registers(shape.row_tiles, shape.keys, shape.stages).items():
+                of_steps[purpose] = max(count, of_steps.get(purpose, 0))
+        return needed + sum(of_steps.values())
+
+    def launched(
         self, op: AttentionOp, shape: MmaBlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
-    ) -> Expr:
+    ) -> Emitted:
         together = None
         if not op.any_step("function"):  # which take whatever there is
-            together = occupancy_hint(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
-        return attention(op, shape, plan, MmaAttentionBlock, together)
-
-
-def _registers(op: AttentionOp, shape: MmaBlockShape) -> int:
-    """The registers that a thread needs so that nothing spills."""
-    needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
-    of_steps: dict[str, int] = {}
-    for step in op.scores:
-        for purpose, count in step.cuda_registers(shape.row_tiles, shape.keys, shape.stages).items():
-            of_steps[purpose] = max(count, of_steps.get(purpose, 0))
-    return needed + sum(of_steps.values())
+            together = occupancy_hint(profile, shape.threads, self.registers(op, shape), shape.shared_bytes)
+        return Emitted(attention(op, shape, plan, MmaAttentionBlock, together))
 
 
 def _blocks(op: AttentionOp, shape: MmaBlockShape) -> float:
@@ -166,7 +152,7 @@ class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
 
     name = "cuda.attention_float32"
     dtypes, dtypes_in_words = ("float32",), "float32"
-    knobs = KNOBS
+    shape_type = Fp32BlockShape
 
     def search_space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (16, 32, 64), "keys": (16, 32, 48, 64), "stages": (1, 2)}
@@ -179,24 +165,20 @@ class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
         fitting = [config for config in configs if self.why_not_config(op, profile, config) is None]
         return next((config for config in fitting if _together(self.shape(op, config), profile) >= 2), fitting[-1])
 
-    def shape(self, op: AttentionOp, config: Config) -> Fp32BlockShape:
-        return Fp32BlockShape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
-
     def why_not_knobs(self, config: Config) -> str | None:
         if config["queries"] % 8 or config["keys"] % 16:
             return f"queries in multiples of 8 and keys of 16, not {dict(config)}"
         return None
 
-    def why_not_shape(self, op: AttentionOp, shape: Fp32BlockShape) -> str | None:
-        needed = shape.tile_registers + BESIDE_FP32_TILES
-        return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
+    def registers(self, op: AttentionOp, shape: Fp32BlockShape) -> int:
+        return shape.tile_registers + BESIDE_FP32_TILES
 
-    def function(
+    def launched(
         self, op: AttentionOp, shape: Fp32BlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
-    ) -> Expr:
-        registers = shape.tile_registers + BESIDE_FP32_TILES + _LIKED
+    ) -> Emitted:
+        registers = self.registers(op, shape) + _LIKED
         together = occupancy_hint(profile, shape.threads, registers, shape.shared_bytes)
-        return attention(op, shape, plan, Fp32AttentionBlock, together)
+        return Emitted(attention(op, shape, plan, Fp32AttentionBlock, together))
 
 
 def _together(shape: TileShape, profile: CudaProfile) -> int:
