@@ -78,13 +78,12 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
     """Emits one block."""
 
     def allocate(self) -> None:
-        shape = self.shape
-        E, F, stages = shape.head_dim, shape.v_head_dim, shape.stages
+        shape, stages = self.shape, self.shape.stages
         pool = T.alloc_buffer((shape.shared_bytes // WORD,), "float32", scope="shared.dyn")
-        self.queries = SharedTiles(pool, 0, 1, shape.queries, E, "float32", shape.key_form)
-        self.keys = SharedTiles(pool, self.queries.end, stages, shape.keys, E, "float32", shape.key_form)
-        self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, F, "float32", shape.value_form)
-        self.probs = SharedTiles(pool, self.values.end, 1, shape.queries, shape.keys, "float32", shape.prob_form)
+        self.queries = SharedTiles(pool, 0, 1, shape.queries, shape.key_form)
+        self.keys = SharedTiles(pool, self.queries.end, stages, shape.keys, shape.key_form)
+        self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, shape.value_form)
+        self.probs = SharedTiles(pool, self.values.end, 1, shape.queries, shape.prob_form)
         self.first_row, self.lane = _rows_and_lane(shape, self.place)
         self.order = KeyTiles(self.scores.key_range, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks

@@ -28,7 +28,7 @@ from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.thread_scores import rows_of
 from mhsa_compile.kernels.cuda.primitives import simt, smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, DEPTH, ROWS, barrier, load_matrices, pack, registers
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT, SharedTiles, padded, tile_bytes
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT, SharedTiles, halves, padded, tile_bytes
 
 QUERY_REGISTERS = 32
 """Registers that Q may stay in; where it has more fragments, they are read again for every tile of keys."""
@@ -76,11 +76,11 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         E, F = shape.head_dim, shape.v_head_dim
         # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
         pool = T.alloc_buffer((shape.shared_bytes // ELEMENT,), op.dtype, scope="shared.dyn")
-        self.queries = SharedTiles(pool, 0, 1, shape.queries, E, op.dtype)
-        self.keys = SharedTiles(pool, self.queries.end, shape.stages, shape.keys, E, op.dtype)
-        self.values = SharedTiles(pool, self.keys.end, shape.stages, shape.keys, F, op.dtype)
+        self.queries = SharedTiles(pool, 0, 1, shape.queries, halves(E))
+        self.keys = SharedTiles(pool, self.queries.end, shape.stages, shape.keys, halves(E))
+        self.values = SharedTiles(pool, self.keys.end, shape.stages, shape.keys, halves(F))
         # In the place of Q, K and V, when they are done with.
-        self.output = SharedTiles(pool, 0, 1, shape.queries, F, op.dtype)
+        self.output = SharedTiles(pool, 0, 1, shape.queries, halves(F))
         flag = T.address_of(pool[shape.flag_byte // ELEMENT])
         self.repair = BlockNonFiniteRepair(self.values, flag, self.place, shape.threads, op.dtype)
         self.depth_steps, self.key_steps = padded(E) // DEPTH, shape.keys // DEPTH

@@ -40,12 +40,12 @@ class DecodeBlock:
         # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
         self.element_bytes = shape.key_form.size
         self.pool = T.alloc_buffer((shape.shared_bytes // self.element_bytes,), op.dtype, scope="shared.dyn")
-        slots, E, F = shape.warps * shape.stages, shape.head_dim, shape.v_head_dim
-        self.keys = SharedTiles(self.pool, 0, slots, shape.keys, E, op.dtype, shape.key_form)
-        self.values = SharedTiles(self.pool, self.keys.end, slots, shape.keys, F, op.dtype, shape.value_form)
+        slots = shape.warps * shape.stages
+        self.keys = SharedTiles(self.pool, 0, slots, shape.keys, shape.key_form)
+        self.values = SharedTiles(self.pool, self.keys.end, slots, shape.keys, shape.value_form)
         queries = None
         if shape.shares_queries:
-            queries = SharedTiles(self.pool, shape.queries_byte, 1, shape.query_rows, E, op.dtype, shape.query_form)
+            queries = SharedTiles(self.pool, shape.queries_byte, 1, shape.query_rows, shape.query_form)
         warp: Any = SimtWarp if shape.is_wide else TensorWarp
         self.warp = warp(shape, place, self.keys, self.values, queries)
         self.area = Area(shape, self._word, place.warp)

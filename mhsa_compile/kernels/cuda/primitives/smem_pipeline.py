@@ -66,16 +66,13 @@ def words(width: int) -> RowFormat:
 
 
 class SharedTiles:
-    """`slots` tiles of `rows` x `width`, from byte `first` of a block's shared memory on; of 16 bits, or as `form`."""
+    """`slots` tiles of `rows` rows of a form, from byte `first` of a block's shared memory on."""
 
-    def __init__(
-        self, pool: Expr, first: int, slots: int, rows: int, width: int, dtype: str, form: RowFormat | None = None
-    ) -> None:
-        self.form = form or halves(width)
-        self.rows, self.width, self.chunks = rows, width, self.form.columns // self.form.chunk
-        self.end = first + slots * self.form.bytes(rows)
-        shape, offset = (slots, rows, self.form.pitch), T.int32(first // self.form.size)
-        tiles = T.decl_buffer(shape, dtype, data=pool.data, elem_offset=offset, scope="shared.dyn")
+    def __init__(self, pool: Expr, first: int, slots: int, rows: int, form: RowFormat) -> None:
+        self.form, self.rows, self.width, self.chunks = form, rows, form.width, form.columns // form.chunk
+        self.end = first + slots * form.bytes(rows)
+        shape, offset = (slots, rows, form.pitch), T.int32(first // form.size)
+        tiles = T.decl_buffer(shape, pool.dtype, data=pool.data, elem_offset=offset, scope="shared.dyn")
         self._begin = T.Bind(T.cuda.cvta_generic_to_shared(T.address_of(tiles[0, 0, 0])))
 
     def address(self, slot: Expr, row: Expr, column: Expr) -> Expr:
