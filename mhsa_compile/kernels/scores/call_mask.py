@@ -16,9 +16,9 @@ from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart
 from mhsa_compile.kernels.common.score_scale import LARGEST, LOG2_E
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
-from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask
+from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask, with_bias
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, constant, let, load, splat, store
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, let, load, splat, store
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadPart, ThreadScores, ThreadTask
 from mhsa_compile.kernels.cuda.primitives.inputs import MaskReader, wide
@@ -48,12 +48,6 @@ class _CallMaskPlain(PlainPart):
         if self.step.dtype == "bool":
             return mask[tuple(self._at(pair))]
         return PlainMath().element(mask, self._at(pair)) != PlainMath().constant(-math.inf)
-
-
-def _with_bias(score: Expr, bias: Expr, lanes: int) -> Expr:
-    """A score with its bias. Not the sum alone: NaN - infinity would be NaN, where the score is hidden."""
-    minus_infinity = constant(-math.inf, lanes)
-    return T.Select(bias == minus_infinity, minus_infinity, score + bias)
 
 
 class _CallMaskTile(TilePart):
@@ -92,7 +86,7 @@ class _CallMaskTile(TilePart):
             bias = let(load(self._bias, [row, T.int64(first)], lanes))
         else:
             bias = splat(let(self._element(T.int64(0), key)), lanes)
-        return _with_bias(score, bias, lanes)
+        return with_bias(score, bias, lanes)
 
     def sees(self, lane: Expr, row: Expr, key: Expr) -> Expr:
         query = T.min(self.mask.first_query + lane, self.mask.q_length - 1)
@@ -128,7 +122,7 @@ class _CallMaskRows(RowPart):
 
     def hide(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         lanes = self.task.layout.lanes
-        return _with_bias(score, let(load(self._bias, [self.task.layout.place(key, vector)], lanes)), lanes)
+        return with_bias(score, let(load(self._bias, [self.task.layout.place(key, vector)], lanes)), lanes)
 
 
 class _CallMaskThread(ThreadPart):

@@ -18,7 +18,7 @@ from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart, 
 from mhsa_compile.kernels.common.score_emission import TracedFunction, Value
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_functions import HIDDEN, SEEN, TaskFunction, number
-from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask, place_of
+from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask, place_of, with_bias
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, let, load, materialize, splat, store
 from mhsa_compile.kernels.cuda.attention.score_functions import ThreadFunction
@@ -198,8 +198,7 @@ class _MaskModTile(FunctionTile):
 
     def hide(self, score: Expr, row: Expr, key: Expr, column: Chunk) -> Expr:
         first, lanes = column
-        bias, hidden = let(load(self._bias, [row, T.int64(first)], lanes)), constant(HIDDEN, lanes)
-        return T.Select(bias == hidden, hidden, score + bias)
+        return with_bias(score, let(load(self._bias, [row, T.int64(first)], lanes)), lanes)
 
     def sees(self, lane: Expr, row: Expr, key: Expr) -> Expr:
         return self._bias[row, lane] != T.float32(HIDDEN)
@@ -209,8 +208,7 @@ class _MaskModRows(FunctionRows):
     def hide(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         lanes = self.lanes
         bias = self.computed.bias(vector * lanes, lanes, self.keys(begin + key))
-        bias, hidden = materialize(bias, "float32", lanes), constant(HIDDEN, lanes)
-        return T.Select(bias == hidden, hidden, score + bias)
+        return with_bias(score, materialize(bias, "float32", lanes), lanes)
 
 
 class _MaskModThread(FunctionThread):

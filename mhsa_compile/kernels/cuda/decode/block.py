@@ -1,7 +1,7 @@
 """One block of decode: a share of all keys, a part of a head after another.
 
     for each part, its K and V copied ahead through a ring of each warp's own:
-        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `online_softmax`
+        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `results`
         the warps' results are put together
         a whole head:  Y = O / l, zeros where nothing was visible (l = 0);  else m, l and O go to the workspace
 
@@ -141,7 +141,7 @@ class DecodeBlock:
         return T.address_of(self.pool[word * (WORD // self.element_bytes)])
 
     def _write(self, part: SplitPart) -> None:
-        """Writes a part's rows, each thread some chunks of them: Y, or what `combine` makes Y of."""
+        """Writes a part's rows, each thread some chunks of them: Y, or what `results.combine` makes Y of."""
         chunks = self.shape.v_head_dim // CHUNK
         total, threads = self.shape.rows * chunks, self.shape.threads
         # Two results of a share at most: of a head that another one began, and of one that it begins.
