@@ -12,7 +12,6 @@ from support.simt.hopper_tma import TensorMap, swizzled
 from support.simt.hopper_wgmma import Descriptor, accumulators, fragments, left_operand
 from support.simt.memory import SimtError
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument, prim_func
@@ -107,8 +106,7 @@ def test_boxes_are_zeros_outside_of_their_tensor():
 
 def product(change: str = "") -> HopperMachine:
     """y = x K^T of one warpgroup, x of ones in registers but for its rows' numbers; `change` says what is wrong."""
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("product")
+    with prim_func("product") as builder:
         k = argument("k", [T.int64(1), T.int64(1), T.int64(KEYS), T.int64(WIDTH)], "float16")
         y = argument("y", [T.int64(64), T.int64(KEYS)], "float32")
         sizes = [T.int64(n) for n in (1, KEYS, 1, WIDTH)]
