@@ -21,6 +21,8 @@ from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, TensorInput
 from mhsa_compile.spec.checks import LONGEST
 from mhsa_compile.spec.score_functions import COMPARISONS, LEAVES, WHOLE, Kind, ScoreFunction, Step, constant_value
 
+# What is known of the whole numbers of a function before any call: between which bounds each lies.
+
 Bounds = tuple[int, int]
 INT32: Bounds = (-(1 << 31), (1 << 31) - 1)
 INT64: Bounds = (-(1 << 63), (1 << 63) - 1)

@@ -1,4 +1,4 @@
-"""What steps of one number have in common, which change a score by itself: a formula of the spec's, in kernels."""
+"""Steps of one number, which change a score by itself: formulas of the spec's, in kernels."""
 
 from __future__ import annotations
 
@@ -76,6 +76,8 @@ class _SoftcapThread(ThreadPart):
 
 
 class Softcap(Limit):
+    """Scores within a softcap: softcap * tanh(score / softcap), before any mask or bias."""
+
     attribute = "softcap"
     extra = "softcap"
     cuda_rows = _SoftcapThread
@@ -91,6 +93,8 @@ class Softcap(Limit):
 
 
 class SoftClamp(Limit):
+    """Scores within a soft clamp, of no tanh: limit * score / (limit + |score|), before any mask or bias."""
+
     attribute = "softclamp"
     extra = "softclamp"
 

@@ -1,4 +1,4 @@
-"""Where the operands of an attention lie on a GPU, and how many keys there are."""
+"""The operands of an attention on a GPU: where they lie, how many keys there are, the mask that a call brings."""
 
 from __future__ import annotations
 
