@@ -17,7 +17,15 @@ from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.results import Area
 from mhsa_compile.kernels.cuda.primitives import simt
-from mhsa_compile.kernels.cuda.primitives.simt import WARP, clear, load, materialize, over_warp, registers, set_register
+from mhsa_compile.kernels.cuda.primitives.simt import (
+    WARP,
+    ThreadIndex,
+    load,
+    materialize,
+    over_warp,
+    registers,
+    set_register,
+)
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 
 CHUNK = 4  # elements of 32 bits in 16 bytes
@@ -28,12 +36,7 @@ class SimtWarp:
     """`keys` and `values` are the tiles of all warps, `queries` one for all. Every lane holds all rows."""
 
     def __init__(
-        self,
-        shape: DecodeBlockShape,
-        place: simt.ThreadIndex,
-        keys: SharedTiles,
-        values: SharedTiles,
-        queries: SharedTiles,
+        self, shape: DecodeBlockShape, place: ThreadIndex, keys: SharedTiles, values: SharedTiles, queries: SharedTiles
     ) -> None:
         self.shape, self.place, self.keys, self.values, self.queries = shape, place, keys, values, queries
         self.rows = tuple(T.int32(row) for row in range(shape.rows))
@@ -65,7 +68,7 @@ class SimtWarp:
             simt.store(self.queries.address(T.int32(0), row, column), [self.left[i] for i in range(CHUNK)])
 
         self.queries.each_chunk(self.place.thread, self.shape.threads, piece)
-        clear(self.acc, self.shape.rows * self.chunks * CHUNK)
+        simt.clear(self.acc, self.shape.rows * self.chunks * CHUNK)
         for row in range(self.shape.rows):
             scores.begin(self.row_max, self.row_sum, row)
 
@@ -106,7 +109,7 @@ class SimtWarp:
 
     def _multiply_keys(self, slot: Expr) -> None:
         E = self.shape.head_dim
-        clear(self.acc_s, self.shape.rows)
+        simt.clear(self.acc_s, self.shape.rows)
         steps = -(-E // (CHUNK * self.lanes))
         for step in range(steps):
             column = (self.part + step * self.lanes) * CHUNK
@@ -142,7 +145,7 @@ class SimtWarp:
     def _add_values(self, slot: Expr, *, hides: bool) -> None:
         """The sum of the tile first: so there are no sums of very many terms."""
         width = self.chunks * CHUNK
-        clear(self.tile_acc, self.shape.rows * width)
+        simt.clear(self.tile_acc, self.shape.rows * width)
         for turn in range(self.shape.keys // self.sharing):
             key = turn * self.sharing + self.turn
             for chunk in range(self.chunks):

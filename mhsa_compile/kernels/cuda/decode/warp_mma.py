@@ -22,7 +22,7 @@ from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.results import Area
 from mhsa_compile.kernels.cuda.primitives import simt
-from mhsa_compile.kernels.cuda.primitives.simt import DEPTH, ROWS, clear, load, load_matrices, registers, set_register
+from mhsa_compile.kernels.cuda.primitives.simt import DEPTH, ROWS, ThreadIndex, clear, load, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, Element, SharedTiles, padded
 
 
@@ -31,7 +31,7 @@ class _Cells:
 
     in_pairs = False
 
-    def __init__(self, place: simt.ThreadIndex, row_tiles: int, counts: Expr) -> None:
+    def __init__(self, place: ThreadIndex, row_tiles: int, counts: Expr) -> None:
         self.first, self.row_tiles, self.leads = place.g, row_tiles, T.And(place.g == 0, counts)
 
     def offsets(self, count: int) -> list[int]:
@@ -48,7 +48,7 @@ class TensorWarp:
     def __init__(
         self,
         shape: DecodeBlockShape,
-        place: simt.ThreadIndex,
+        place: ThreadIndex,
         keys: SharedTiles,
         values: SharedTiles,
         queries: SharedTiles | None,
@@ -160,7 +160,7 @@ class TensorWarp:
             column = T.truncdiv(lane, T.int32(8)) * 8 + step * DEPTH
             last = T.int32(self.queries.form.columns - 8)  # of a step that is not there
             row = T.truncmod(lane, T.int32(8)) + 8 * tile
-            load_matrices(self.query_words, at, self.queries.address(T.int32(0), row, T.min(column, last)))
+            simt.load_matrices(self.query_words, at, self.queries.address(T.int32(0), row, T.min(column, last)))
         return at + 2 * (step % 2)
 
     # Products.
@@ -172,7 +172,7 @@ class TensorWarp:
         for step in range(self.depth_steps):
             b = [self._query_words(step, tile) for tile in range(self.row_tiles)]
             for m in range(self.shape.keys // ROWS):
-                load_matrices(self.words, 0, self.keys.address(slot, row + m * ROWS, column + step * DEPTH))
+                simt.load_matrices(self.words, 0, self.keys.address(slot, row + m * ROWS, column + step * DEPTH))
                 for tile in range(self.row_tiles):
                     at = 4 * (m * self.row_tiles + tile)
                     simt.multiply_add(self.acc_s, at, self.words, 0, self.query_words, b[tile], self.dtype)
@@ -191,7 +191,7 @@ class TensorWarp:
                     simt.transpose(probs, 2 * tile + half, self.probs[half])
             for v in range(self.value_tiles):
                 address = self.values.address(slot, row + m * DEPTH, column + v * ROWS)
-                load_matrices(self.words, 0, address, transposed=True)
+                simt.load_matrices(self.words, 0, address, transposed=True)
                 for tile in range(self.row_tiles):
                     at = 4 * (v * self.row_tiles + tile)
                     simt.multiply_add(self.acc, at, self.words, 0, probs, 2 * tile, self.dtype)

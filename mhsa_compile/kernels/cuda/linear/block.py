@@ -146,7 +146,6 @@ def dealt(part: Expr, rows: Expr, columns: int, size: tuple[int, int]) -> tuple[
 class LinearBlock:
     """Emits one block. `x_tiles` and `weight_tiles` are the ring; `first` is the block's first row and column."""
 
-    x_tiles: MatrixTiles
     weight_tiles: MatrixTiles
 
     def __init__(
@@ -163,6 +162,9 @@ class LinearBlock:
         self.part_column = materialize(T.truncmod(self.part, across) * shape.warp_columns)
         self.sums = registers(shape.sums)
         self.words = registers(4, "uint32")
+        x = Matrix(operands.x, operands.rows, op.in_features)
+        self.x_tiles = MatrixTiles(self.pool, 0, shape.stages, shape.rows, shape.depth, x)
+        self.allocate()
 
     def emit(self) -> None:
         turns, ahead = -(-self.op.in_features // self.shape.depth), self.shape.stages - 1
@@ -192,6 +194,16 @@ class LinearBlock:
 
     def copy(self, turn: Expr, slot: Expr) -> None:
         """Begins to copy the tiles of these terms."""
+        term, thread, threads = materialize(turn * self.shape.depth), self.place.thread, self.shape.threads
+        self.x_tiles.copy(slot, self.first_row, term, thread, threads)
+        self.weight_tiles.copy(slot, *self.weight_place(term), thread, threads)
+
+    def weight_place(self, term: Expr) -> tuple[Expr, Expr]:
+        """(first row, first column) of a tile of the weights, which are (out, in)."""
+        return self.first_column, term
+
+    def allocate(self) -> None:
+        """Declares the weights' ring and registers."""
         raise NotImplementedError
 
     def multiply(self, slot: Expr) -> None:

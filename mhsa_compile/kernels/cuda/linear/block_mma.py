@@ -12,39 +12,24 @@ from math import gcd
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, LinearTiles, Matrix, MatrixTiles
-from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, TensorShape
+from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearTiles, Matrix, MatrixTiles
+from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK
 from mhsa_compile.kernels.cuda.primitives import simt
 from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, ROWS, WARP, load, materialize, registers, store
-from mhsa_compile.kernels.interface.ops import LinearOp
 
 
 class TensorBlock(LinearBlock):
     """One block of y of a LinearOp."""
 
-    def __init__(
-        self,
-        op: LinearOp,
-        shape: TensorShape,
-        place: simt.ThreadIndex,
-        operands: LinearOperands,
-        first: tuple[Expr, Expr],
-    ) -> None:
-        super().__init__(op, shape, place, operands, first)
-        x = Matrix(operands.x, operands.rows, op.in_features)
-        weight = Matrix(operands.weight, op.out_features, op.in_features)
-        self.x_tiles = MatrixTiles(self.pool, 0, shape.stages, shape.rows, shape.depth, x)
+    def allocate(self) -> None:
+        shape = self.shape
+        weight = Matrix(self.operands.weight, self.op.out_features, self.op.in_features)
         self.weight_tiles = MatrixTiles(self.pool, self.x_tiles.end, shape.stages, shape.columns, shape.depth, weight)
         self.output = LinearTiles(self.pool, 0, shape.parts, shape.warp_rows, shape.warp_columns)
         self.row_tiles, self.column_tiles = shape.warp_rows // ROWS, shape.warp_columns // COLUMNS
         # Fragments of two steps in turn.
         self.left = [registers(4 * self.row_tiles, "uint32") for _ in range(2)]
         self.right = [registers(2 * self.column_tiles, "uint32") for _ in range(2)]
-
-    def copy(self, turn: Expr, slot: Expr) -> None:
-        term, thread, threads = materialize(turn * self.shape.depth), self.place.thread, self.shape.threads
-        self.x_tiles.copy(slot, self.first_row, term, thread, threads)
-        self.weight_tiles.copy(slot, self.first_column, term, thread, threads)
 
     def multiply(self, slot: Expr) -> None:
         steps = self.shape.depth // simt.DEPTH // self.shape.slices
