@@ -162,7 +162,7 @@ def _scratch(shape: tuple[int, int]) -> Expr:
     return T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data)
 
 
-class _Terms(NamedTuple):
+class _SumPart(NamedTuple):
     """Some terms of all sums, `length` from `begin` on."""
 
     number: Expr
@@ -197,7 +197,7 @@ class _Task:
         is_whole = materialize(T.cast(self.column + self.panel <= self.N, "int64"))
         with T.serial(parts) as number:
             begin = materialize(number * DEPTH)
-            part = _Terms(number, begin, materialize(T.min(self.K - begin, T.int64(DEPTH))), number == parts - 1)
+            part = _SumPart(number, begin, materialize(T.min(self.K - begin, T.int64(DEPTH))), number == parts - 1)
             with T.If(is_whole > 0):
                 with T.Then():
                     self._pack(packed, part)
@@ -207,7 +207,7 @@ class _Task:
                 line = materialize(i * self.rows)
                 self._tile(packed, sums, materialize(first + line), line, part, is_whole)
 
-    def _pack(self, packed: Expr, part: _Terms) -> None:
+    def _pack(self, packed: Expr, part: _SumPart) -> None:
         """packed[k] = B[part.begin + k, the panel's columns]."""
         matrices, lanes = self.matrices, self.unit.lanes
         right = matrices.op.right
@@ -236,14 +236,14 @@ class _Task:
 
         vectors.each_run(T.int64(0), part.length, lanes, pack)
 
-    def _pack_rest(self, packed: Expr, part: _Terms) -> None:
+    def _pack_rest(self, packed: Expr, part: _SumPart) -> None:
         """The same by single elements; columns that are not there are copies of the last, which nobody reads."""
         matrices = self.matrices
         with T.serial(part.length) as k, T.serial(T.int64(self.panel)) as j:
             column = T.min(self.column + j, self.N - 1)
             store(packed, [k, j], load_wide(matrices.b, matrices.right(part.begin + k, column), 1), 1)
 
-    def _tile(self, packed: Expr, sums: Expr, first: Expr, line: Expr, part: _Terms, is_whole: Expr) -> None:
+    def _tile(self, packed: Expr, sums: Expr, first: Expr, line: Expr, part: _SumPart, is_whole: Expr) -> None:
         """Adds a part's products to the sums of some rows, from row `first` on, or writes them with the last part."""
         matrices, lanes = self.matrices, self.unit.lanes
         at = [materialize(T.min(first + r, self.M - 1)) for r in range(self.rows)]
