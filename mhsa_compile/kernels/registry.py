@@ -13,50 +13,35 @@ from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
 from mhsa_compile.kernels.cpu.products.skinny import CpuSkinnyProductKernel
 from mhsa_compile.kernels.cpu.quantise import CpuQuantiseKernel
-from mhsa_compile.kernels.cpu.recurrence.kernel import CpuRecurrenceKernel
+from mhsa_compile.kernels.cpu.recurrence import CpuRecurrenceKernel
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
-from mhsa_compile.kernels.cuda import cache_concat, cache_scatter, rope
+from mhsa_compile.kernels.cuda import cache, rope
 from mhsa_compile.kernels.cuda.attention import kernel as attention
-from mhsa_compile.kernels.cuda.attention import kernel_fp32
 from mhsa_compile.kernels.cuda.attention_hopper import kernel as hopper
 from mhsa_compile.kernels.cuda.decode import kernel as decode
 from mhsa_compile.kernels.cuda.linear import hopper_kernel
 from mhsa_compile.kernels.cuda.linear import kernel as linear
-from mhsa_compile.kernels.cuda.softmax_outputs import probs_kernel, stats_kernel
+from mhsa_compile.kernels.cuda.softmax_outputs import kernel as softmax_outputs
+from mhsa_compile.kernels.interface import ops
 from mhsa_compile.kernels.interface.kernel import Kernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    BlockLinearOp,
-    KvConcatOp,
-    KvScatterOp,
-    LinearOp,
-    ProductOp,
-    QuantisedLinearOp,
-    QuantiseOp,
-    RecurrenceOp,
-    RotaryOp,
-    SoftmaxOp,
-    SoftmaxStatsOp,
-)
 
 AnyKernel = (
-    Kernel[LinearOp]
-    | Kernel[QuantisedLinearOp]
-    | Kernel[BlockLinearOp]
-    | Kernel[QuantiseOp]
-    | Kernel[ProductOp]
-    | Kernel[SoftmaxOp]
-    | Kernel[RecurrenceOp]
-    | Kernel[AttentionOp]
-    | Kernel[SoftmaxStatsOp]
-    | Kernel[AttentionProbsOp]
-    | Kernel[RotaryOp]
-    | Kernel[KvScatterOp]
-    | Kernel[KvConcatOp]
+    Kernel[ops.LinearOp]
+    | Kernel[ops.QuantisedLinearOp]
+    | Kernel[ops.BlockLinearOp]
+    | Kernel[ops.QuantiseOp]
+    | Kernel[ops.ProductOp]
+    | Kernel[ops.SoftmaxOp]
+    | Kernel[ops.RecurrenceOp]
+    | Kernel[ops.AttentionOp]
+    | Kernel[ops.SoftmaxStatsOp]
+    | Kernel[ops.AttentionProbsOp]
+    | Kernel[ops.RotaryOp]
+    | Kernel[ops.KvScatterOp]
+    | Kernel[ops.KvConcatOp]
 )
 """Spelt out, not `Kernel[Any]`, so that a type checker compares each kernel's methods with its `op_type`."""
 
@@ -85,11 +70,11 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         decode.CudaDecodeKernel(),
         hopper.HopperAttentionKernel(),
         attention.MmaAttentionKernel(),
-        kernel_fp32.Fp32AttentionKernel(),
-        stats_kernel.CudaSoftmaxStatsKernel(),
-        probs_kernel.CudaAttentionProbsKernel(),
+        attention.Fp32AttentionKernel(),
+        softmax_outputs.CudaSoftmaxStatsKernel(),
+        softmax_outputs.CudaAttentionProbsKernel(),
         rope.CudaRotaryKernel(),
-        cache_scatter.CudaKvScatterKernel(),
-        cache_concat.CudaKvConcatKernel(),
+        cache.CudaKvScatterKernel(),
+        cache.CudaKvConcatKernel(),
     ),
 }

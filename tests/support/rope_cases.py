@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import ml_dtypes
 import numpy as np
 
@@ -37,6 +39,35 @@ def assert_right(y: np.ndarray, x: np.ndarray, cos: np.ndarray, sin: np.ndarray,
 def angles(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
     turns = rng.uniform(-np.pi, np.pi, shape)
     return np.cos(turns).astype(NUMPY[dtype]), np.sin(turns).astype(NUMPY[dtype])
+
+
+def turn(
+    op: RotaryOp, run: Callable[..., np.ndarray], rng: np.random.Generator, B: int, L: int, places: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """(y, x, cos, sin) of a run, which is given its output: y and x (B, L, H, E), the tables as they were given. What
+    lies between the heads is NaN, and so is the output before."""
+    H, E, dtype = op.num_heads, op.head_dim, NUMPY[op.dtype]
+    columns = op.rotary_dim if op.whole_angles else op.rotary_dim // 2
+    tables = angles(rng, *((TABLE,) if op.max_positions else places.shape), columns, dtype=op.dtype)
+    x = rng.standard_normal((B, L, H, E)).astype(dtype)
+    if op.x.layout == "rows":
+        operand = np.full((B, L, op.x.width), np.nan, dtype)
+        operand[:, :, op.x.offset : op.x.offset + H * E] = x.reshape(B, L, H * E)
+    else:
+        operand = np.ascontiguousarray(x.swapaxes(1, 2))
+    empty = np.full((B, H, L, E) if op.output.layout == "heads" else (B, L, H * E), np.nan, dtype)
+    y = run(operand, *tables, *([places] if op.max_positions else []), empty)
+    return y.swapaxes(1, 2) if op.output.layout == "heads" else y.reshape(B, L, H, E), x, *tables
+
+
+def check(op: RotaryOp, run: Callable[..., np.ndarray], sizes: Sequence[tuple[int, int]]) -> None:
+    """Asserts that a run is right for each (B, L)."""
+    rng = np.random.default_rng(0)
+    for B, L in sizes:
+        places = rng.integers(0, TABLE, (1 if op.shared_angles else B, L))
+        y, x, *tables = turn(op, run, rng, B, L, places)
+        cos, sin = (table[places] if op.max_positions else table for table in tables)
+        assert_right(y, x, cos, sin, op.rotary_dim, op.interleaved)
 
 
 BASE = RotaryOp(

@@ -33,6 +33,22 @@ def drawn(rng: np.random.Generator, dtype: np.dtype, *shape: int) -> np.ndarray:
     return rng.integers(0, 100, shape).astype(dtype)
 
 
+def call_of(op: KvScatterOp, rng: np.random.Generator, B: int, L: int, S: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """(the arrays of a call: cache, update, indices; the result)."""
+    sizes = {"B": B, "S": S, "X": 13}
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in op.cache]
+    cache = drawn(rng, np.dtype("f4"), *shape)
+    update = drawn(rng, np.dtype("f4"), *(L if i == op.axis else size for i, size in enumerate(shape)))
+    ends = (INT64.min, INT64.max) if op.circular else (0, S - L)
+    indices = rng.integers(*ends, B, endpoint=True) if op.indexed else np.zeros(B, np.int64)
+    operand = update
+    if op.update is not None:
+        rows = update.swapaxes(1, 2) if update.ndim == 4 else update
+        operand = np.full((B, L, op.update.width), np.nan, np.float32)
+        operand[:, :, op.update.offset :][:, :, : rows[0, 0].size] = rows.reshape(B, L, -1)
+    return [cache, operand, *([indices] if op.indexed else [])], scattered(cache, update, indices, op.axis)
+
+
 BASE = KvScatterOp(
     cache=("B", 3, "S", 10), axis=2, length="L", update=None, circular=False, indexed=True, in_place=False
 )  # fmt: skip

@@ -1,11 +1,13 @@
-"""The arguments that every kernel's function begins with, whatever computes it: their sizes, and the buffers."""
+"""What every kernel's function begins with, whatever computes it: the function, its sizes, and the buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tvm import tirx
 from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.interface.ops import Dim
@@ -16,6 +18,15 @@ DTYPE_BYTES = {
     **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
     **dict.fromkeys(("int8", "uint8", "bool"), 1),
 }
+
+
+@contextmanager
+def prim_func(name: str) -> Iterator[IRBuilder]:
+    """Builds a function inside, none of whose buffers overlap; afterwards it is what the builder's `get` gives."""
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True})
+        yield builder
 
 
 class SizeVars:

@@ -8,7 +8,8 @@ and C know no meaning of a signed one that overflows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,9 +17,135 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from mhsa_compile.kernels.common.opaque import opaque_flag, opaque_pair
-from mhsa_compile.kernels.common.score_bounds import INT32, bounds_of, last_place, place_bounds, wrapping
-from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.spec.score_functions import COMPARISONS, LEAVES, WHOLE, ScoreFunction, Step, constant_value
+from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, TensorInput
+from mhsa_compile.spec.checks import LONGEST
+from mhsa_compile.spec.score_functions import COMPARISONS, LEAVES, WHOLE, Kind, ScoreFunction, Step, constant_value
+
+# What is known of the whole numbers of a function before any call: between which bounds each lies.
+
+Bounds = tuple[int, int]
+INT32: Bounds = (-(1 << 31), (1 << 31) - 1)
+INT64: Bounds = (-(1 << 63), (1 << 63) - 1)
+
+
+def place_bounds(op: AttentionOp) -> dict[str, Bounds]:
+    """The bounds of the places that the functions of an attention are given."""
+    return {
+        "b": (0, _last(op.batch)),
+        "h": (0, op.num_heads - 1),
+        "q_idx": _query_bounds(op),
+        "kv_idx": (0, _last(op.kv_length)),
+    }
+
+
+def last_place(op: AttentionOp, leaf: str) -> Dim | None:
+    """The size that a place is below at every call, as `AttentionOp` calls it; None where it has no name."""
+    sizes = {"b": op.batch, "h": op.num_heads, "kv_idx": op.kv_length}
+    if leaf == "q_idx":
+        # The last query stands at the last key; the first ones may stand before all, which the bounds tell.
+        return op.kv_length if op.from_end else op.q_length
+    return sizes[leaf]
+
+
+def _query_bounds(op: AttentionOp) -> Bounds:
+    if not op.from_end:
+        return (0, _last(op.q_length))
+    counts_keys = op.any_step("counts_keys")
+    if isinstance(op.q_length, int) and isinstance(op.kv_length, int):
+        first = -op.q_length if counts_keys else op.kv_length - op.q_length
+        return (first, op.kv_length - 1)
+    if op.q_length == op.kv_length and not counts_keys:
+        return (0, LONGEST)
+    return (-_last(op.q_length) - 1, _last(op.kv_length))
+
+
+def _last(size: Dim) -> int:
+    return max(0, size - 1) if isinstance(size, int) else LONGEST - 1
+
+
+def bounds_of(function: ScoreFunction, places: Mapping[str, Bounds]) -> list[Bounds]:
+    """The bounds of each step; those of floats and bools mean nothing."""
+    bounds: list[Bounds] = []
+    for step in function.steps:
+        exact = _of_step(function, step, [bounds[arg] for arg in step.args], places)
+        bounds.append(exact if _within(exact, INT64) else INT64)
+    return bounds
+
+
+def wrapping(function: ScoreFunction, places: Mapping[str, Bounds]) -> frozenset[int]:
+    """The numbers of the steps whose exact value may be one that 64 bits do not hold."""
+    bounds = bounds_of(function, places)
+    return frozenset(
+        number
+        for number, step in enumerate(function.steps)
+        if not _within(_of_step(function, step, [bounds[arg] for arg in step.args], places), INT64)
+    )
+
+
+def _within(inner: Bounds, outer: Bounds) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _of_step(function: ScoreFunction, step: Step, args: Sequence[Bounds], places: Mapping[str, Bounds]) -> Bounds:
+    if step.kind != "int":
+        return (0, 1)
+    if step.op in places:
+        return places[step.op]
+    if step.op == "constant":
+        value = int(constant_value(step))
+        return (value, value)
+    if step.op == "load":
+        return INT32 if function.tensors[int(step.value)].dtype == "int32" else INT64
+    if step.op == "cast":
+        return _of_cast(function.steps[step.args[0]].kind, args[0], WHOLE[str(step.value) or "int64"])
+    return _OF_OPS[step.op](*args)
+
+
+def _of_cast(kind: Kind, value: Bounds, dtype: Bounds) -> Bounds:
+    if kind == "bool":
+        return (0, 1)
+    return value if kind == "int" and _within(value, dtype) else dtype
+
+
+def _corners(combine: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], Bounds]:
+    def bounds(one: Bounds, other: Bounds) -> Bounds:
+        values = [combine(a, b) for a in one for b in other]
+        return min(values), max(values)
+
+    return bounds
+
+
+def _quotient(one: Bounds, other: Bounds) -> Bounds:
+    if other[0] > 0:
+        return _corners(lambda a, b: a // b)(one, other)
+    most = max(abs(one[0]), abs(one[1]))  # by -1, or by 1
+    return (-most, most)
+
+
+def _remainder(one: Bounds, other: Bounds) -> Bounds:
+    return (0, other[1] - 1) if other[0] > 0 else (min(0, other[0] + 1), max(0, other[1] - 1))
+
+
+def _bits(one: Bounds, other: Bounds) -> Bounds:
+    ends = (*one, *other)
+    power = 1 << max((~end if end < 0 else end).bit_length() for end in ends)
+    return (0 if min(ends) >= 0 else -power, power - 1)
+
+
+_OF_OPS: dict[str, Callable[..., Bounds]] = {
+    "add": lambda one, other: (one[0] + other[0], one[1] + other[1]),
+    "sub": lambda one, other: (one[0] - other[1], one[1] - other[0]),
+    "mul": _corners(lambda a, b: a * b),
+    "min": lambda one, other: (min(one[0], other[0]), min(one[1], other[1])),
+    "max": lambda one, other: (max(one[0], other[0]), max(one[1], other[1])),
+    "floor_div": _quotient,
+    "mod": _remainder,
+    "neg": lambda one: (-one[1], -one[0]),
+    "abs": lambda one: (0 if one[0] <= 0 <= one[1] else min(map(abs, one)), max(map(abs, one))),
+    "where": lambda condition, one, other: (min(one[0], other[0]), max(one[1], other[1])),
+    "not": lambda one: (~one[1], ~one[0]),
+    **dict.fromkeys(("and", "or", "xor"), _bits),
+}
 
 
 @dataclass(frozen=True)
@@ -102,9 +229,8 @@ class ScoreEmission:
         if step.op == "load":
             return self._load(step, args, flags)
         if step.op == "cast":
-            if step.kind == "int":
-                return self._cast_to_whole(number, args[0])
-            return self._cast(args[0], self._dtype(number))
+            whole = step.kind == "int"
+            return self._cast_to_whole(number, args[0]) if whole else self._cast(args[0], self._dtype(number))
         lanes = max(arg.lanes for arg in args)
         if step.op == "where":
             return self._where(args, self._dtype(number), lanes)
@@ -212,8 +338,9 @@ class ScoreEmission:
         if op == "not":
             return Value(tirx.Not(operands[0]), "bool", lanes)
         if op == "xor":
-            return Value(tirx.Or(tirx.And(operands[0], tirx.Not(operands[1])),
-                                 tirx.And(tirx.Not(operands[0]), operands[1])), "bool", lanes)  # fmt: skip
+            one, other = operands
+            either = tirx.Or(tirx.And(one, tirx.Not(other)), tirx.And(tirx.Not(one), other))
+            return Value(either, "bool", lanes)
         return Value((tirx.And if op == "and" else tirx.Or)(*operands), "bool", lanes)
 
     def _evaluate(self, op: str, operands: list[Expr], dtype: str, lanes: int) -> Expr:
@@ -222,7 +349,7 @@ class ScoreEmission:
         if op == "not":
             return self._constant(-1, dtype, lanes) - operands[0]
         if op == "abs":
-            (x,) = (self.arithmetic.bind(Value(operands[0], dtype, lanes)).expr,)
+            x = self.arithmetic.bind(Value(operands[0], dtype, lanes)).expr
             return tirx.Select(x < self._constant(0, dtype, lanes), self._constant(0, dtype, lanes) - x, x)
         one, other = operands
         if op in ("min", "max"):
@@ -245,9 +372,8 @@ class ScoreEmission:
             flags.append(Value(divisor != zero, "bool", lanes))
             divisor = tirx.Select(divisor == zero, one, divisor)
         if divisors[0] <= -1 <= divisors[1] and dividends[0] <= least:
-            traps = tirx.And(
-                dividend == self._constant(least, dtype, lanes), divisor == self._constant(-1, dtype, lanes)
-            )
+            lowest, minus_one = (self._constant(value, dtype, lanes) for value in (least, -1))
+            traps = tirx.And(dividend == lowest, divisor == minus_one)
             divisor = tirx.Select(traps, one, divisor)
         return [dividend, divisor]
 
@@ -255,11 +381,9 @@ class ScoreEmission:
         number = int(step.value)
         at = [self._inside(step, axis, arg, flags) for axis, arg in enumerate(args)]
         element = self.arithmetic.element(number, at)
-        return (
-            element
-            if step.kind == "int"
-            else self._cast(element, "bool" if step.kind == "bool" else self.arithmetic.floating)
-        )
+        if step.kind == "int":
+            return element
+        return self._cast(element, "bool" if step.kind == "bool" else self.arithmetic.floating)
 
     def _inside(self, step: Step, axis: int, index: Value, flags: list[Value]) -> Value:
         """An index within its tensor, counted from the front."""
@@ -276,9 +400,8 @@ class ScoreEmission:
         zero, one = (self._constant(value, "int64", lanes) for value in (0, 1))
         from_front = wide
         if low < 0:
-            from_front = self.arithmetic.bind(
-                Value(tirx.Select(wide.expr < zero, wide.expr + end, wide.expr), "int64", lanes)
-            )
+            from_end = tirx.Select(wide.expr < zero, wide.expr + end, wide.expr)
+            from_front = self.arithmetic.bind(Value(from_end, "int64", lanes))
         flags.append(Value(tirx.And(from_front.expr >= zero, from_front.expr < end), "bool", lanes))
         inside = tirx.Select(from_front.expr >= end, end - one, from_front.expr)
         return Value(tirx.Select(from_front.expr < zero, zero, inside), "int64", lanes)
@@ -318,31 +441,19 @@ class ScoreEmission:
         if step.op == "where":
             return tirx.Select(plain(step.args[0]), inner(step.args[1]), inner(step.args[2]))
         if step.op in ("mul", "div") and scored in ([True, False], [False, True]) and (step.op == "mul" or scored[0]):
-            one, other = (
-                (inner if is_scored else plain)(arg) for arg, is_scored in zip(step.args, scored, strict=True)
-            )
-            return _COMPUTED[step.op](*opaque_pair(one, other))
+            sides = [(inner if own else plain)(arg) for arg, own in zip(step.args, scored, strict=True)]
+            return _COMPUTED[step.op](*opaque_pair(*sides))
         return plain(number) * self._constant(factor, floating, lanes)
 
 
-_COMPARED = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
-_COMPUTED = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "floor_div": lambda a, b: tirx.floordiv(a, b),
-    "mod": lambda a, b: tirx.floormod(a, b),
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
+_COMPARED = {name: getattr(operator, name) for name in COMPARISONS}
+_COMPUTED: dict[str, Callable[[Expr, Expr], Expr]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "xor")},
+    "and": operator.and_,
+    "or": operator.or_,
+    "div": operator.truediv,
+    "floor_div": tirx.floordiv,
+    "mod": tirx.floormod,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.kernels.interface.score_step import first
 from mhsa_compile.spec.checks import LARGEST_FLOAT, SMALLEST_FLOAT
 
 LOG2_E = math.log2(math.e)
@@ -19,7 +20,7 @@ def why_not_scores(op: AttentionOp, *, functions: bool = False) -> str | None:
         return f"no functions of scores, as its {function} is"
     if op.softmax != "float32":
         return f"its softmax is float32, not {op.softmax}"
-    if reason := next(filter(None, (step.why_not() for step in op.scores)), None):
+    if reason := first(step.why_not() for step in op.scores):
         return reason
     factor = abs(score_factor(op))
     if factor and not SMALLEST_FLOAT <= factor <= LARGEST_FLOAT:
@@ -29,5 +30,5 @@ def why_not_scores(op: AttentionOp, *, functions: bool = False) -> str | None:
 
 def score_factor(op: AttentionOp) -> float:
     """Makes scores of the products of queries and keys: in units of log2, or in those that the first step wants."""
-    factors = (step.factor(op.scale) for step in op.scores)
-    return next((factor for factor in factors if factor is not None), op.scale * LOG2_E)
+    factor = first(step.factor(op.scale) for step in op.scores)
+    return op.scale * LOG2_E if factor is None else factor

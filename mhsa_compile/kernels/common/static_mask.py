@@ -3,7 +3,7 @@ arguments that bring the plan to the kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +43,16 @@ def visible_in_window(window: WindowSpec | None, rows: range, L: int, S: int) ->
     return visible
 
 
-def constant_arguments(names: Sequence[str], arrays: Sequence[NDArray[Any]]) -> list[Expr]:
+def constant_arguments(arrays: Mapping[str, NDArray[Any]]) -> list[Expr]:
     """The arguments of constants."""
-    return [
-        argument(name, [T.int64(size) for size in array.shape], str(array.dtype))
-        for name, array in zip(names, arrays, strict=True)
-    ]
+    return [argument(name, [T.int64(n) for n in array.shape], str(array.dtype)) for name, array in arrays.items()]
+
+
+def plan_constants(plan: Any) -> tuple[NDArray[Any], ...]:
+    """The constants of a plan, a dataclass of arrays; none where there is no plan."""
+    return () if plan is None else tuple(vars(plan).values())
+
+
+def plan_arguments(plan: Any) -> list[Expr] | None:
+    """The arguments that bring them; None where there is no plan."""
+    return None if plan is None else constant_arguments(vars(plan))

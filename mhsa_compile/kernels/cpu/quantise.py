@@ -11,20 +11,11 @@ from collections.abc import Callable
 from math import prod
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    constant,
-    each_run,
-    load,
-    materialize,
-    splat,
-    store,
-    vector_type,
-)
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
+from mhsa_compile.kernels.cpu.simd.vectors import constant, each_run, load, materialize, splat, store, vector_type
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import QuantiseOp
 
@@ -43,9 +34,6 @@ class CpuQuantiseKernel(Fixed):
     name = "cpu.quantise"
     op_type = QuantiseOp
 
-    def why_not(self, op: QuantiseOp, profile: CpuProfile) -> str | None:
-        return None
-
     def emit(self, op: QuantiseOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_quantise(op, profile.vector_lanes("float32"), profile.hardware.cores))
 
@@ -53,9 +41,7 @@ class CpuQuantiseKernel(Fixed):
 def _quantise(op: QuantiseOp, lanes: int, cores: int) -> Expr:
     dim = SizeVars()
     dims = [dim(d) for d in op.dims]
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("quantise")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("quantise") as builder:
         x, y = argument("x", dims, "float32"), argument("y", dims, "uint8")
         scale, zero = argument("scale", [], "float32"), argument("zero", [], "uint8")
         size = prod(dims, start=T.int64(1))

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
-from mhsa_compile.kernels.common.buffers import SizeVars, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import angle_arguments
 from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
@@ -29,9 +28,6 @@ class CpuRotaryKernel(Fixed):
 
     name = "cpu.rope"
     op_type = RotaryOp
-
-    def why_not(self, op: RotaryOp, profile: CpuProfile) -> str | None:
-        return None
 
     def emit(self, op: RotaryOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_rope(op, profile.vector_lanes("float32")))
@@ -88,23 +84,20 @@ class _CpuAngles:
 def _rope(op: RotaryOp, lanes: int) -> Expr:
     dim = SizeVars()
     batch, length, heads = dim(op.batch), dim(op.length), op.num_heads
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("rope")
-            T.func_attr({"tirx.noalias": True})
-            x = argument("x", placed_shape(op.x, batch, length, heads, op.head_dim), op.dtype)
-            angles = _CpuAngles(op, *angle_arguments(op, dim))
-            y = argument("y", placed_shape(op.output, batch, length, heads, op.head_dim), op.dtype)
-            angles.check()
+    with prim_func("rope") as builder:
+        x = argument("x", placed_shape(op.x, batch, length, heads, op.head_dim), op.dtype)
+        angles = _CpuAngles(op, *angle_arguments(op, dim))
+        y = argument("y", placed_shape(op.output, batch, length, heads, op.head_dim), op.dtype)
+        angles.check()
 
-            def row(task: Expr) -> None:
-                b, i = materialize(T.truncdiv(task, length)), materialize(T.truncmod(task, length))
-                place = angles.row(b, i)
-                with T.serial(T.int64(heads)) as h:
-                    views = (head_view(x, op.x, op.head_dim, b, h), head_view(y, op.output, op.head_dim, b, h))
-                    _turn(angles, place, i, *views, lanes)
+        def row(task: Expr) -> None:
+            b, i = materialize(T.truncdiv(task, length)), materialize(T.truncmod(task, length))
+            place = angles.row(b, i)
+            with T.serial(T.int64(heads)) as h:
+                views = (head_view(x, op.x, op.head_dim, b, h), head_view(y, op.output, op.head_dim, b, h))
+                _turn(angles, place, i, *views, lanes)
 
-            each_task(materialize(batch * length), heads * op.head_dim, row)
+        each_task(materialize(batch * length), heads * op.head_dim, row)
     return builder.get()
 
 

@@ -3,10 +3,13 @@ not say otherwise. Scores are in units of log2, so that 2^x makes probs of them.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+
+from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.score_scale import LOG2_E
@@ -43,6 +46,12 @@ class CpuMath:
 def place_of(op: AttentionOp, query: Expr, q_length: Expr | int, kv_length: Expr) -> Expr:
     """The place of a query among the keys: what windows, and the distance to a key, are counted from."""
     return materialize(query + kv_length - q_length) if op.from_end else query
+
+
+def with_bias(score: Expr, bias: Expr, lanes: int) -> Expr:
+    """A score with its bias. Not the sum alone: NaN - infinity would be NaN, where the score is hidden."""
+    minus_infinity = constant(-math.inf, lanes)
+    return T.Select(bias == minus_infinity, minus_infinity, score + bias)
 
 
 @dataclass(frozen=True)

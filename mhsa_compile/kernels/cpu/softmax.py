@@ -11,11 +11,10 @@ import math
 from math import prod
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
 from mhsa_compile.kernels.cpu.simd.vector_math import exp2
 from mhsa_compile.kernels.cpu.simd.vectors import constant, each_run, load, materialize, splat, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -34,9 +33,6 @@ class CpuSoftmaxKernel(Fixed):
     name = "cpu.softmax"
     op_type = SoftmaxOp
 
-    def why_not(self, op: SoftmaxOp, profile: CpuProfile) -> str | None:
-        return None
-
     def emit(self, op: SoftmaxOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_softmax(op, profile.vector_lanes("float32")))
 
@@ -44,9 +40,7 @@ class CpuSoftmaxKernel(Fixed):
 def _softmax(op: SoftmaxOp, lanes: int) -> Expr:
     dim = SizeVars()
     dims = [dim(d) for d in op.dims]
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("softmax")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("softmax") as builder:
         x, y = argument("x", dims, "float32"), argument("y", dims, "float32")
         before, after = dims[: op.axis], dims[op.axis + 1 :]
         size = prod(dims, start=T.int64(1))

@@ -9,22 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import angle_arguments
-from mhsa_compile.kernels.cuda.primitives.vector_copy import (
-    Piece,
-    coordinates,
-    copy_piece,
-    each_thread,
-    piece_of,
-    row_steps,
-)
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.cuda.primitives import vector_copy
+from mhsa_compile.kernels.cuda.primitives.simt import materialize
+from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import RotaryOp
 
@@ -34,9 +27,6 @@ class CudaRotaryKernel(Fixed):
 
     name = "cuda.rope"
     op_type = RotaryOp
-
-    def why_not(self, op: RotaryOp, profile: TargetProfile) -> str | None:
-        return None
 
     def emit(self, op: RotaryOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_rope(op))
@@ -113,16 +103,14 @@ def _rope(op: RotaryOp) -> Expr:
     batch, length, heads = dim(op.batch), dim(op.length), T.int64(op.num_heads)
     turns = op.rotary_dim // 2 // pairs.count
     copies = (op.head_dim - op.rotary_dim) // pairs.piece
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("rope")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("rope") as builder:
         x = argument("x", placed_shape(op.x, batch, length, op.num_heads, op.head_dim), op.dtype)
         *tables, positions = angle_arguments(op, dim)
         angles = _CudaAngles(op, tables, positions)
         y = argument("y", placed_shape(op.output, batch, length, op.num_heads, op.head_dim), op.dtype)
 
         def piece(number: Expr) -> None:
-            b, i, h, part = coordinates(number, length, heads, T.int64(turns + copies))
+            b, i, h, part = vector_copy.coordinates(number, length, heads, T.int64(turns + copies))
             views = (head_view(x, op.x, op.head_dim, b, h), head_view(y, op.output, op.head_dim, b, h))
             if not copies:
                 _turn(angles, pairs, b, i, part, *views)

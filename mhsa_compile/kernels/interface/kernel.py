@@ -64,7 +64,11 @@ class Kernel(Protocol[OpT]):
 
 
 class Fixed:
-    """The part of a kernel that has no knobs: nothing to choose, and one config."""
+    """The part of a kernel that has no knobs: nothing to choose, and one config. It takes every operation of its type,
+    unless it says why not."""
+
+    def why_not(self, op: Any, profile: Profile) -> str | None:
+        return None
 
     def search_space(self, op: Op, profile: Profile) -> dict[str, tuple[int, ...]]:
         return {}

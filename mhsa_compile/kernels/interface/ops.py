@@ -6,14 +6,13 @@ without its lengths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from mhsa_compile.kernels.interface.epilogue import Epilogue
-from mhsa_compile.kernels.interface.score_step import ScoreStep
+from mhsa_compile.kernels.interface.score_step import ScoreStep, first
 from mhsa_compile.spec.semantics import Semantics
 
 Dim = int | str  # a fixed size, or the name of a symbolic one
@@ -333,7 +332,7 @@ class AttentionOp:
     @property
     def window(self) -> WindowSpec | None:
         """The keys that queries see by their places; None: all, and places are counted from the first query."""
-        return next((step.window for step in self.scores if step.window is not None), None)
+        return first(step.window for step in self.scores)
 
     @property
     def from_end(self) -> bool:
@@ -343,7 +342,7 @@ class AttentionOp:
     @property
     def pairs(self) -> np.ndarray[Any, Any] | None:
         """The pairs that are known when the attention is compiled, bool (1 or H, L, S); True takes part."""
-        return next((step.pairs for step in self.scores if step.pairs is not None), None)
+        return first(step.pairs for step in self.scores)
 
     def any_step(self, question: str) -> bool:
         """Whether the answer of any step to a question, an attribute of `ScoreStep`, is true."""
@@ -376,11 +375,6 @@ class AttentionOp:
             softmax=self.softmax,
             **words,
         )
-
-
-def _words_that_hold(words: Mapping[str, object]) -> list[str]:
-    """The words whose value is true, or there."""
-    return [word for word, present in words.items() if present]
 
 
 @dataclass(frozen=True)
@@ -522,7 +516,7 @@ class SoftmaxStatsOp:
 
     def summary(self) -> str:
         words = {"lse": self.lse, "entropy": self.entropy, f"top_k {self.top_k}": self.top_k > 0}
-        return ", ".join(_words_that_hold(words))
+        return ", ".join(word for word, asked in words.items() if asked)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ family of kernels its part of a task; what it does not say is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 Part = Any
 """What a step does in a task: a class of its family of kernels, of (step, task); or None."""
+
+
+Answer = TypeVar("Answer")
+
+
+def first(answers: Iterable[Answer | None]) -> Answer | None:
+    """The first answer that there is."""
+    return next((answer for answer in answers if answer is not None), None)
 
 
 class ScoreMath(Protocol):

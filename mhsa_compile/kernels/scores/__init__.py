@@ -1,1 +1,1 @@
-"""The features of attention scores, one class a file, listed in `order.py`. Imports the parts of both families."""
+"""The features of attention scores, in the order of `order.py`. Imports the parts of both families."""

@@ -16,16 +16,13 @@ from mhsa_compile.kernels.common.plain_parts import Pair, PlainMath, PlainPart
 from mhsa_compile.kernels.common.score_scale import LARGEST, LOG2_E
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
-from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask
+from mhsa_compile.kernels.cpu.score_parts import RowPart, RowTask, TilePart, TileTask, with_bias
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, constant, let, load, splat, store
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, let, load, splat, store
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart, ThreadTask
-from mhsa_compile.kernels.cuda.primitives.fragments import of_row
-from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, materialize, registers, set_register
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadPart, ThreadScores, ThreadTask
+from mhsa_compile.kernels.cuda.primitives.inputs import MaskReader, wide
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, materialize, of_row, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 
@@ -53,13 +50,7 @@ class _CallMaskPlain(PlainPart):
         return PlainMath().element(mask, self._at(pair)) != PlainMath().constant(-math.inf)
 
 
-def _with_bias(score: Expr, bias: Expr, lanes: int) -> Expr:
-    """A score with its bias. Not the sum alone: NaN - infinity would be NaN, where the score is hidden."""
-    minus_infinity = constant(-math.inf, lanes)
-    return T.Select(bias == minus_infinity, minus_infinity, score + bias)
-
-
-class CallMaskTile(TilePart):
+class _CallMaskTile(TilePart):
     blind = True
     step: CallMask
 
@@ -95,7 +86,7 @@ class CallMaskTile(TilePart):
             bias = let(load(self._bias, [row, T.int64(first)], lanes))
         else:
             bias = splat(let(self._element(T.int64(0), key)), lanes)
-        return _with_bias(score, bias, lanes)
+        return with_bias(score, bias, lanes)
 
     def sees(self, lane: Expr, row: Expr, key: Expr) -> Expr:
         query = T.min(self.mask.first_query + lane, self.mask.q_length - 1)
@@ -131,7 +122,7 @@ class _CallMaskRows(RowPart):
 
     def hide(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         lanes = self.task.layout.lanes
-        return _with_bias(score, let(load(self._bias, [self.task.layout.place(key, vector)], lanes)), lanes)
+        return with_bias(score, let(load(self._bias, [self.task.layout.place(key, vector)], lanes)), lanes)
 
 
 class _CallMaskThread(ThreadPart):
@@ -145,7 +136,7 @@ class _CallMaskThread(ThreadPart):
     def _reader(self, head: Expr) -> MaskReader:
         return MaskReader(self.task.own[0], self.task.b, head)
 
-    def add(self, scores: Expr, tiles: int, first_key: Expr, mask: ScoreMask) -> None:
+    def add(self, scores: Expr, tiles: int, first_key: Expr, mask: ThreadScores) -> None:
         """Two rows at a time, so that enough is under way at once, and not more than there are registers for."""
         # Every other offset: the one behind it is the other half of a pair.
         base, offsets = materialize(first_key + mask.cells.first), mask.cells.offsets(tiles)[::2]
@@ -196,7 +187,7 @@ class CallMask(ScoreStep):
     absent_key = {"mask": None}  # noqa: RUF012
     role = "attn_mask"
     plain = _CallMaskPlain
-    cpu_tile = CallMaskTile
+    cpu_tile = _CallMaskTile
     cpu_rows = _CallMaskRows
     cuda_rows = _CallMaskThread
 
@@ -257,3 +248,21 @@ class CallMask(ScoreStep):
             shared = max(0, min(40, registers - 24))
             return {"masks": registers - shared, "bent": shared}
         return {"masks": 24 + (8 * row_tiles if stages > 1 else 0)}
+
+
+class _ChosenRowsTile(_CallMaskTile):
+    def reader(self) -> Reader:
+        """Reads the chosen row, whichever query asks."""
+        bits: Expr = self.task.own[0]
+        one_for_all = int(bits.shape[0]) == 1
+        return lambda head, _, key: bits[T.int64(0) if one_for_all else head, self.task.place, key]
+
+
+class ChosenRows(CallMask):
+    """Rows of a static mask, nothing for one that is not there: a constant (1 or H, rows, S). A row of it is as a mask
+    that is the same for all queries."""
+
+    cpu_tile = _ChosenRowsTile
+
+    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
+        return ()

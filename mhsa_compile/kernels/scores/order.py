@@ -5,13 +5,11 @@ from __future__ import annotations
 from mhsa_compile.kernels.interface.score_step import NodeScores, ScoreStep
 from mhsa_compile.kernels.scores.band import Band
 from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.functions import MaskMod, ScoreMod
 from mhsa_compile.kernels.scores.lengths import Lengths
-from mhsa_compile.kernels.scores.mask_mod import MaskMod
-from mhsa_compile.kernels.scores.score_mod import ScoreMod
+from mhsa_compile.kernels.scores.limit import Softcap, SoftClamp
 from mhsa_compile.kernels.scores.sinks import Sinks
 from mhsa_compile.kernels.scores.slopes import Slopes
-from mhsa_compile.kernels.scores.softcap import Softcap
-from mhsa_compile.kernels.scores.softclamp import SoftClamp
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 
 STEPS: tuple[type[ScoreStep], ...] = (

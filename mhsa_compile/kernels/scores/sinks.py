@@ -15,9 +15,8 @@ from mhsa_compile.kernels.common.score_scale import LARGEST
 from mhsa_compile.kernels.cpu.score_parts import CpuMath, RowPart, TilePart, TileTask
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, splat
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
-from mhsa_compile.kernels.cuda.attention.thread_parts import CudaMath, ThreadPart
-from mhsa_compile.kernels.cuda.primitives.fragments import of_row
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.cuda.attention.thread_scores import CudaMath, ThreadPart
+from mhsa_compile.kernels.cuda.primitives.simt import materialize, of_row
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 

@@ -23,22 +23,11 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.plain_parts import EXACT, Pair, PlainMath, PlainPart
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.score_parts import CpuMath, FadingPart, TilePart, TileTask, place_of
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    RegisterTile,
-    constant,
-    let,
-    load,
-    scratch,
-    splat,
-    store,
-    vector_type,
-)
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, let, load, scratch, splat, store
 from mhsa_compile.kernels.cpu.simd.vectors import materialize as cpu_materialize
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.thread_parts import CellScore, CudaMath, ThreadPart
-from mhsa_compile.kernels.cuda.primitives.fragments import of_row
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.cuda.attention.thread_scores import CellScore, CudaMath, ThreadPart, ThreadScores
+from mhsa_compile.kernels.cuda.primitives.simt import materialize, of_row
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreMath, ScoreStep, SomeRows
 
@@ -103,7 +92,7 @@ class _SlopesTile(TilePart):
         first, lanes = column
         lane = T.Ramp(T.int32(first), T.int32(1), lanes) if lanes > 1 else T.int32(first)
         places = splat(let(T.cast(self.mask.place, "int32")), lanes) + lane
-        return T.cast(places, vector_type("float32", lanes))
+        return T.cast(places, vectors.vector_type("float32", lanes))
 
 
 class _SlopesRows(FadingPart):
@@ -180,7 +169,7 @@ class _SlopesThread(ThreadPart):
     def _of(self, head: Expr) -> Expr:
         return self.step.tilt(CudaMath(), self.task.own, head)
 
-    def begin(self, mask: ScoreMask) -> None:
+    def begin(self, mask: ThreadScores) -> None:
         self.mask = mask
         self._origins = [self._origin(row) for row in range(len(mask.numbers))]
 

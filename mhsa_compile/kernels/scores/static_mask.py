@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.plain_parts import Pair, PlainPart
-from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
-from mhsa_compile.kernels.scores.call_mask import CallMask, CallMaskTile, Reader
+from mhsa_compile.kernels.scores.call_mask import ChosenRows
 
 
 class _StaticMaskPlain(PlainPart):
@@ -25,24 +23,6 @@ class _StaticMaskPlain(PlainPart):
     def sees(self, pair: Pair) -> Expr:
         (mask,) = self.task.own
         return mask[tirx.min(pair.h, mask.shape[0] - 1), pair.i, pair.j]
-
-
-class _ChosenRowsTile(CallMaskTile):
-    def reader(self) -> Reader:
-        """Reads the chosen row, whichever query asks."""
-        bits: Expr = self.task.own[0]
-        one_for_all = int(bits.shape[0]) == 1
-        return lambda head, _, key: bits[T.int64(0) if one_for_all else head, self.task.place, key]
-
-
-class ChosenRows(CallMask):
-    """Rows of a static mask, nothing for one that is not there: a constant (1 or H, rows, S). A row of it is as a mask
-    that is the same for all queries."""
-
-    cpu_tile = _ChosenRowsTile
-
-    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
-        return ()
 
 
 @dataclass(frozen=True, eq=False)

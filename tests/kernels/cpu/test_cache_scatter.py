@@ -16,7 +16,7 @@ import torch
 import tvm
 from onnx import TensorProto, helper, numpy_helper
 from support.kernel_runs import compiled, vector_machine
-from support.scatter_cases import BASE, DTYPES, INT64, SHAPES, drawn, scattered
+from support.scatter_cases import BASE, DTYPES, INT64, SHAPES, call_of, drawn, scattered
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
@@ -58,19 +58,8 @@ def test_the_kernel(shape: str, circular: bool, in_place: bool) -> None:
     op = replace(BASE, circular=circular, in_place=in_place, **SHAPES[shape])  # type: ignore[arg-type]
     run, rng = Run(op), np.random.default_rng(0)
     for B, L, S in SIZES:
-        sizes = {"B": B, "S": S, "X": 13}
-        shape_of_cache = [sizes[dim] if isinstance(dim, str) else dim for dim in op.cache]
-        cache = drawn(rng, np.dtype("f4"), *shape_of_cache)
-        update = drawn(rng, np.dtype("f4"), *(L if i == op.axis else size for i, size in enumerate(shape_of_cache)))
-        ends = (INT64.min, INT64.max) if circular else (0, S - L)
-        indices = rng.integers(*ends, B, endpoint=True) if op.indexed else np.zeros(B, np.int64)
-        expected = scattered(cache, update, indices, op.axis)
-        given = update
-        if op.update is not None:
-            rows = update.swapaxes(1, 2) if update.ndim == 4 else update
-            given = np.full((B, L, op.update.width), np.nan, np.float32)
-            given[:, :, op.update.offset :][:, :, : rows[0, 0].size] = rows.reshape(B, L, -1)
-        assert np.array_equal(run(cache, given, *([indices] if op.indexed else [])), expected)
+        arrays, expected = call_of(op, rng, B, L, S)
+        assert np.array_equal(run(*arrays), expected)
 
 
 @pytest.mark.thorough_only("float32")

@@ -6,6 +6,7 @@ Notation: B batch, L length, D embed, H heads, G key/value heads, E head dim, R 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.kernel_runs import call, compiled, vector_machine
-from support.rope_cases import BASE, NUMPY, SHAPES, TABLE, angles, assert_right
+from support.rope_cases import BASE, NUMPY, SHAPES, TABLE, angles, assert_right, check
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
@@ -45,24 +46,7 @@ def test_the_kernel(machine: tuple[int, int], shape: str, dtype: str) -> None:
     profile, kernel = vector_machine(*machine), CpuRotaryKernel()
     assert kernel.why_not(op, profile) is None
     run = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)["run"]
-    H, E, width = op.num_heads, op.head_dim, op.x.width
-    columns = op.rotary_dim if op.whole_angles else op.rotary_dim // 2
-    rng = np.random.default_rng(0)
-    for B, L in ((1, 1), (2, 7), (3, 197)):  # the last is shared between threads
-        entries = 1 if op.shared_angles else B
-        places = rng.integers(0, TABLE, (entries, L))
-        tables = angles(rng, *((TABLE,) if op.max_positions else (entries, L)), columns, dtype=dtype)
-        x = rng.standard_normal((B, L, H, E)).astype(NUMPY[dtype])
-        if op.x.layout == "rows":
-            given = np.full((B, L, width), np.nan, NUMPY[dtype])
-            given[:, :, op.x.offset : op.x.offset + H * E] = x.reshape(B, L, H * E)
-        else:
-            given = np.ascontiguousarray(x.swapaxes(1, 2))
-        empty = np.full((B, H, L, E) if op.output.layout == "heads" else (B, L, H * E), np.nan, NUMPY[dtype])
-        y = call(run, given, *tables, *([places] if op.max_positions else []), empty)
-        y = y.swapaxes(1, 2) if op.output.layout == "heads" else y.reshape(B, L, H, E)
-        cos, sin = (table[places] if op.max_positions else table for table in tables)
-        assert_right(y, x, cos, sin, op.rotary_dim, op.interleaved)
+    check(op, partial(call, run), ((1, 1), (2, 7), (3, 197)))  # the last is shared between threads
 
 
 def model(

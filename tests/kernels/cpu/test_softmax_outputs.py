@@ -12,11 +12,10 @@ import pytest
 import tvm
 from support.kernel_runs import compiled, vector_machine
 from support.softmax_outputs_cases import ALL, SUMS, Array, Run, asked_of, compare, operands, operation
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile, detect
-from mhsa_compile.kernels.common.buffers import argument
+from mhsa_compile.kernels.common.buffers import argument, prim_func
 from mhsa_compile.kernels.cpu.simd.vector_math import natural_log
 from mhsa_compile.kernels.cpu.simd.vectors import load, store
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
@@ -168,8 +167,7 @@ def test_natural_log(lanes):
     """The logarithm is within 2 ulp of float64's, over every exponent that a sum of weights can have."""
     values = np.exp(np.linspace(-60, 80, 160_000)).astype(np.float32)
     values[:3] = [1, np.nan, 2]
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("run")
+    with prim_func("run") as builder:
         x, y = (argument(name, [T.int64(len(values))], "float32") for name in "xy")
         with T.serial(T.int64(len(values) // lanes)) as i:
             at = [i * lanes]

@@ -1,4 +1,4 @@
-"""The attention kernel for GPUs, by itself and where there is no GPU: beside what `test_cuda_tile_kernels.py` runs, its
+"""The attention kernel for GPUs, by itself and where there is no GPU: beside what `test_tiled_attention.py` runs, its
 widths and sizes, its shared memory, and what nvcc makes of it."""
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import pytest
 from fuzz.attention import draw_operands
 from support.attention_ops import features
 from support.cuda import cuda_code
-from support.cuda.cuda_attention_checks import operation, scattered
-from support.cuda.cuda_tile_kernels import MMA
+from support.cuda.cuda_tile_kernels import MMA, operation, scattered
 from support.simt.banks import counted
 
 import mhsa_compile as mhsa
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.attention.block_sparsity import block_plan
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS
+from mhsa_compile.kernels.cuda.primitives.simt import MOST_REGISTERS
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.kernels.scores.call_mask import CallMask

@@ -1,4 +1,4 @@
-"""The float32 attention kernel for GPUs, by itself and where there is no GPU: beside what `test_cuda_tile_kernels.py`
+"""The float32 attention kernel for GPUs, by itself and where there is no GPU: beside what `test_tiled_attention.py`
 runs, its widths and sizes, its sums, and what nvcc makes of it."""
 
 from __future__ import annotations

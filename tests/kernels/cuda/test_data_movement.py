@@ -5,6 +5,7 @@ Run in NumPy by the interpreter, against the same references as those for CPUs; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,21 +13,20 @@ import numpy as np
 import pytest
 from support.cuda import cuda_code
 from support.rope_cases import BASE as ROPE
-from support.rope_cases import NUMPY, TABLE, angles, assert_right
+from support.rope_cases import NUMPY, TABLE, assert_right, check, turn
 from support.rope_cases import SHAPES as ROPE_SHAPES
 from support.scatter_cases import BASE as SCATTER
-from support.scatter_cases import DTYPES, INT64, drawn, scattered
+from support.scatter_cases import DTYPES, INT64, call_of, drawn, scattered
 from support.scatter_cases import SHAPES as SCATTER_SHAPES
 from support.simt import interpreter
 from support.simt.memory import SimtError
 
 from mhsa_compile.hardware.profile import load_profile
-from mhsa_compile.kernels.cuda.cache_concat import CudaKvConcatKernel
-from mhsa_compile.kernels.cuda.cache_scatter import CudaKvScatterKernel
+from mhsa_compile.kernels.cuda.cache import CudaKvConcatKernel, CudaKvScatterKernel
 from mhsa_compile.kernels.cuda.primitives.vector_copy import piece_of
 from mhsa_compile.kernels.cuda.rope import CudaRotaryKernel
 from mhsa_compile.kernels.interface.kernel import Fixed
-from mhsa_compile.kernels.interface.ops import HeadLayout, KvConcatOp, KvScatterOp, Op, RotaryOp
+from mhsa_compile.kernels.interface.ops import HeadLayout, KvConcatOp, KvScatterOp, Op
 
 GPU = load_profile("cuda-sm80")
 WIDE: dict[str, Any] = {"head_dim": 128, "x": HeadLayout(0, "rows", 384), "output": HeadLayout(0, "rows", 384)}
@@ -53,22 +53,15 @@ def test_pieces_fit_all_that_they_must_begin_at():
 # Rotary embeddings.
 
 
-def turn(
-    op: RotaryOp, machine: interpreter.Machine, rng: np.random.Generator, B: int, L: int, places: np.ndarray
-) -> tuple:
-    """(y, x, cos, sin): y and x (B, L, H, E), the tables as they were given."""
-    H, E, dtype = op.num_heads, op.head_dim, NUMPY[op.dtype]
-    columns = op.rotary_dim if op.whole_angles else op.rotary_dim // 2
-    tables = angles(rng, *((TABLE,) if op.max_positions else places.shape), columns, dtype=op.dtype)
-    x = rng.standard_normal((B, L, H, E)).astype(dtype)
-    if op.x.layout == "rows":
-        given = np.full((B, L, op.x.width), np.nan, dtype)
-        given[:, :, op.x.offset : op.x.offset + H * E] = x.reshape(B, L, H * E)
-    else:
-        given = np.ascontiguousarray(x.swapaxes(1, 2))
-    y = np.full((B, H, L, E) if op.output.layout == "heads" else (B, L, H * E), np.nan, dtype)
-    machine(given, *tables, *([places] if op.max_positions else []), y)
-    return y.swapaxes(1, 2) if op.output.layout == "heads" else y.reshape(B, L, H, E), x, *tables
+def run_of(kernel: Any, op: Op) -> Callable[..., np.ndarray]:
+    """A run of arrays, of which the last is the output."""
+    machine = translated(kernel, op)
+
+    def run(*arrays: np.ndarray) -> np.ndarray:
+        machine(*arrays)
+        return arrays[-1]
+
+    return run
 
 
 @pytest.mark.thorough_only("heads to heads-bfloat16")
@@ -77,19 +70,14 @@ def turn(
 def test_rope(shape: str, dtype: str) -> None:
     """What lies between the heads is NaN, and so is the output before: all of it is written, of nothing else."""
     op = replace(ROPE, dtype=dtype, **ALL_ROPE_SHAPES[shape])  # type: ignore[arg-type]
-    machine, rng = translated(CudaRotaryKernel(), op), np.random.default_rng(0)
-    for B, L in ((1, 1), (3, 37)):
-        places = rng.integers(0, TABLE, (1 if op.shared_angles else B, L))
-        y, x, *tables = turn(op, machine, rng, B, L, places)
-        cos, sin = (table[places] if op.max_positions else table for table in tables)
-        assert_right(y, x, cos, sin, op.rotary_dim, op.interleaved)
+    check(op, run_of(CudaRotaryKernel(), op), ((1, 1), (3, 37)))
 
 
 @pytest.mark.parametrize("shape", ["halves", "pieces", "pieces, interleaved"])
 def test_a_position_beyond_the_tables_makes_nan_and_reads_nothing(shape: str) -> None:
     op = replace(ROPE, dtype="bfloat16", **ALL_ROPE_SHAPES[shape])
     places = np.array([[0, TABLE, TABLE - 1], [-1, 5, INT64.min], [INT64.max, 7, 0]])
-    y, x, cos, sin = turn(op, translated(CudaRotaryKernel(), op), np.random.default_rng(0), 3, 3, places)
+    y, x, cos, sin = turn(op, run_of(CudaRotaryKernel(), op), np.random.default_rng(0), 3, 3, places)
     wrong = (places < 0) | (places >= TABLE)
     assert np.isnan(y[wrong][..., : op.rotary_dim].astype(np.float32)).all()
     at = np.where(wrong, 0, places)
@@ -122,19 +110,8 @@ def test_scatter(shape: str, circular: bool, in_place: bool) -> None:
     op = replace(SCATTER, circular=circular, in_place=in_place, **SCATTER_SHAPES[shape])  # type: ignore[arg-type]
     machine, rng = translated(CudaKvScatterKernel(), op), np.random.default_rng(0)
     for B, L, S in ((1, 1, 1), (3, 4, 29), (2, 5, 5)):
-        sizes = {"B": B, "S": S, "X": 13}
-        shape_of_cache = [sizes[dim] if isinstance(dim, str) else dim for dim in op.cache]
-        cache = drawn(rng, np.dtype("f4"), *shape_of_cache)
-        update = drawn(rng, np.dtype("f4"), *(L if i == op.axis else size for i, size in enumerate(shape_of_cache)))
-        ends = (INT64.min, INT64.max) if circular else (0, S - L)
-        indices = rng.integers(*ends, B, endpoint=True) if op.indexed else np.zeros(B, np.int64)
-        given = update
-        if op.update is not None:
-            rows = update.swapaxes(1, 2) if update.ndim == 4 else update
-            given = np.full((B, L, op.update.width), np.nan, np.float32)
-            given[:, :, op.update.offset :][:, :, : rows[0, 0].size] = rows.reshape(B, L, -1)
-        found = write(op, machine, cache, given, *([indices] if op.indexed else []))
-        assert np.array_equal(found, scattered(cache, update, indices, op.axis))
+        arrays, expected = call_of(op, rng, B, L, S)
+        assert np.array_equal(write(op, machine, *arrays), expected)
 
 
 @pytest.mark.parametrize("row", [10, 16])

@@ -13,8 +13,8 @@ import pytest
 import torch
 from fuzz.attention import NUMPY, Operands, draw_operands, evaluated, output_rows, output_shape, placed
 from support.attention_ops import changed
-from support.cuda import cuda_attention_checks, cuda_code
-from support.cuda.cuda_attention_checks import Sizes
+from support.cuda import cuda_code, cuda_tile_kernels
+from support.cuda.cuda_tile_kernels import Sizes
 from support.kernel_runs import attention
 from support.simt import interpreter
 
@@ -42,7 +42,7 @@ def operation(
     L: Any = 1, heads: tuple[int, int] = (6, 2), widths: tuple[int, int] = (24, 40), **fields: Any
 ) -> AttentionOp:
     """An attention of L queries, in bfloat16 unless `fields` say otherwise."""
-    return replace(cuda_attention_checks.operation(heads, widths, **fields), q_length=L)
+    return replace(cuda_tile_kernels.operation(heads, widths, **fields), q_length=L)
 
 
 @lru_cache(maxsize=4)
@@ -70,7 +70,7 @@ def check(op: AttentionOp, B: int, S: int, *, blocks: int = 5, poisoned: bool = 
     def of_config(op: AttentionOp, given: Operands, sizes: Sizes) -> np.ndarray:
         return run(op, given, sizes, blocks, **config)
 
-    cuda_attention_checks.check(of_config, op, (B, op.q_length, S), poisoned=poisoned)
+    cuda_tile_kernels.check(of_config, op, (B, op.q_length, S), poisoned=poisoned)
 
 
 @pytest.mark.thorough_but("3-131-bfloat16", "3-131-float32", "1-1-float16")

@@ -1,10 +1,9 @@
-"""The attention kernel for Hopper where there is no GPU: a part of what test_cuda_hopper_all.py runs."""
+"""The attention kernel for Hopper where there is no GPU: a part of what test_hopper_all.py runs."""
 
 from __future__ import annotations
 
 import pytest
-from support.cuda.cuda_attention_checks import operation
-from support.cuda.cuda_tile_kernels import HOPPER
+from support.cuda.cuda_tile_kernels import HOPPER, operation
 
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import WindowSpec

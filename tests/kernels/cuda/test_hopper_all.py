@@ -1,4 +1,4 @@
-"""The attention kernel for Hopper where there is no GPU: beside what `test_cuda_tile_kernels.py` runs, its widths, its
+"""The attention kernel for Hopper where there is no GPU: beside what `test_tiled_attention.py` runs, its widths, its
 warpgroups in any order, and what nvcc makes of it."""
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from support.cuda import cuda_code, cuda_compiler
-from support.cuda.cuda_attention_checks import operation, scattered
-from support.cuda.cuda_tile_kernels import HOPPER
+from support.cuda.cuda_tile_kernels import HOPPER, operation, scattered
 
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec

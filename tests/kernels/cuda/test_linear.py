@@ -1,5 +1,5 @@
 """Linears for GPUs, by themselves and where there is no GPU: what they compute, run in NumPy, against float64, and how
-they choose the sizes of their blocks. More of it, which takes longer, is in test_cuda_linear_shapes.py."""
+they choose the sizes of their blocks. More of it, which takes longer, is in test_linear_shapes.py."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from support.simt import interpreter
 from support.simt.hopper import HopperMachine
 
 from mhsa_compile.hardware.profile import CudaProfile
-from mhsa_compile.kernels.cuda.linear.hopper_block import HopperShape
-from mhsa_compile.kernels.cuda.linear.hopper_kernel import FEW_ROWS, HopperLinearKernel
+from mhsa_compile.kernels.cuda.linear.hopper_kernel import FEW_ROWS, HopperLinearKernel, HopperShape
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 pytestmark = pytest.mark.cuda

@@ -14,8 +14,7 @@ import torch
 from fuzz.attention import NUMPY
 from support.attention_ops import features
 from support.cuda import cuda_code
-from support.cuda.cuda_attention_checks import operation
-from support.cuda.cuda_tile_kernels import FLOAT32, HOPPER, MMA, TileKernel
+from support.cuda.cuda_tile_kernels import FLOAT32, HOPPER, MMA, TileKernel, operation
 from support.score_functions import HEADS, MASKS, SCORES
 from support.simt import interpreter
 from torch import Tensor

@@ -14,9 +14,8 @@ from support.simt import interpreter
 from support.softmax_outputs_cases import ALL, SUMS, Array, asked_of, compare, operands, operation
 
 from mhsa_compile.hardware.profile import load_profile
-from mhsa_compile.kernels.cuda.softmax_outputs.probs_kernel import CudaAttentionProbsKernel
+from mhsa_compile.kernels.cuda.softmax_outputs.kernel import CudaAttentionProbsKernel, CudaSoftmaxStatsKernel
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import packed_bits
-from mhsa_compile.kernels.cuda.softmax_outputs.stats_kernel import CudaSoftmaxStatsKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, SoftmaxStatsOp, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask

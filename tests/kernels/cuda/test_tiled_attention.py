@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz.attention import NUMPY, draw_operands, evaluated
-from support.cuda.cuda_attention_checks import scattered
-from support.cuda.cuda_tile_kernels import TILE_KERNELS
+from support.cuda.cuda_tile_kernels import TILE_KERNELS, scattered
 from support.kernel_runs import attention
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec

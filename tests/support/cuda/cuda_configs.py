@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
-from support.cuda.cuda_attention_checks import operation, scattered
 from support.cuda.cuda_linear import linear
+from support.cuda.cuda_tile_kernels import operation, scattered
 from support.rope_cases import BASE as ROPE
 from support.scatter_cases import BASE as SCATTER
 

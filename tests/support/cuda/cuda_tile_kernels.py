@@ -1,26 +1,79 @@
-"""The attentions in tiles for GPUs, each as tests run it in the SIMT interpreter and hold it against float64."""
+"""Attentions for GPUs: operations, and those in tiles as tests run them in the SIMT interpreter, against float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
-from fuzz.attention import NUMPY, Operands, output_rows, output_shape, placed
-from support.cuda import cuda_attention_checks
-from support.cuda.cuda_attention_checks import Run, Sizes
+import torch
+from fuzz.attention import (
+    NUMPY,
+    Operands,
+    draw_operands,
+    evaluated,
+    farthest,
+    output_rows,
+    output_shape,
+    placed,
+    poison,
+    reordered,
+)
+from support.attention_ops import attention_of
 from support.simt import interpreter
 from support.simt.hopper import HopperMachine
 
 from mhsa_compile.hardware.profile import CudaProfile, load_profile
-from mhsa_compile.kernels.cuda.attention.kernel import MmaAttentionKernel
-from mhsa_compile.kernels.cuda.attention.kernel_fp32 import Fp32AttentionKernel
-from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
+from mhsa_compile.kernels.cuda.attention.kernel import Fp32AttentionKernel, MmaAttentionKernel, TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.kernel import HopperAttentionKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
+from mhsa_compile.verification.parity import Draw, judge
+
+ORDERS = 8
+"""The number of orders in which PyTorch's sums are taken, where one may be luck."""
+Sizes = tuple[int, int, int]  # B, L, S
+Run = Callable[[AttentionOp, Operands, Sizes], np.ndarray]
+
+
+def operation(heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (24, 40), **fields: Any) -> AttentionOp:
+    """An attention with heads first and apart, rows out, in bfloat16, with symbolic sizes, unless `fields` say
+    otherwise."""
+    (H, G), (E, F) = heads, widths
+    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
+    rest = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "dtype": "bfloat16", "scale": E**-0.5}
+    return attention_of("B", "L", "S", H, G, E, F, **{**rest, **places, **fields})
+
+
+def check(run: Run, op: AttentionOp, sizes: Sizes, *, poisoned: bool = False) -> None:
+    """Asserts that a run is within the budget of `parity`: PyTorch's eager attention at this dtype is the yardstick."""
+
+    def draw(turn: int, orders: int) -> list[Draw]:
+        operands = draw_operands(np.random.default_rng((17, turn)), op, sizes, 1.0, turn)
+        truth, narrow = evaluated(op, operands, torch.float64), getattr(torch, op.dtype)
+        yardstick = farthest(truth, [evaluated(op, reordered(operands, i), narrow) for i in range(orders)])
+        if poisoned:
+            poison(op, operands)
+        return [(truth, yardstick.astype(NUMPY[op.dtype]), run(op, operands, sizes))]
+
+    result = judge(lambda turn: draw(turn, 1), {})
+    if not result.ok:
+        result = judge(lambda turn: draw(turn, ORDERS), {})
+    assert result.ok, result
+
+
+def scattered(shape: tuple[int, int, int]) -> np.ndarray:
+    """Random pairs, with keys that nobody sees, a corner that everybody sees, and a query that sees nothing."""
+    visible = np.random.default_rng(1).random(shape) < 0.5
+    _, L, S = shape
+    visible[:, :, S // 3 : S // 2] = False
+    visible[:, : L // 2, S // 2 :] = True
+    visible[:, L - 1] = False
+    return visible
+
 
 GARBAGE = -(1 << 16)
 """What a workspace holds before somebody writes to it: NaN as a float32, and as a number none that counts anything."""
@@ -59,7 +112,7 @@ class TileKernel:
     def operation(
         self, heads: tuple[int, int] = (4, 2), widths: tuple[int, int] | None = None, **fields: Any
     ) -> AttentionOp:
-        return cuda_attention_checks.operation(heads, widths or self.widths, **{"dtype": self.dtypes[0], **fields})
+        return operation(heads, widths or self.widths, **{"dtype": self.dtypes[0], **fields})
 
     def runner(self, *sizes: int, seed: int | None = None) -> Run:
         """Runs the kernel by the default config, unless `sizes` say otherwise; on Hopper in an order drawn by `seed`,
@@ -84,7 +137,7 @@ class TileKernel:
         seed: int | None = None,
         poisoned: bool = False,
     ) -> None:
-        cuda_attention_checks.check(self.runner(*sizes, seed=seed), op, of_call, poisoned=poisoned)
+        check(self.runner(*sizes, seed=seed), op, of_call, poisoned=poisoned)
 
 
 @lru_cache(maxsize=4)

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from support.simt import hopper_ptx, hopper_tma, interpreter
 from support.simt.hopper_memory import HopperShared, Mbarrier, NamedBarrier
+from support.simt.hopper_tma import TensorMap
+from support.simt.hopper_wgmma import Product
 from support.simt.memory import Array, Lanes, SimtError
-from support.simt.tensor_map import TensorMap
 from support.simt.threads import Registers, Thunk, View
-from support.simt.wgmma_descriptors import Product
 
 WARPGROUP = 128
 REGISTERS = 65536  # of a multiprocessor
@@ -201,10 +201,9 @@ class HopperMachine(interpreter.Machine):
 
     # Each warpgroup has views of its own, and knows when it wrote to which registers.
 
-    def _shared(self, size: int) -> HopperShared:
-        """The shared memory, which all warpgroups have in common."""
+    def shared_memory(self, count: int) -> HopperShared:
         if self.memory is None:
-            self.memory = HopperShared(self.blocks, self.threads // 32, size)
+            self.memory = HopperShared(self.blocks, self.threads // 32, count)
         return self.memory
 
     def store(self, view: View, indices: list[Any], value: Any) -> None:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from support.simt import ptx
-from support.simt.hopper_common import (
+from support.simt.hopper_memory import (
+    MOST_BARRIERS,
     WARPGROUP,
+    Mbarrier,
+    NamedBarrier,
     active_lanes,
     barrier_at,
     operands_of,
@@ -19,7 +22,6 @@ from support.simt.hopper_common import (
     whole_warps,
     words_of,
 )
-from support.simt.hopper_memory import MOST_BARRIERS, Mbarrier, NamedBarrier
 from support.simt.hopper_tma import commit_stores, encode, load_box, new_map, store_box, stores_read
 from support.simt.hopper_wgmma import commit_products, fence_products, product, wait_products
 from support.simt.memory import WARP, Array, SimtError

@@ -132,14 +132,15 @@ class Machine(Expressions):
         view, is_shared = self._view(buffer, Registers(0, dtype, 1)), str(buffer.scope()).startswith("shared")
 
         def execute() -> None:
-            here = self._shared(size * dtype.itemsize) if is_shared else Registers(size, dtype, self.lanes.count)
-            self.views[key] = replace(view, memory=here)
+            bytes_of_all = size * dtype.itemsize
+            memory = self.shared_memory(bytes_of_all) if is_shared else Registers(size, dtype, self.lanes.count)
+            self.views[key] = replace(view, memory=memory)
 
         return execute
 
-    def _shared(self, size: int) -> Memory:
-        """New shared memory, of so many bytes."""
-        self.shared.append(SharedMemory("shared memory", self.lanes, size))
+    def shared_memory(self, count: int) -> Any:
+        """So many bytes of a block's shared memory."""
+        self.shared.append(SharedMemory("shared memory", self.lanes, count))
         return self.shared[-1]
 
     def _DeclBuffer(self, node: Any) -> Thunk:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from support.simt import interpreter
 from support.simt.memory import SimtError
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx import Var
 from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import prim_func
 
 RNG = np.random.default_rng(7)
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -24,9 +25,7 @@ def kernel(
     body: Callable[..., None], shapes: dict[str, tuple[tuple[Any, ...], str]], threads: int = 32, blocks: Any = 1
 ) -> Any:
     """body(block, thread, *arguments) as a PrimFunc."""
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("kernel")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("kernel") as builder:
         arguments = [T.match_buffer(T.arg(name, T.handle()), *shape) for name, shape in shapes.items()]
         with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", threads) as thread:
             body(block, thread, *arguments)
@@ -336,8 +335,7 @@ def test_what_another_block_writes_is_there_in_the_next_launch():
         return part
 
     def both(*launches: bool) -> Any:
-        with IRBuilder() as builder, T.prim_func():
-            T.func_name("kernel")
+        with prim_func("kernel") as builder:
             y = T.match_buffer(T.arg("y", T.handle()), (2, 64), "uint32")
             for reads in launches:
                 with T.launch_thread("blockIdx.x", 2) as block, T.launch_thread("threadIdx.x", 32) as thread:

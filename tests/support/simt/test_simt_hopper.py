@@ -4,22 +4,20 @@ what is wrong in kernels which are."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from support.simt.hopper import HopperMachine
+from support.simt.hopper_tma import TensorMap, swizzled
+from support.simt.hopper_wgmma import Descriptor, accumulators, fragments, left_operand
 from support.simt.memory import SimtError
-from support.simt.tensor_map import TensorMap, swizzled
-from support.simt.wgmma_descriptors import Descriptor, accumulators, fragments, left_operand
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
+from mhsa_compile.kernels.common.buffers import argument, prim_func
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, simt
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles, Tensor
-from mhsa_compile.kernels.cuda.primitives.warp import barrier, materialize, registers, set_register, store, warp_barrier
+from mhsa_compile.kernels.cuda.primitives.simt import barrier, materialize, registers, set_register, store, warp_barrier
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 KEYS, WIDTH = 48, 72
@@ -108,14 +106,13 @@ def test_boxes_are_zeros_outside_of_their_tensor():
 
 def product(change: str = "") -> HopperMachine:
     """y = x K^T of one warpgroup, x of ones in registers but for its rows' numbers; `change` says what is wrong."""
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("product")
+    with prim_func("product") as builder:
         k = argument("k", [T.int64(1), T.int64(1), T.int64(KEYS), T.int64(WIDTH)], "float16")
         y = argument("y", [T.int64(64), T.int64(KEYS)], "float32")
         sizes = [T.int64(n) for n in (1, KEYS, 1, WIDTH)]
         tensor = Tensor("k", k, HeadLayout(0, "heads", 0), sizes, KEYS)
         tensor.encode()
-        with T.launch_thread("blockIdx.x", T.int64(1)), T.launch_thread("threadIdx.x", 256) as thread:
+        with simt.launch(T.int64(1), 256) as (_, thread):
             _body(change, tensor, y, thread)
     return HopperMachine(builder.get())
 
@@ -205,12 +202,11 @@ def test_what_would_go_wrong_on_a_gpu_is_refused(change: str, why: str):
 def stored(change: str = "") -> HopperMachine:
     """y, (64, 64), is what a warpgroup has written to shared memory: of each warp 16 rows, the copy engine brings them
     out."""
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("stored")
+    with prim_func("stored") as builder:
         y = argument("y", [T.int64(1), T.int64(1), T.int64(64), T.int64(64)], "float16")
         tensor = Tensor("y", y, HeadLayout(0, "heads", 0), [T.int64(n) for n in (1, 64, 1, 64)], 16)
         tensor.encode()
-        with T.launch_thread("blockIdx.x", T.int64(1)), T.launch_thread("threadIdx.x", 128) as thread:
+        with simt.launch(T.int64(1), 128) as (_, thread):
             pool = T.alloc_buffer((8192,), "uint16", scope="shared.dyn")
             begin = materialize(T.cuda.cvta_generic_to_shared(T.address_of(pool[0])), "uint32")
             first = materialize(T.bitwise_and(begin + T.uint32(1023), T.uint32(2**32 - 1024)), "uint32")
@@ -255,15 +251,9 @@ def test_a_store_that_would_go_wrong_is_refused(change: str, why: str):
 
 def roles(body: Callable[[Expr], None], *, bounded: bool = True) -> None:
     """Runs a block of three warpgroups; `body` is given the number of each."""
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("roles")
-        with (
-            T.launch_thread("blockIdx.x", T.int64(1)),
-            T.launch_thread("threadIdx.x", 384) as thread,
-            hopper_ptx.one_block() if bounded else nullcontext(),
-        ):
-            T.alloc_buffer((8,), "uint16", scope="shared.dyn")
-            body(materialize(T.truncdiv(thread, T.int32(128))))
+    with prim_func("roles") as builder, simt.launch(T.int64(1), 384, 1 if bounded else None) as (_, thread):
+        T.alloc_buffer((8,), "uint16", scope="shared.dyn")
+        body(materialize(T.truncdiv(thread, T.int32(128))))
     HopperMachine(builder.get())()
 
 

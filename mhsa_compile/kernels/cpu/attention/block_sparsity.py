@@ -35,10 +35,6 @@ class CpuBlockSparsity:
     runs: NDArray[np.int32]
     bits: NDArray[np.uint16]
 
-    @property
-    def arrays(self) -> tuple[NDArray[np.generic], ...]:
-        return (self.order, self.index, self.runs, self.bits)
-
 
 def plan(
     pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: int, lanes: int, key_tile: int, keys: int

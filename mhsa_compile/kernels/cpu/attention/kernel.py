@@ -1,7 +1,20 @@
 """Attention on a vector CPU: one pass over the keys with an online softmax, nothing transposed in memory.
 
-A task is one tile of query rows of one head. `tile` holds the arithmetic of a task, and its docstring the
-algorithm; this file deals the tasks out and says where each operand lies.
+A task is one tile of query rows of one head, against all the keys that they see:
+
+    for each block of keys, for each group of them:
+        S^T = K Q^T;  where some score exceeds its row's reference m by far: m' = the new maximum, and what was summed
+                      up so far (l, O, the block's probs) shrinks by 2^(m - m')
+        P^T = 2^(S^T - m);  l = l + sum P^T
+    O = O + P V
+    Y = O / l, and zeros where nothing was visible (l = 0)
+
+The reference need not be the maximum: a prob of 2^RISE is as exact as one of 1. So it hardly ever moves, nothing is
+rescaled from block to block, and the probs of one group are computed among the products of the next one's scores,
+or, where the registers are too few for both, just before them. `key_loop` says which keys are visited; P V sums for
+each few rows only the keys that they see.
+Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); tiling, Dao 2023 (arXiv:2307.08691); rescaling
+only when it matters: FlashAttention-4 (github.com/Dao-AILab/flash-attention).
 """
 
 from __future__ import annotations
@@ -9,26 +22,65 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
-from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.common.head_layout import head_view
+from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
+from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import why_not_scores
-from mhsa_compile.kernels.common.static_mask import constant_arguments, split_window, why_not_plan
+from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants, split_window, why_not_plan
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
-from mhsa_compile.kernels.cpu.attention.key_loop import Runs
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products, TaskOperands, unit_for
-from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
+from mhsa_compile.kernels.cpu.attention.online_softmax import OnlineSoftmax
+from mhsa_compile.kernels.cpu.attention.output_accumulator import Accumulator
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
 from mhsa_compile.kernels.cpu.simd.vectors import materialize
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs, why_not_tile
 from mhsa_compile.kernels.interface.ops import AttentionOp
+
+
+class AttentionTile:
+    """One attention task. Scratch is allocated where the tile is constructed: inside the loop over tasks, so per
+    thread."""
+
+    def __init__(self, products: Products, visibility: TileMask, profile: CpuProfile, output: HeadView) -> None:
+        registers = profile.hardware.vector_registers
+        self.products, self.visibility, self.output = products, visibility, output
+        self.sums = Accumulator(products, visibility, registers)
+        self.probs = OnlineSoftmax(
+            products,
+            visibility,
+            self.sums.rescale,
+            overwrites_summands=profile.overwrites_summands,
+            interleaves=registers > 16,
+        )
+        self.begin_block, self.add_group = self.probs.begin_block, self.probs.add_group
+
+    def emit(self, config: Config, runs: Runs | None) -> None:
+        self.products.pack_queries()
+        self.products.operands.prefetch_next(self.products.queries)
+        self.sums.prefetch(self.output)
+        self.probs.clear()
+        self.sums.clear()
+        # Backwards where scores fall with the distance, so that the reference need not rise.
+        backwards = self.visibility.op.any_step("fades")
+        route = Route(equal_blocks=True, backwards=backwards, drops_columns=True, begins_early=True)
+        KeyLoop(self, self.visibility, config, route, runs).emit()
+        self.sums.write(self.output, self.probs.row_sum)
+
+    def end_block(self, block: VisitedBlock) -> None:
+        """Adds the block to the output: O = O + P V."""
+        self.probs.end_block(block.groups)
+        self.products.take_values(block.first_key, block.count)
+        if block.hides is None:
+            self.sums.add(block.first_key, block.count)
+        else:
+            self.sums.add_past_hidden(block.first_key, block.count, block.hides)
 
 
 class CpuAttentionKernel:
@@ -72,7 +124,7 @@ class CpuAttentionKernel:
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
         op, sparsity = split_pairs(op, profile, config)
-        return Emitted(_attention(op, profile, config, sparsity), constants=sparsity.arrays if sparsity else ())
+        return Emitted(_attention(op, profile, config, sparsity), constants=plan_constants(sparsity))
 
 
 def split_pairs(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, CpuBlockSparsity | None]:
@@ -87,37 +139,34 @@ def split_pairs(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[A
 def _attention(op: AttentionOp, profile: CpuProfile, config: Config, sparsity: CpuBlockSparsity | None) -> Expr:
     queries, lanes = config["queries"], profile.vector_lanes("float32")
     unit = _unit(op, profile, config["key_tile"])
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("attention")
-            T.func_attr({"tirx.noalias": True})
-            arguments = attention_arguments(op)
-            views = None if sparsity is None else plan_arguments(sparsity)
-            y = arguments.output()
-            batch, q_length = arguments.batch, arguments.q_length
-            tiles = materialize(ceil_div(q_length, queries))
-            total = materialize(batch * T.int64(op.num_heads) * tiles)
-            with unit.imported(), T.parallel(total) as index:
+    with prim_func("attention") as builder:
+        arguments = attention_arguments(op)
+        views = plan_arguments(sparsity)
+        y = arguments.output()
+        batch, q_length = arguments.batch, arguments.q_length
+        tiles = materialize(ceil_div(q_length, queries))
+        total = materialize(batch * T.int64(op.num_heads) * tiles)
+        with unit.imported(), T.parallel(total) as index:
 
-                def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
-                    """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
-                    b, h = _entry_and_head(op, materialize(T.truncdiv(index, tiles)), batch)
-                    tile_index, runs = tile_and_runs(op, materialize(T.truncmod(index, tiles)), tiles, h, views)
-                    return b, h, materialize(tile_index * queries), runs
+            def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
+                """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
+                b, h = _entry_and_head(op, materialize(T.truncdiv(index, tiles)), batch)
+                tile_index, runs = tile_and_runs(op, materialize(T.truncmod(index, tiles)), tiles, h, views)
+                return b, h, materialize(tile_index * queries), runs
 
-                b, h, first_query, runs = task(index)
-                following = task(materialize(T.min(index + 1, total - 1)))
-                operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
-                output = head_view(y, op.output, op.v_head_dim, b, h)
-                parts = tile_parts(arguments, b, h)
+            b, h, first_query, runs = task(index)
+            following = task(materialize(T.min(index + 1, total - 1)))
+            operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
+            output = head_view(y, op.output, op.v_head_dim, b, h)
+            parts = tile_parts(arguments, b, h)
 
-                def tile(width: int) -> None:
-                    shape = {**config, "queries": width}
-                    products = Products(operands, unit, shape, lanes)
-                    visibility = TileMask(operands, width, config["keys"], parts, lanes)
-                    AttentionTile(products, visibility, shape, profile, output, runs).emit()
+            def tile(width: int) -> None:
+                shape = {**config, "queries": width}
+                products = Products(operands, unit, shape, lanes)
+                visibility = TileMask(operands, width, config["keys"], parts, lanes)
+                AttentionTile(products, visibility, profile, output).emit(shape, runs)
 
-                _by_width(op, lanes, queries, q_length - first_query, tile)
+            _by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
 
 
@@ -132,10 +181,6 @@ def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Ex
         return materialize(T.truncmod(index, batch)), materialize(T.truncdiv(index, batch))
     heads = T.int64(op.num_heads)
     return materialize(T.truncdiv(index, heads)), materialize(T.truncmod(index, heads))
-
-
-def plan_arguments(sparsity: CpuBlockSparsity) -> list[Expr]:
-    return constant_arguments(("order", "index", "runs", "bits"), sparsity.arrays)
 
 
 def tile_and_runs(

@@ -2,7 +2,7 @@
 
 What no row of the task's tile sees is never visited; what every row sees takes a path without masks; at the right edge
 of a window, columns of queries that see nothing of a group may be left out. What becomes of a group of keys is the
-visitor's: attention makes probs of it (`tile`), and `softmax_outputs` looks at its scores.
+visitor's: attention makes probs of it (`kernel`), and `softmax_outputs` looks at its scores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.attention.masking import Bits, TileMask
-from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, materialize
 from mhsa_compile.kernels.interface.kernel import Config
 
@@ -89,11 +88,10 @@ class KeyLoop:
     """Emits one way over the keys that `visibility` leaves, or over `runs` of them."""
 
     def __init__(
-        self, visitor: KeyVisitor, visibility: TileMask, config: Config, route: Route, *, lanes: int, runs: Runs | None
+        self, visitor: KeyVisitor, visibility: TileMask, config: Config, route: Route, runs: Runs | None
     ) -> None:
-        self.visitor, self.visibility, self.route, self.lanes, self.runs = visitor, visibility, route, lanes, runs
-        self.keys, self.key_tile = config["keys"], config["key_tile"]
-        self.query_columns = vectors.chunks(config["queries"], lanes)
+        self.visitor, self.visibility, self.route, self.runs = visitor, visibility, route, runs
+        self.keys, self.key_tile, self.query_columns = config["keys"], config["key_tile"], visibility.columns
 
     def emit(self) -> None:
         if self.runs is None:
@@ -202,7 +200,7 @@ class KeyLoop:
 
     def _visit_partial(self, runs: Runs, run: _Run, groups: Expr | None) -> None:
         """Visits a run with a bit for each pair."""
-        self.visibility.bits = Bits(runs.bits, run.row, self.lanes)
+        self.visibility.bits = Bits(runs.bits, run.row, self.visibility.lanes)
         groups = self._begin(run) if groups is None else groups
         self._cut_groups(T.int64(0), groups, run.first_key, self.query_columns)
         self.visitor.end_block(VisitedBlock(run.first_key, run.count, groups, T.bool(True)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -19,6 +20,7 @@ from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import TilePart, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, materialize, splat
+from mhsa_compile.kernels.interface.score_step import first
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class TileMask:
         if (window := self.op.window) is not None:
             self.leftmost = None if window.left is None else materialize(self.place - window.left)
             self.rightmost = None if window.right is None else materialize(self.place + window.right)
-        self.columns = vectors.chunks(queries, lanes)
+        self.lanes, self.columns = lanes, vectors.chunks(queries, lanes)
         for part in parts:
             part.begin(self, keys)
         self.hides = self.op.any_step("hides")
@@ -54,11 +56,8 @@ class TileMask:
 
     def look(self, first_key: Expr, count: Expr) -> Expr | None:
         """Whether any row sees any key of a block, as far as the steps tell; None: they do not."""
-        visible = None
-        for part in self.parts:
-            if (own := part.look(first_key, count)) is not None:
-                visible = own if visible is None else T.And(visible, own)
-        return visible
+        looks = [own for part in self.parts if (own := part.look(first_key, count)) is not None]
+        return reduce(T.And, looks) if looks else None
 
     def read_block(self, first_key: Expr, count: Expr) -> None:
         """Reads what the steps need of a block."""
@@ -165,15 +164,12 @@ class TileMask:
 
     def move(self, column: Chunk, whether: Expr, key: Expr) -> Expr | None:
         """What each lane's scores lose where origins move to `key`, None where nothing moves."""
-        losses = (part.move(column, whether, key) for part in self.parts)
-        return next((loss for loss in losses if loss is not None), None)
+        return first(part.move(column, whether, key) for part in self.parts)
 
     def lack(self, column: Chunk) -> Expr | None:
         """What the scores of each query lack, None where that is nothing."""
-        lacks = (part.lack(column) for part in self.parts)
-        return next((lack for lack in lacks if lack is not None), None)
+        return first(part.lack(column) for part in self.parts)
 
     def sink(self, column: Chunk) -> Expr | None:
         """The score of no key for a column of queries; None where there is none."""
-        extras = (part.sink(column) for part in self.parts)
-        return next((extra for extra in extras if extra is not None), None)
+        return first(part.sink(column) for part in self.parts)

@@ -21,16 +21,7 @@ from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.score_parts import keys_of
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    RegisterTile,
-    constant,
-    load,
-    materialize,
-    prefetch,
-    scratch,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, load, materialize, prefetch, scratch, store
 from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Strips, Turned, Unit
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -144,7 +135,7 @@ class Products:
     def __init__(self, operands: TaskOperands, unit: Unit, config: Config, lanes: int) -> None:
         op, group = operands.op, unit.group
         queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
-        self.operands, self.unit, self.lanes = operands, unit, lanes
+        self.operands, self.unit, self.lanes, self.key_tile = operands, unit, lanes, key_tile
         self.queries, self.lead = queries, key_tile // group
         self.exp2_coefficients = vector_math.exp2_coefficients(unit.dtype)
         self.values: Expr | None = None
@@ -195,7 +186,7 @@ class Products:
                 between(i)
         if self.is_narrow:
             factor = score_factor(op)
-            unit.each_row(sums, lambda r, c, part: tile.set(r, c, part * constant(factor, tile.columns[c][1])))
+            unit.each_row(sums, lambda r, c, part: tile.set(r, c, part * vectors.constant(factor, tile.columns[c][1])))
 
     def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
         """Keeps the probs of keys base, base + 1, ... of the block, as many as a step has, for the queries of one

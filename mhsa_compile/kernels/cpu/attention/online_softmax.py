@@ -20,17 +20,7 @@ from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    RegisterTile,
-    any_lane,
-    constant,
-    let,
-    load,
-    materialize,
-    scratch,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, let, load, materialize, scratch, store
 
 RISE = 8.0
 """How far, in powers of two, a score may exceed its row's reference before that is raised. Sums over S keys stay below
@@ -62,8 +52,65 @@ class _Constants:
         return lambda value, lanes: load(self.table, [row, T.int64(self.values.index(value) * self.lanes)], lanes)
 
 
+class MovingReference:
+    """What the scores of each row are counted from: a score near their maximum, which another one replaces where it
+    exceeds it by more than `rise`, in powers of two."""
+
+    def __init__(self, visibility: TileMask, rise: float) -> None:
+        self.visibility, self.rise = visibility, rise
+        self.values = scratch((visibility.queries,))  # 0 while a row has seen nothing,
+        self.limit = scratch((visibility.queries,))  # and this -inf: else the reference + `rise`
+
+    def begin(self, column: Chunk) -> Expr | None:
+        """Begins with rows that have seen nothing, or nothing but their sink, which it gives."""
+        at, lanes = [T.int64(column[0])], column[1]
+        nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
+        limit, reference = nothing, zero
+        if (sink := self.visibility.sink(column)) is not None:
+            sink = materialize(sink, "float32", lanes)
+            limit, reference = sink + constant(self.rise, lanes), T.Select(sink == nothing, zero, sink)
+        store(self.limit, at, limit, lanes)
+        store(self.values, at, reference, lanes)
+        return sink
+
+    def load(self, column: Chunk) -> Expr:
+        return load(self.values, [T.int64(column[0])], column[1])
+
+    def exceeding(self, tile: RegisterTile) -> tuple[list[Expr], Expr]:
+        """(the largest score of each query, whether any exceeds its row's reference by so much)."""
+        largest = [let(largest_of(tile, c)) for c in range(len(tile.columns))]
+        above = None
+        for (lane, lanes), top in zip(tile.columns, largest, strict=True):
+            beyond = top > load(self.limit, [T.int64(lane)], lanes)
+            above = beyond if above is None else T.Or(above, beyond)
+        # One branch for all rows, which is hardly ever taken.
+        return largest, vectors.any_lane(above, tile.columns[0][1])
+
+    def raise_column(
+        self, column: Chunk, top: Expr, key: Expr, lower: Callable[[Chunk, Expr], None] | None = None
+    ) -> tuple[Expr, Expr]:
+        """(the old reference, -inf of a row that has seen nothing; how far scores fall by the new one). Where origins
+        of a bias move with it to `key`, `lower` is told what scores lose by that."""
+        at, lanes = [T.int64(column[0])], column[1]
+        nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
+        old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.values, at, lanes))
+        old = materialize(old, "float32", lanes)
+        loss = self.visibility.move(column, top > old, key)
+        if loss is not None and lower is not None:
+            lower(column, loss)
+        new = materialize(T.Select(top > old, top if loss is None else top - loss, old), "float32", lanes)
+        reference = materialize(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
+        store(self.limit, at, new + constant(self.rise, lanes), lanes)
+        store(self.values, at, reference, lanes)
+        return old, old - reference if loss is None else old - reference - loss
+
+
+def largest_of(tile: RegisterTile, c: int) -> Expr:
+    return reduce(T.max, [tile.get(r, c) for r in range(tile.rows)])
+
+
 class OnlineSoftmax:
-    """The softmax of `queries` rows, over the keys of one block at a time, `key_tile` keys a group.
+    """The softmax of a tile's rows, over the keys of one block at a time, `key_tile` keys a group.
 
     `rescale(factors)` is told the factor of each row whenever what was summed up shrinks. `interleaves` puts the
     exponentials of one group between the products of the next, where there are registers for both; else before them.
@@ -73,24 +120,19 @@ class OnlineSoftmax:
         self,
         products: Products,
         visibility: TileMask,
-        queries: int,
-        key_tile: int,
-        lanes: int,
         rescale: Callable[[Expr], None],
         *,
         overwrites_summands: bool,
         interleaves: bool,
     ) -> None:
-        self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
-        self.interleaves = interleaves
-        visibility.listen(key_tile)
-        self.query_columns = vectors.chunks(queries, lanes)
-        self.reference = scratch((queries,))  # 0 while a row has seen nothing,
-        self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
+        self.products, self.visibility, self._rescale, self.interleaves = products, visibility, rescale, interleaves
+        self.key_tile, self.query_columns, queries = products.key_tile, visibility.columns, visibility.queries
+        visibility.listen(self.key_tile)
+        self.reference = MovingReference(visibility, RISE)
         self.row_sum, self.block_sum, self.group_sum, self.factors = (scratch((queries,)) for _ in range(4))
-        self.pending = scratch((key_tile, queries))  # scores of the group before
-        count = key_tile * len(self.query_columns)
-        self.constants = _Constants(products.exp2_coefficients, count, lanes) if overwrites_summands else None
+        self.pending = scratch((self.key_tile, queries))  # scores of the group before
+        count, coefficients = self.key_tile * len(self.query_columns), products.exp2_coefficients
+        self.constants = _Constants(coefficients, count, products.lanes) if overwrites_summands else None
 
     def clear(self) -> None:
         """Begins with rows that have seen nothing, or nothing but their sink: a reference with a sum of 1. (A sink of
@@ -99,15 +141,8 @@ class OnlineSoftmax:
         if self.constants is not None:
             self.constants.write()
         for first, lanes in self.query_columns:
-            nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
-            limit, reference, total = nothing, zero, zero
-            if (sink := self.visibility.sink((first, lanes))) is not None:
-                sink = materialize(sink, "float32", lanes)
-                limit, total = sink + constant(RISE, lanes), constant(1.0, lanes)
-                reference = T.Select(sink == nothing, zero, sink)
-            store(self.limit, [T.int64(first)], limit, lanes)
-            store(self.reference, [T.int64(first)], reference, lanes)
-            store(self.row_sum, [T.int64(first)], total, lanes)
+            total = 0.0 if self.reference.begin((first, lanes)) is None else 1.0
+            store(self.row_sum, [T.int64(first)], constant(total, lanes), lanes)
 
     def begin_block(self) -> None:
         """Begins a block, with nothing pending: scores of -inf, whose probs are zeros."""
@@ -132,7 +167,7 @@ class OnlineSoftmax:
             tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, group.first_key + r, columns[c]))
         # After hiding, so that the tile which is kept for `renew_bias` has -inf where it is hidden.
         self.visibility.add_bias(tile, keys[0])
-        self._raise_where_exceeded(base, columns, tile, keys[0])
+        self._raise_where_exceeded(base, tile, keys[0])
         for r in range(self.key_tile):
             for lane, lanes in self.query_columns:
                 places = [c for c, column in enumerate(columns) if column[0] == lane]
@@ -163,7 +198,7 @@ class OnlineSoftmax:
         group = None if self.constants is None else materialize(T.truncdiv(base, T.int64(self.key_tile)) + 1)
         for c, (lane, lanes) in enumerate(self.query_columns):
             at = [T.int64(lane)]
-            reference = let(load(self.reference, at, lanes))
+            reference = let(self.reference.load((lane, lanes)))
             probs = []
             for r in range(step * taken, (step + 1) * taken):
                 score = load(self.pending, [T.int64(r), *at], lanes)
@@ -182,26 +217,15 @@ class OnlineSoftmax:
             return vector_math.exp2(x, lanes, coefficients)
         return vector_math.exp2(x, lanes, coefficients, self.constants.of(group, number), vector_math.maximum)
 
-    def _largest(self, tile: RegisterTile, c: int) -> Expr:
-        largest = tile.get(0, c)
-        for r in range(1, self.key_tile):
-            largest = T.max(largest, tile.get(r, c))
-        return largest
-
-    def _raise_where_exceeded(self, base: Expr, columns: list[Chunk], tile: RegisterTile, key: Expr) -> None:
+    def _raise_where_exceeded(self, base: Expr, tile: RegisterTile, key: Expr) -> None:
         """Makes a score that is too far above its row's reference the new one, and brings all sums so far to its
         measure. `key` is the tile's first key."""
-        largest = [let(self._largest(tile, c)) for c in range(len(columns))]
-        above = None
-        for (lane, lanes), top in zip(columns, largest, strict=True):
-            beyond = top > load(self.limit, [T.int64(lane)], lanes)
-            above = beyond if above is None else T.Or(above, beyond)
-        # One branch for all rows, which is hardly ever taken.
-        with T.If(any_lane(above, columns[0][1])), T.Then():
+        largest, above = self.reference.exceeding(tile)
+        with T.If(above), T.Then():
             for lane, lanes in self.query_columns:
                 store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
-            for (lane, lanes), top in zip(columns, largest, strict=True):
-                self._raise_column((lane, lanes), top, key)
+            for column, top in zip(tile.columns, largest, strict=True):
+                self._raise_column(column, top, key)
             self.visibility.renew_bias(tile, key)
             # The block's probs so far wait for P V, which comes at the block's end.
             self.products.rescale_probs(base, self.factors)
@@ -209,15 +233,7 @@ class OnlineSoftmax:
 
     def _raise_column(self, column: Chunk, top: Expr, key: Expr) -> None:
         at, lanes = [T.int64(column[0])], column[1]
-        nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
-        old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.reference, at, lanes))
-        old = materialize(old, "float32", lanes)
-        loss = self.visibility.move(column, top > old, key)
-        new = materialize(T.Select(top > old, top if loss is None else top - loss, old), "float32", lanes)
-        reference = materialize(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
-        store(self.limit, at, new + constant(RISE, lanes), lanes)
-        store(self.reference, at, reference, lanes)
-        fall = old - reference if loss is None else old - reference - loss
+        _, fall = self.reference.raise_column(column, top, key)
         factor = materialize(vector_math.exp2(fall, lanes), "float32", lanes)
         store(self.factors, at, factor, lanes)
         # `group_sum` is not among them: the group before is in `block_sum` by now.

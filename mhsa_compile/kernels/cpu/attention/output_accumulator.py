@@ -13,31 +13,18 @@ from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import KeyBlock, Products
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    RegisterTile,
-    any_lane,
-    constant,
-    let,
-    load,
-    materialize,
-    prefetch,
-    scratch,
-    splat,
-    store,
-    zero_if_finite,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, let, load, prefetch, scratch, splat, store
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE
 
 
 class Accumulator:
     """O (queries, F) in float32; `registers` bounds the register tile of P V."""
 
-    def __init__(self, products: Products, visibility: TileMask, queries: int, lanes: int, registers: int) -> None:
-        self.products, self.visibility, self.queries, self.lanes = products, visibility, queries, lanes
-        self.registers = registers
-        self.value_columns = vectors.chunks(visibility.op.v_head_dim, lanes)
-        self.accumulator = scratch((queries, visibility.op.v_head_dim))
+    def __init__(self, products: Products, visibility: TileMask, registers: int) -> None:
+        self.products, self.visibility, self.registers = products, visibility, registers
+        self.queries, self.lanes = products.queries, products.lanes
+        self.value_columns = vectors.chunks(visibility.op.v_head_dim, self.lanes)
+        self.accumulator = scratch((self.queries, visibility.op.v_head_dim))
 
     def prefetch(self, output: HeadView) -> None:
         """Asks for the rows of Y, which would be fetched one by one when they are written."""
@@ -50,7 +37,7 @@ class Accumulator:
     def clear(self) -> None:
         with T.serial(T.int64(self.queries)) as i:
             for first, lanes in self.value_columns:
-                store(self.accumulator, [i, T.int64(first)], constant(0.0, lanes), lanes)
+                store(self.accumulator, [i, T.int64(first)], vectors.constant(0.0, lanes), lanes)
 
     def rescale(self, factors: Expr) -> None:
         """Multiplies each row by its factor."""
@@ -65,7 +52,7 @@ class Accumulator:
         rows, groups = self._value_tile()
         for group in groups:
             with T.serial(T.int64(self.queries // rows)) as row_group:
-                base = materialize(row_group * rows)
+                base = vectors.materialize(row_group * rows)
                 # Keys that none of these rows sees have probs of 0, and are left out.
                 first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
@@ -111,17 +98,14 @@ class Accumulator:
         sums = RegisterTile(1, columns)  # one chain of additions for each column
         sums.fill(0.0)
         with T.serial(count) as j:
+            row = self.products.operands.value_row
             sums.each(
-                lambda _, c: (
-                    sums.get(0, c)
-                    + zero_if_finite(self.products.operands.value_row(first_key + j, columns[c]), columns[c][1])
-                )
+                lambda _, c: sums.get(0, c) + vectors.zero_if_finite(row(first_key + j, columns[c]), columns[c][1])
             )
         non_finite = T.bool(False)
         for c, (_, lanes) in enumerate(columns):
-            non_finite = T.Or(
-                non_finite, any_lane(T.isnan(sums.get(0, c)), lanes)
-            )  # not x != x, which TVM takes to be false
+            # Not x != x, which TVM takes to be false.
+            non_finite = T.Or(non_finite, vectors.any_lane(T.isnan(sums.get(0, c)), lanes))
         return non_finite
 
     def _add_visible(self, first_key: Expr, count: Expr) -> None:

@@ -27,15 +27,7 @@ from mhsa_compile.kernels.cpu.linear.activations import PackedRows, allocated, w
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    chunks,
-    each_vector,
-    load,
-    materialize,
-    splat,
-    store,
-    vector_type,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import chunks, each_vector, load, materialize, splat, store, vector_type
 from mhsa_compile.kernels.cpu.units.choice import NARROW, units
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp, QuantisedLinearOp

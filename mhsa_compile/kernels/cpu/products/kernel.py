@@ -8,23 +8,43 @@ element by element, in whatever order its axes are stored; where it is narrow, i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
 from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
-from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize, register_tile, store
 from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
 from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Unit
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import ProductOp, ProductOperand
+
+
+def place_of(number: Expr, batch: Sequence[Expr]) -> list[Expr]:
+    """Along each axis of the batch the place of an entry, of which the last axis counts the neighbours."""
+    place: list[Expr] = []
+    for extent in reversed(batch):
+        place.insert(0, materialize(T.truncmod(number, extent)))
+        number = materialize(T.truncdiv(number, extent))
+    return place
+
+
+def indices(operand: ProductOperand, place: Sequence[Expr], row: Expr, column: Expr) -> list[Expr]:
+    """The indices of an operand's element, as it is stored."""
+    index: list[Expr] = [T.int64(0)] * len(operand.dims)
+    for axis, number in zip(operand.batch, place, strict=True):
+        if axis is not None:
+            index[axis] = number
+    index[operand.rows], index[operand.columns] = row, column
+    return index
+
 
 DEPTH = 128
 """Terms of a part of a sum: the panel's part stays in the caches, and rounding grows with the parts' root."""
@@ -40,9 +60,6 @@ class CpuProductKernel(Fixed):
 
     name = "cpu.product"
     op_type = ProductOp
-
-    def why_not(self, op: ProductOp, profile: CpuProfile) -> str | None:
-        return None
 
     def emit(self, op: ProductOp, profile: CpuProfile, config: Config) -> Emitted:
         unit = Float32Lanes.of(profile)
@@ -89,9 +106,7 @@ class _Matrices:
 
 def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> Expr:
     dim, panel = SizeVars(), columns * unit.lanes
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("product")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("product") as builder:
         # 1. The arguments; where all entries of the batch share B, their rows of A and Y as those of one.
         dims = [dim(d) for d in op.left.dims]
         a = argument("a", dims, op.dtype)
@@ -147,6 +162,15 @@ def _scratch(shape: tuple[int, int]) -> Expr:
     return T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data)
 
 
+class _SumPart(NamedTuple):
+    """Some terms of all sums, `length` from `begin` on."""
+
+    number: Expr
+    begin: Expr
+    length: Expr
+    is_last: Expr
+
+
 @dataclass(frozen=True)
 class _Task:
     """The panel from column `column` on, against a block of `block` rows, at most `most`."""
@@ -171,40 +195,38 @@ class _Task:
         tiles = materialize(ceil_div(T.min(self.M - first, self.block), self.rows))
         parts = materialize(T.max(T.int64(1), ceil_div(self.K, DEPTH)))
         is_whole = materialize(T.cast(self.column + self.panel <= self.N, "int64"))
-        with T.serial(parts) as part:
-            begin = materialize(part * DEPTH)
-            length = materialize(T.min(self.K - begin, T.int64(DEPTH)))
+        with T.serial(parts) as number:
+            begin = materialize(number * DEPTH)
+            part = _SumPart(number, begin, materialize(T.min(self.K - begin, T.int64(DEPTH))), number == parts - 1)
             with T.If(is_whole > 0):
                 with T.Then():
-                    self._pack(packed, begin, length)
+                    self._pack(packed, part)
                 with T.Else():
-                    self._pack_rest(packed, begin, length)
+                    self._pack_rest(packed, part)
             with T.serial(tiles) as i:
                 line = materialize(i * self.rows)
-                self._tile(packed, sums, materialize(first + line), line, begin, length, part, parts, is_whole)
+                self._tile(packed, sums, materialize(first + line), line, part, is_whole)
 
-    def _pack(self, packed: Expr, begin: Expr, length: Expr) -> None:
-        """packed[k] = B[begin + k, the panel's columns]."""
+    def _pack(self, packed: Expr, part: _SumPart) -> None:
+        """packed[k] = B[part.begin + k, the panel's columns]."""
         matrices, lanes = self.matrices, self.unit.lanes
         right = matrices.op.right
         if right.columns == len(right.dims) - 1:
-            with T.serial(length) as k:
+            with T.serial(part.length) as k:
                 for c in range(self.columns):
-                    value = load_wide(matrices.b, matrices.right(begin + k, self.column + c * lanes), lanes)
+                    value = load_wide(matrices.b, matrices.right(part.begin + k, self.column + c * lanes), lanes)
                     store(packed, [k, T.int64(c * lanes)], value, lanes)
             return
         if right.rows != len(right.dims) - 1:
-            self._pack_rest(packed, begin, length)
+            self._pack_rest(packed, part)
             return
 
         def pack(k: Expr, size: int) -> None:
             """`size` terms of `lanes` columns: a square, whose rows become columns, or single elements."""
             with T.serial(T.int64(self.columns)) as c:
                 at = materialize(c * lanes)
-                loaded = [
-                    let(load_wide(matrices.b, matrices.right(begin + k, self.column + at + i), size))
-                    for i in range(lanes)
-                ]
+                places = [matrices.right(part.begin + k, self.column + at + i) for i in range(lanes)]
+                loaded = [let(load_wide(matrices.b, place, size)) for place in places]
                 if size == lanes:
                     for e, column in enumerate(vectors.transpose(loaded)):
                         store(packed, [k + e, at], column, lanes)
@@ -212,37 +234,27 @@ class _Task:
                     for i, value in enumerate(loaded):
                         store(packed, [k, at + i], value, 1)
 
-        vectors.each_run(T.int64(0), length, lanes, pack)
+        vectors.each_run(T.int64(0), part.length, lanes, pack)
 
-    def _pack_rest(self, packed: Expr, begin: Expr, length: Expr) -> None:
+    def _pack_rest(self, packed: Expr, part: _SumPart) -> None:
         """The same by single elements; columns that are not there are copies of the last, which nobody reads."""
         matrices = self.matrices
-        with T.serial(length) as k, T.serial(T.int64(self.panel)) as j:
+        with T.serial(part.length) as k, T.serial(T.int64(self.panel)) as j:
             column = T.min(self.column + j, self.N - 1)
-            store(packed, [k, j], load_wide(matrices.b, matrices.right(begin + k, column), 1), 1)
+            store(packed, [k, j], load_wide(matrices.b, matrices.right(part.begin + k, column), 1), 1)
 
-    def _tile(
-        self,
-        packed: Expr,
-        sums: Expr,
-        first: Expr,
-        line: Expr,
-        begin: Expr,
-        length: Expr,
-        part: Expr,
-        parts: Expr,
-        is_whole: Expr,
-    ) -> None:
+    def _tile(self, packed: Expr, sums: Expr, first: Expr, line: Expr, part: _SumPart, is_whole: Expr) -> None:
+        """Adds a part's products to the sums of some rows, from row `first` on, or writes them with the last part."""
         matrices, lanes = self.matrices, self.unit.lanes
         at = [materialize(T.min(first + r, self.M - 1)) for r in range(self.rows)]
         tile = self.unit.zeros(self.rows, vectors.chunks(self.panel, lanes))
-        rows = Rows(matrices.a, lambda row, k: matrices.left(row, begin + k), at)
+        rows = Rows(matrices.a, lambda row, k: matrices.left(row, part.begin + k), at)
         packed_columns = Columns(packed, lambda k, column: [k, column], tile.columns)
         turn = self.unit.run, self.unit.runs_at_once(self.rows, self.columns)
-        self.unit.add_products(tile, rows, packed_columns, (T.int64(0), length), turn=turn)
-        with T.If(part > 0), T.Then():
+        self.unit.add_products(tile, rows, packed_columns, (T.int64(0), part.length), turn=turn)
+        with T.If(part.number > 0), T.Then():
             tile.each(lambda r, c: tile.get(r, c) + load(sums, [line + r, T.int64(c * lanes)], lanes))
-        with T.If(T.And(part == parts - 1, is_whole > 0)):
+        with T.If(T.And(part.is_last, is_whole > 0)):
             with T.Then():
                 for r, row in enumerate(at):
                     for c in range(self.columns):
@@ -251,7 +263,7 @@ class _Task:
                 for r in range(self.rows):
                     for c in range(self.columns):
                         store(sums, [line + r, T.int64(c * lanes)], tile.get(r, c), lanes)
-                with T.If(part == parts - 1), T.Then():
+                with T.If(part.is_last), T.Then():
                     for r, row in enumerate(at):
                         with T.serial(self.N - self.column) as j:
                             store_narrow(matrices.y, matrices.result(row, self.column + j), sums[line + r, j], 1)

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
 from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
-from mhsa_compile.kernels.cpu.products.entries import indices, place_of
+from mhsa_compile.kernels.cpu.products.kernel import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -105,9 +104,7 @@ def _length(dims: tuple[Dim, ...]) -> int:
 
 def _product(op: ProductOp, shape: _Shape, lanes: int, breadth: int) -> Expr:
     dim = SizeVars()
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("product")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("product") as builder:
         # 1. The arguments, without axes of one element at the end, so that a vector lies along the last one.
         a = argument("a", [dim(d) for d in op.left.dims], op.dtype)
         b = argument("b", [dim(d) for d in op.right.dims], op.dtype)

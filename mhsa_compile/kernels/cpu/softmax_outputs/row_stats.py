@@ -21,19 +21,10 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
+from mhsa_compile.kernels.cpu.attention.online_softmax import MovingReference, largest_of
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    Chunk,
-    RegisterTile,
-    any_lane,
-    constant,
-    let,
-    load,
-    materialize,
-    scratch,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, let, load, materialize, scratch, store
+from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Taker
 
 LN_2 = math.log(2.0)
 RISE = 1.0
@@ -43,7 +34,7 @@ LEAST = -127.0
 """2^LEAST is 0 for `vector_math.exp2`, and finite: 0 * -inf would not be a number."""
 
 
-class TileRowStats:
+class TileRowStats(Taker):
     """m, Z and, `with_moments`, U of `queries` rows. Sums go by block, so that their rounding does not grow with S, and
     by group, as in `attention/online_softmax`: a row of equal weights rounds each addition to a long sum the same way.
 
@@ -51,36 +42,21 @@ class TileRowStats:
     """
 
     def __init__(
-        self,
-        visibility: TileMask,
-        queries: int,
-        key_tile: int,
-        lanes: int,
-        *,
-        with_moments: bool,
-        lower: Callable[[Chunk, Expr], None] | None = None,
+        self, visibility: TileMask, *, with_moments: bool, lower: Callable[[Chunk, Expr], None] | None = None
     ) -> None:
-        self.visibility, self.key_tile, self.columns = visibility, key_tile, vectors.chunks(queries, lanes)
-        self._lower = lower
-        self.reference = scratch((queries,))  # 0 while a row has seen nothing,
-        self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
-        self.total, self.block_total = scratch((queries,)), scratch((queries,))
-        self.moment = scratch((queries,)) if with_moments else None
-        self.block_moment = scratch((queries,)) if with_moments else None
+        self.visibility, self.columns, self._lower = visibility, visibility.columns, lower
+        self.reference = MovingReference(visibility, RISE)
+        shape = (visibility.queries,)
+        self.total, self.block_total = scratch(shape), scratch(shape)
+        self.moment, self.block_moment = (scratch(shape) if with_moments else None for _ in range(2))
 
     def clear(self) -> None:
         """Begins with rows that have seen nothing, or nothing but their sink."""
         for first, lanes in self.columns:
-            at = [T.int64(first)]
-            nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
-            limit, reference, total = nothing, zero, zero
-            if (sink := self.visibility.sink((first, lanes))) is not None:
-                sink = materialize(sink, "float32", lanes)
-                limit = sink + constant(RISE, lanes)
-                reference = T.Select(sink == nothing, zero, sink)
-                total = T.Select(sink == nothing, zero, constant(1.0, lanes))
-            for buffer, value in ((self.limit, limit), (self.reference, reference), (self.total, total)):
-                store(buffer, at, value, lanes)
+            at, total, zero = [T.int64(first)], constant(0.0, lanes), constant(0.0, lanes)
+            if (sink := self.reference.begin((first, lanes))) is not None:
+                total = T.Select(sink == constant(-math.inf, lanes), zero, constant(1.0, lanes))
+            store(self.total, at, total, lanes)
             if self.moment is not None:
                 store(self.moment, at, zero, lanes)
 
@@ -94,9 +70,9 @@ class TileRowStats:
         self._raise_where_exceeded(scores, first_key)
         for c, (first, lanes) in enumerate(self.columns):
             at = [T.int64(first)]
-            reference = let(load(self.reference, at, lanes))
+            reference = let(self.reference.load((first, lanes)))
             weights, moments = [], []
-            for r in range(self.key_tile):
+            for r in range(scores.rows):
                 distance = materialize(scores.get(r, c) - reference, "float32", lanes)
                 # The distance on the false side: a comparison with NaN is false, and NaN must come through.
                 least = constant(LEAST, lanes)
@@ -117,31 +93,18 @@ class TileRowStats:
     def _raise_where_exceeded(self, scores: RegisterTile, first_key: Expr) -> None:
         """Makes a score that is too far above its row's reference the new one, and brings all sums so far to its
         measure."""
-        largest = [let(largest_of(scores, c, self.key_tile)) for c in range(len(self.columns))]
-        above = None
-        for (first, lanes), top in zip(self.columns, largest, strict=True):
-            beyond = top > load(self.limit, [T.int64(first)], lanes)
-            above = beyond if above is None else T.Or(above, beyond)
-        with T.If(any_lane(above, self.columns[0][1])), T.Then():
+        largest, above = self.reference.exceeding(scores)
+        with T.If(above), T.Then():
             for column, top in zip(self.columns, largest, strict=True):
                 self._raise_column(column, top, first_key)
             self.visibility.renew_bias(scores, first_key)
 
     def _raise_column(self, column: Chunk, top: Expr, key: Expr) -> None:
         at, lanes = [T.int64(column[0])], column[1]
-        nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
-        is_first = load(self.limit, at, lanes) == nothing
-        old = materialize(T.Select(is_first, nothing, load(self.reference, at, lanes)), "float32", lanes)
-        loss = self.visibility.move(column, top > old, key)
-        if loss is not None and self._lower is not None:
-            self._lower(column, loss)
-        new = materialize(T.Select(top > old, top if loss is None else top - loss, old), "float32", lanes)
-        reference = materialize(T.Select(new == nothing, zero, new), "float32", lanes)
-        store(self.limit, at, new + constant(RISE, lanes), lanes)
-        store(self.reference, at, reference, lanes)
-        fall = old - reference if loss is None else old - reference - loss
+        old, fall = self.reference.raise_column(column, top, key, self._lower)
         factor = materialize(vector_math.exp2(fall, lanes), "float32", lanes)
-        shift = materialize(T.Select(old == nothing, zero, fall), "float32", lanes)
+        shift = T.Select(old == constant(-math.inf, lanes), constant(0.0, lanes), fall)
+        shift = materialize(shift, "float32", lanes)
         for total, moment in ((self.total, self.moment), (self.block_total, self.block_moment)):
             # Before it shrinks: the moment takes Z by the old reference.
             sum_so_far = materialize(load(total, at, lanes), "float32", lanes)
@@ -158,15 +121,14 @@ class TileRowStats:
 
     def prob(self, column: Chunk, score: Expr) -> Expr:
         """2^(s - m) / Z; NaN in all of a row that sees one."""
-        first, lanes = column
-        reference = load(self.reference, [T.int64(first)], lanes)
-        return materialize(vector_math.exp2(score - reference, lanes) * self._inverse(column), "float32", lanes)
+        power = vector_math.exp2(score - self.reference.load(column), column[1])
+        return materialize(power * self._inverse(column), "float32", column[1])
 
     def lse(self, column: Chunk) -> Expr:
         first, lanes = column
         at = [T.int64(first)]
         total = materialize(load(self.total, at, lanes), "float32", lanes)
-        reference = load(self.reference, at, lanes)
+        reference = self.reference.load(column)
         if (lack := self.visibility.lack(column)) is not None:
             reference = reference + lack
         value = reference * constant(LN_2, lanes) + vector_math.natural_log(total, lanes)
@@ -178,18 +140,17 @@ class TileRowStats:
         assert self.moment is not None
         total = materialize(load(self.total, at, lanes), "float32", lanes)
         moment = load(self.moment, at, lanes)
-        value = materialize(
-            vector_math.natural_log(total, lanes) - constant(LN_2, lanes) * (moment / total), "float32", lanes
-        )
+        value = vector_math.natural_log(total, lanes) - constant(LN_2, lanes) * (moment / total)
+        value = materialize(value, "float32", lanes)
         # Rounding may leave less than nothing; and what saw nothing is 0 / 0.
         return T.Select(T.Or(total == zero, value < zero), zero, value)
 
 
-class Candidates:
+class Candidates(Taker):
     """The k largest scores of each row and their keys, the largest first; -inf where there are not as many."""
 
-    def __init__(self, k: int, queries: int, key_tile: int, lanes: int) -> None:
-        self.k, self.key_tile, self.columns = k, key_tile, vectors.chunks(queries, lanes)
+    def __init__(self, k: int, visibility: TileMask) -> None:
+        self.k, self.columns, queries = k, visibility.columns, visibility.queries
         self.scores, self.keys = scratch((k, queries)), scratch((k, queries), "int32")
         self.weights = scratch((k, queries))  # what becomes of the scores in the end
         self._score, self._key = scratch((queries,)), scratch((queries,), "int32")
@@ -210,18 +171,12 @@ class Candidates:
         """Whether a row saw no more than i keys."""
         return self.scores[i, row] == T.float32(-math.inf)
 
-    def begin_block(self) -> None:
-        pass
-
-    def end_block(self, first_key: Expr, count: Expr) -> None:
-        pass
-
     def take(self, scores: RegisterTile, base: Expr, first_key: Expr) -> None:
         for c, (first, lanes) in enumerate(self.columns):
             least = load(self.scores, [T.int64(self.k - 1), T.int64(first)], lanes)
             # Few groups have any, once the largest so far are large.
-            with T.If(any_lane(largest_of(scores, c, self.key_tile) > least, lanes)), T.Then():
-                for r in range(self.key_tile):
+            with T.If(vectors.any_lane(largest_of(scores, c) > least, lanes)), T.Then():
+                for r in range(scores.rows):
                     self._insert((first, lanes), scores.get(r, c), first_key + r)
 
     def _insert(self, column: Chunk, score: Expr, key: Expr) -> None:
@@ -231,7 +186,7 @@ class Candidates:
         at = [T.int64(first)]
         # Through memory, since what is carried changes from place to place.
         store(self._score, at, score, lanes)
-        store(self._key, at, splat(T.cast(key, "int32"), lanes), lanes)
+        store(self._key, at, vectors.splat(T.cast(key, "int32"), lanes), lanes)
         with T.serial(T.int64(self.k)) as i:
             for newcomer, entries in ((self._key, self.keys), (self._score, self.scores)):
                 dtype = str(entries.dtype)
@@ -241,10 +196,3 @@ class Candidates:
                 # The scores come last: what is compared with must still be there.
                 store(newcomer, at, T.Select(is_larger, there, here), lanes)
                 store(entries, [i, *at], T.Select(is_larger, here, there), lanes)
-
-
-def largest_of(scores: RegisterTile, c: int, key_tile: int) -> Expr:
-    largest = scores.get(0, c)
-    for r in range(1, key_tile):
-        largest = T.max(largest, scores.get(r, c))
-    return largest

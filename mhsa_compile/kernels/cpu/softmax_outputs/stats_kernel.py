@@ -14,50 +14,38 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import argument, ceil_div
+from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
+from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, plan_arguments, split_pairs, tile_and_runs
+from mhsa_compile.kernels.cpu.attention.kernel import split_pairs, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import load, materialize, scratch, store
-from mhsa_compile.kernels.cpu.softmax_outputs.call import SoftmaxCall, call_arguments, default_config, function
 from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import Candidates, TileRowStats
-from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
+from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import SoftmaxCall, SoftmaxOutputKernel, Sweep, call_arguments
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import SoftmaxStatsOp
 
 
-class CpuSoftmaxStatsKernel:
+class CpuSoftmaxStatsKernel(SoftmaxOutputKernel):
     """Log-sum-exp, entropy and the largest weights of every row."""
 
     name = "cpu.statistics"
     op_type = SoftmaxStatsOp
 
-    def why_not(self, op: SoftmaxStatsOp, profile: CpuProfile) -> str | None:
-        return CpuAttentionKernel().why_not(op.attention, profile)
-
-    def search_space(self, op: SoftmaxStatsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return CpuAttentionKernel().search_space(op.attention, profile)
-
-    def why_not_config(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> str | None:
-        return CpuAttentionKernel().why_not_config(op.attention, profile, config)
-
-    def default_config(self, op: SoftmaxStatsOp, profile: CpuProfile) -> dict[str, int]:
-        return default_config(profile)
-
     def emit(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> Emitted:
         attention, sparsity = split_pairs(op.attention, profile, config)
         run = _statistics(replace(op, attention=attention), profile, config, sparsity)
-        return Emitted(run, constants=sparsity.arrays if sparsity else ())
+        return Emitted(run, constants=plan_constants(sparsity))
 
 
 def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, sparsity: CpuBlockSparsity | None) -> Expr:
-    def body() -> None:
+    with prim_func("statistics") as builder:
         attention = op.attention
         call = call_arguments(attention, profile, config)
-        views = None if sparsity is None else plan_arguments(sparsity)
+        views = plan_arguments(sparsity)
         rows = [call.batch, T.int64(attention.num_heads), call.q_length]
         lse = argument("lse", rows, "float32") if op.lse else None
         entropy = argument("entropy", rows, "float32") if op.entropy else None
@@ -81,8 +69,7 @@ def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, sparsit
                     gathered.write_rows(buffer, [b, h], value)
             if weights is not None:
                 gathered.write_largest(weights, keys, [b, h])
-
-    return function("statistics", body)
+    return builder.get()
 
 
 class _Gathered:
@@ -91,16 +78,13 @@ class _Gathered:
     def __init__(
         self, op: SoftmaxStatsOp, products: Products, visibility: TileMask, call: SoftmaxCall, runs: Runs | None
     ) -> None:
-        config, lanes = call.config, call.profile.vector_lanes("float32")
-        self.queries, self.key_tile = config["queries"], config["key_tile"]
-        self.columns = vectors.chunks(self.queries, lanes)
-        self.first_query = visibility.first_query
+        self.queries, self.columns, self.first_query = visibility.queries, visibility.columns, visibility.first_query
         self.rows = materialize(T.min(T.int64(self.queries), call.q_length - self.first_query))
-        self.sweep = Sweep(products, visibility, config, lanes=lanes, runs=runs)
-        self.largest = Candidates(op.top_k, self.queries, self.key_tile, lanes) if op.top_k else None
+        self.sweep = Sweep(products, visibility, call.config, runs)
+        self.largest = Candidates(op.top_k, visibility) if op.top_k else None
         # Where origins move, the candidates' scores move with them.
         lower = self.largest.lower if self.largest is not None else None
-        self.sums = TileRowStats(visibility, self.queries, self.key_tile, lanes, with_moments=op.entropy, lower=lower)
+        self.sums = TileRowStats(visibility, with_moments=op.entropy, lower=lower)
 
     def gather(self) -> None:
         self.sweep.prepare()

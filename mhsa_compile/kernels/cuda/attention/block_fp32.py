@@ -18,27 +18,12 @@ import math
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
+from mhsa_compile.kernels.cuda.attention.key_range import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import AttentionBlock, TileShape
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
-from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, StridedCells
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, RowFormat, SharedTiles
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    ThreadIndex,
-    barrier,
-    exp2,
-    load,
-    materialize,
-    over_warp,
-    registers,
-    set_register,
-    store,
-    warp_barrier,
-)
-from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.kernels.cuda.attention.online_softmax import inverse, update_row_max
+from mhsa_compile.kernels.cuda.primitives import simt, smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.simt import barrier, clear, load, materialize, registers, set_register, store
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, SharedTiles, words
 
 LANES = 16
 """Lanes that have the same rows: half a warp."""
@@ -71,7 +56,7 @@ class Fp32BlockShape(TileShape):
 
     @property
     def value_form(self) -> RowFormat:
-        return RowFormat(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim)
+        return words(self.v_head_dim)
 
     @property
     def prob_form(self) -> RowFormat:
@@ -92,24 +77,15 @@ class Fp32BlockShape(TileShape):
 class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
     """Emits one block."""
 
-    def __init__(
-        self,
-        op: AttentionOp,
-        shape: Fp32BlockShape,
-        place: ThreadIndex,
-        operands: tuple[Element, Element, Element, Element],
-        visibility: ScoreMask,
-        scores: RowScoreMods,
-    ) -> None:
-        super().__init__(op, shape, place, operands, visibility, scores)
-        E, F, stages = shape.head_dim, shape.v_head_dim, shape.stages
+    def allocate(self) -> None:
+        shape, stages = self.shape, self.shape.stages
         pool = T.alloc_buffer((shape.shared_bytes // WORD,), "float32", scope="shared.dyn")
-        self.queries = SharedTiles(pool, 0, 1, shape.queries, E, "float32", shape.key_form)
-        self.keys = SharedTiles(pool, self.queries.end, stages, shape.keys, E, "float32", shape.key_form)
-        self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, F, "float32", shape.value_form)
-        self.probs = SharedTiles(pool, self.values.end, 1, shape.queries, shape.keys, "float32", shape.prob_form)
-        self.first_row, self.lane = _rows_and_lane(shape, place)
-        self.order = KeyTiles(op, visibility.key_range, shape.keys)
+        self.queries = SharedTiles(pool, 0, 1, shape.queries, shape.key_form)
+        self.keys = SharedTiles(pool, self.queries.end, stages, shape.keys, shape.key_form)
+        self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, shape.value_form)
+        self.probs = SharedTiles(pool, self.values.end, 1, shape.queries, shape.prob_form)
+        self.first_row, self.lane = _rows_and_lane(shape, self.place)
+        self.order = KeyTiles(self.scores.key_range, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks
         self.acc_s = registers(rows * shape.keys_of_lane)
         self.acc, self.tile_acc = registers(rows * columns), registers(rows * columns)
@@ -118,28 +94,17 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.right = registers(CHUNK * max(shape.chunks, 1))
 
     @staticmethod
-    def layout(shape: Fp32BlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
+    def layout(shape: Fp32BlockShape, place: simt.ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], simt.Fragment]:
         row, lane = _rows_and_lane(shape, place)
         base = materialize(first + row)
-        return tuple(base + i for i in range(shape.rows)), StridedCells(lane, LANES, lane == 0)
+        return tuple(base + i for i in range(shape.rows)), simt.StridedCells(lane, LANES, lane == 0)
 
-    def emit(self) -> None:
-        # 1. Q, and the ring full but for the last V.
-        rows = self.visibility.key_range
-        self._copy(self.queries, T.int32(0), self.operands[0], rows.first_row, rows.q_length)
-        for turn in range(self.shape.stages):
-            self._copy_tile(self.keys, self.operands[1], T.int32(turn))
-            if turn + 1 < self.shape.stages:
-                self._copy_tile(self.values, self.operands[2], T.int32(turn))
-        self._clear()
-        # 2. One tile of keys after the other.
-        with T.serial(self.order.count) as turn:
-            self._visit(turn)
-        smem_pipeline.wait(0)
-        # 3. O / l.
-        self._write()
+    def begin(self) -> None:
+        for row in range(self.shape.rows):
+            self.scores.begin(self.row_max, self.row_sum, row)
+        clear(self.acc, self.shape.rows * CHUNK * self.shape.chunks)
 
-    def _visit(self, turn: Expr) -> None:
+    def visit(self, turn: Expr) -> None:
         # Groups of copies that may still be under way: K and V of the tiles ahead.
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
         slot = materialize(T.truncmod(turn, T.int32(stages)))
@@ -148,22 +113,22 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         # 1. K has arrived; all are done with the V before.
         smem_pipeline.wait(pending)
         barrier()
-        self._copy_tile(self.values, self.operands[2], turn + (stages - 1))
+        self.copy_values(turn + (stages - 1))
         # 2. S = Q K^T.
         self._multiply_keys(slot)
         # 3. V has arrived; all are done with this K.
         smem_pipeline.wait(pending)
         barrier()
-        self._copy_tile(self.keys, self.operands[1], turn + stages)
+        self.copy_keys(turn + stages)
         # 4. P and l by the new maximum.
         tiles = self.shape.keys_of_lane
         self.scores.convert(self.acc_s, tiles, first_key)
         with T.If(hides), T.Then():
-            self.visibility.hide(self.acc_s, tiles, first_key, bits_row)
+            self.scores.hide(self.acc_s, tiles, first_key, bits_row)
         for row in range(self.shape.rows):
             self._weigh(row, hides)
         # P is read by the half warp that wrote it, so the block need not wait.
-        warp_barrier()
+        simt.warp_barrier()
         # 5. O = 2^(m - m') O + P V.
         self._add_values(slot, hides)
 
@@ -172,8 +137,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
     def _multiply_keys(self, slot: Expr) -> None:
         """A loop over chunks of the head, of a size that the cache of instructions holds."""
         rows, keys = self.shape.rows, self.shape.keys_of_lane
-        for at in range(rows * keys):
-            set_register(self.acc_s, at, T.float32(0))
+        clear(self.acc_s, rows * keys)
         with T.serial(T.int32(self.shape.head_dim // CHUNK)) as chunk:
             column = chunk * CHUNK
             for row in range(rows):
@@ -183,12 +147,11 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                 load(self.right, 0, CHUNK, self.keys.address(slot, self.lane + key * LANES, column))
                 for row in range(rows):
                     for i in range(CHUNK):
-                        self._multiply_add(self.acc_s, row * keys + key, self.left[row * CHUNK + i] * self.right[i])
+                        _add(self.acc_s, row * keys + key, self.left[row * CHUNK + i] * self.right[i])
 
     def _add_values(self, slot: Expr, hides: Expr) -> None:
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
-        for at in range(rows * columns):
-            set_register(self.tile_acc, at, T.float32(0))
+        clear(self.tile_acc, rows * columns)
         # Two copies of the loop, since the one with care has a select for each multiply-add.
         if not self.hides_values:
             self._multiply_values(slot, hides=False)
@@ -220,18 +183,9 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                         term = prob * self.right[i]
                         # 0 * NaN would be NaN.
                         term = T.Select(prob < T.float32(0), T.float32(0), term) if hides else term
-                        self._multiply_add(self.tile_acc, at, term)
-
-    def _multiply_add(self, sums: Expr, at: int, product: Expr) -> None:
-        set_register(sums, at, sums[at] + product)
+                        _add(self.tile_acc, at, term)
 
     # The softmax.
-
-    def _clear(self) -> None:
-        for row in range(self.shape.rows):
-            self.scores.begin(self.row_max, self.row_sum, row)
-        for at in range(self.shape.rows * CHUNK * self.shape.chunks):
-            set_register(self.acc, at, T.float32(0))
 
     def _weigh(self, row: int, hides: Expr) -> None:
         """A row's scores become probs, or HIDDEN, in shared memory."""
@@ -241,25 +195,24 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         for at in cells:
             set_register(new, 0, T.max(new[0], self.acc_s[at]))
         # Each half of the warp by itself: the other one has other rows.
-        over_warp(new, 0, T.max, end=LANES)
+        simt.over_warp(new, 0, T.max, end=LANES)
         origin = update_row_max(new[0] * factor, self.row_max, self.row_sum, self.rescale, row)
         for key, at in enumerate(cells):
             hidden = materialize(T.And(hides, self.acc_s[at] == T.float32(-math.inf)), "bool")
-            exp2(self.acc_s, at, self.acc_s[at] * factor - origin)
+            simt.exp2(self.acc_s, at, self.acc_s[at] * factor - origin)
             set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[at])
             prob = self.acc_s[at]
             if self.hides_values:
                 prob = materialize(T.Select(hidden, T.float32(HIDDEN), prob), "float32")
             store(self.probs.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [prob])
 
-    def _write(self) -> None:
-        for row, number in enumerate(self.visibility.numbers):
-            over_warp(self.row_sum, row, lambda a, b: a + b, end=LANES)
-            row_sum = self.row_sum[row]
-            part = materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
+    def write(self) -> None:
+        for row, number in enumerate(self.scores.numbers):
+            simt.over_warp(self.row_sum, row, lambda a, b: a + b, end=LANES)
+            part = inverse(self.row_sum[row])
             for chunk in range(self.shape.chunks):
                 column = self._column(chunk)
-                there = T.And(number < self.visibility.key_range.q_length, column < self.shape.v_head_dim)
+                there = T.And(number < self.scores.key_range.q_length, column < self.shape.v_head_dim)
                 with T.If(there), T.Then():
                     first = (row * self.shape.chunks + chunk) * CHUNK
                     values = [self.acc[first + i] * part for i in range(CHUNK)]
@@ -269,8 +222,11 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         return (self.lane + chunk * LANES) * CHUNK
 
 
-def _rows_and_lane(shape: Fp32BlockShape, place: ThreadIndex) -> tuple[Expr, Expr]:
+def _add(sums: Expr, at: int, term: Expr) -> None:
+    set_register(sums, at, sums[at] + term)
+
+
+def _rows_and_lane(shape: Fp32BlockShape, place: simt.ThreadIndex) -> tuple[Expr, Expr]:
     """(a thread's first row in the block, its number among the lanes that have the same rows)."""
-    return materialize(T.truncdiv(place.thread, T.int32(LANES)) * shape.rows), materialize(
-        T.truncmod(place.thread, T.int32(LANES))
-    )
+    half, lane = T.truncdiv(place.thread, T.int32(LANES)), T.truncmod(place.thread, T.int32(LANES))
+    return materialize(half * shape.rows), materialize(lane)

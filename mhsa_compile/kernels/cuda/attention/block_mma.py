@@ -21,34 +21,14 @@ from collections.abc import Callable
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
+from mhsa_compile.kernels.cuda.attention.key_range import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, AttentionBlock, TileShape
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask, rows_of
 from mhsa_compile.kernels.cuda.attention.nonfinite_values import BlockNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
-from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, QuadFragment, cell
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles, padded
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    DEPTH,
-    ROWS,
-    WARP,
-    ThreadIndex,
-    any_of_block,
-    barrier,
-    load,
-    load_matrices,
-    materialize,
-    multiply_add,
-    pack,
-    registers,
-    set_register,
-    store,
-    warp_barrier,
-)
-from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.kernels.cuda.attention.thread_scores import rows_of
+from mhsa_compile.kernels.cuda.primitives import simt, smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, DEPTH, ROWS, barrier, load_matrices, pack, registers
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT, SharedTiles, halves, padded, tile_bytes
 
 QUERY_REGISTERS = 32
 """Registers that Q may stay in; where it has more fragments, they are read again for every tile of keys."""
@@ -66,11 +46,9 @@ class MmaBlockShape(TileShape):
     def flag_byte(self) -> int:
         """The byte at which the word of `BlockNonFiniteRepair` lies: behind all tiles and the output that takes their
         place."""
-        tiles = smem_pipeline.tile_bytes(self.keys, self.head_dim) + smem_pipeline.tile_bytes(
-            self.keys, self.v_head_dim
-        )
-        inputs = smem_pipeline.tile_bytes(self.queries, self.head_dim) + self.stages * tiles
-        return max(inputs, smem_pipeline.tile_bytes(self.queries, self.v_head_dim))
+        tiles = tile_bytes(self.keys, self.head_dim) + tile_bytes(self.keys, self.v_head_dim)
+        inputs = tile_bytes(self.queries, self.head_dim) + self.stages * tiles
+        return max(inputs, tile_bytes(self.queries, self.v_head_dim))
 
     @property
     def shared_bytes(self) -> int:
@@ -92,30 +70,22 @@ class MmaBlockShape(TileShape):
 class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
     """Emits one block."""
 
-    def __init__(
-        self,
-        op: AttentionOp,
-        shape: MmaBlockShape,
-        place: ThreadIndex,
-        operands: tuple[Element, Element, Element, Element],
-        visibility: ScoreMask,
-        scores: RowScoreMods,
-    ) -> None:
-        super().__init__(op, shape, place, operands, visibility, scores)
-        self.order = KeyTiles(op, visibility.key_range, shape.keys)
+    def allocate(self) -> None:
+        op, shape = self.op, self.shape
+        self.order = KeyTiles(self.scores.key_range, shape.keys)
         E, F = shape.head_dim, shape.v_head_dim
         # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
-        pool = T.alloc_buffer((shape.shared_bytes // smem_pipeline.ELEMENT,), op.dtype, scope="shared.dyn")
-        self.queries = SharedTiles(pool, 0, 1, shape.queries, E, op.dtype)
-        self.keys = SharedTiles(pool, self.queries.end, shape.stages, shape.keys, E, op.dtype)
-        self.values = SharedTiles(pool, self.keys.end, shape.stages, shape.keys, F, op.dtype)
+        pool = T.alloc_buffer((shape.shared_bytes // ELEMENT,), op.dtype, scope="shared.dyn")
+        self.queries = SharedTiles(pool, 0, 1, shape.queries, halves(E))
+        self.keys = SharedTiles(pool, self.queries.end, shape.stages, shape.keys, halves(E))
+        self.values = SharedTiles(pool, self.keys.end, shape.stages, shape.keys, halves(F))
         # In the place of Q, K and V, when they are done with.
-        self.output = SharedTiles(pool, 0, 1, shape.queries, F, op.dtype)
-        flag = T.address_of(pool[shape.flag_byte // smem_pipeline.ELEMENT])
-        self.repair = BlockNonFiniteRepair(self.values, flag, place, shape.threads, op.dtype)
+        self.output = SharedTiles(pool, 0, 1, shape.queries, halves(F))
+        flag = T.address_of(pool[shape.flag_byte // ELEMENT])
+        self.repair = BlockNonFiniteRepair(self.values, flag, self.place, shape.threads, op.dtype)
         self.depth_steps, self.key_steps = padded(E) // DEPTH, shape.keys // DEPTH
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(F) // COLUMNS
-        self.softmax = Softmax(2 * shape.row_tiles, self.key_tiles, self.value_tiles, scores)
+        self.softmax = Softmax(2 * shape.row_tiles, self.key_tiles, self.value_tiles, self.scores)
         self.acc_s, self.acc = self.softmax.acc_s, self.softmax.acc
         self.attempts = registers(1, "int32")
         words = 4 * shape.row_tiles
@@ -123,49 +93,35 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self.prob_words, self.words = registers(words, "uint32"), registers(4, "uint32")
 
     @staticmethod
-    def layout(shape: MmaBlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
-        return rows_of(place, first, shape.queries, WARPS), QuadFragment(place)
+    def layout(shape: MmaBlockShape, place: simt.ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], simt.Fragment]:
+        return rows_of(place, first, shape.queries, WARPS), simt.QuadFragment(place)
 
-    def emit(self) -> None:
-        # 1. Q.
-        rows = self.visibility.key_range
-        self._copy(self.queries, T.int32(0), self.operands[0], rows.first_row, rows.q_length)
-        # 2. One tile after the other, and once more if need be.
-        if self.hides_values:
-            set_register(self.attempts, 0, T.int32(0))
-            with T.While(self.attempts[0] < 2):
-                self._sweep()
-                # `attempts` is the same in all threads, so all come to the barrier in `any_of_block`, or none.
-                begins_anew = T.And(self.attempts[0] == 0, any_of_block(self.softmax.is_spoilt()))
-                set_register(self.attempts, 0, T.Select(begins_anew, T.int32(1), T.int32(2)))
-        else:
-            self._sweep()
-        # 3. O / l.
-        self._write()
+    def sweep(self) -> None:
+        """All tiles, and once more if need be."""
+        if not self.hides_values:
+            super().sweep()
+            return
+        simt.set_register(self.attempts, 0, T.int32(0))
+        with T.While(self.attempts[0] < 2):
+            super().sweep()
+            # `attempts` is the same in all threads, so all come to the barrier in `any_of_block`, or none.
+            begins_anew = T.And(self.attempts[0] == 0, simt.any_of_block(self.softmax.is_spoilt()))
+            simt.set_register(self.attempts, 0, T.Select(begins_anew, T.int32(1), T.int32(2)))
 
-    def _sweep(self) -> None:
-        # 1. The ring full but for the last V.
-        for turn in range(self.shape.stages):
-            self._copy_keys(T.int32(turn))
-            if turn + 1 < self.shape.stages:
-                self._copy_values(T.int32(turn))
+    def begin(self) -> None:
         self.softmax.begin()
-        # 2. One tile of keys after the other.
-        with T.serial(self.order.count) as turn:
-            self._visit(turn)
-        smem_pipeline.wait(0)
 
-    def _visit(self, turn: Expr) -> None:
+    def visit(self, turn: Expr) -> None:
         # Groups of copies that may still be under way: K and V of the tiles ahead.
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
         # A constant where there is one slot: all its addresses are then base and constant.
-        slot = materialize(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
+        slot = simt.materialize(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
         first_key = self.order.first_key(turn)
         bits_row, hides = self.order.hides(turn, first_key)
         # 1. K has arrived; all are done with the V before.
         smem_pipeline.wait(pending)
         barrier()
-        self._copy_values(turn + (stages - 1))
+        self.copy_values(turn + (stages - 1))
         # 2. S = Q K^T.
         # Not before the loop: Q comes in one group of copies with the first K.
         if self.shape.holds_queries:
@@ -177,11 +133,11 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         smem_pipeline.wait(pending)
         self._with_care(hides, lambda: self.repair.look(slot, turn))
         barrier()
-        self._copy_keys(turn + stages)
+        self.copy_keys(turn + stages)
         # 4. P, l and O by the new maximum.
         self.scores.convert(self.acc_s, self.key_tiles, first_key)
         with T.If(hides), T.Then():
-            self.visibility.hide(self.acc_s, self.key_tiles, first_key, bits_row)
+            self.scores.hide(self.acc_s, self.key_tiles, first_key, bits_row)
         with T.If(self.softmax.update_max()), T.Then():
             self.softmax.rescale_acc()
         sizes = self.shape.row_tiles, self.shape.keys
@@ -191,21 +147,11 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         # 5. O = O + P V.
         self._multiply_values(slot)
 
-    # Values that are not finite.
-
     def _with_care(self, hides: Expr, act: Callable[[], None]) -> None:
         """Emits `act` for a tile of which not all rows see all, in the second attempt."""
         if self.hides_values:
             with T.If(T.And(hides, self.attempts[0] == 1)), T.Then():
                 act()
-
-    # Copies.
-
-    def _copy_keys(self, turn: Expr) -> None:
-        self._copy_tile(self.keys, self.operands[1], turn)
-
-    def _copy_values(self, turn: Expr) -> None:
-        self._copy_tile(self.values, self.operands[2], turn)
 
     # Products.
 
@@ -226,8 +172,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         # Of the four matrices two lie along the head, for one fragment; the next two are eight keys further.
         row = T.truncdiv(lane, T.int32(16)) * 8 + T.truncmod(lane, T.int32(8))
         column = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2)) * 8
-        for at in range(2 * self.shape.row_tiles * self.key_tiles * 2):
-            set_register(self.acc_s, at, T.float32(0))
+        simt.clear(self.acc_s, 2 * self.shape.row_tiles * self.key_tiles * 2)
         for step in range(self.depth_steps):
             if not self.shape.holds_queries:
                 self._load_queries(step)
@@ -238,7 +183,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                     for half in range(2):
                         at = 4 * (m * self.key_tiles + 2 * pair + half)
                         a = self._query_word(step, m)
-                        multiply_add(self.acc_s, at, self.query_words, a, self.words, 2 * half, self.op.dtype)
+                        simt.multiply_add(self.acc_s, at, self.query_words, a, self.words, 2 * half, self.op.dtype)
 
     def _multiply_values(self, slot: Expr) -> None:
         lane = self.place.lane
@@ -256,32 +201,34 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                 for m in range(self.shape.row_tiles):
                     for half in range(2):
                         at = 4 * (m * self.value_tiles + 2 * pair + half)
-                        multiply_add(self.acc, at, self.prob_words, 4 * m, self.words, 2 * half, self.op.dtype)
+                        simt.multiply_add(self.acc, at, self.prob_words, 4 * m, self.words, 2 * half, self.op.dtype)
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Writes the rows of O, each divided by its sum; through shared memory, so that whole chunks of a row go out at
         once."""
         barrier()  # all are done with Q, K and V
         share = self.shape.row_tiles * ROWS
-        first = materialize(self.place.warp * share)
+        first = simt.materialize(self.place.warp * share)
         for row in range(2 * self.shape.row_tiles):
             part = self.softmax.inverse_row_sum(row)
             number = first + self.place.g + (ROWS * (row // 2) + 8 * (row % 2))
             for n in range(self.value_tiles):
-                low, high = (self.acc[cell(row, self.value_tiles, n, e)] * part for e in range(2))
+                low, high = (self.acc[simt.cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
                 column = 2 * self.place.q + n * COLUMNS
-                store(self.output.address(T.int32(0), number, column), [self.words[0]])
-        warp_barrier()
-        rows = self.visibility.key_range.first_row + first
+                simt.store(self.output.address(T.int32(0), number, column), [self.words[0]])
+        simt.warp_barrier()
+        rows = self.scores.key_range.first_row + first
 
         def write(row: Expr, column: Expr) -> None:
-            is_there = rows + row < self.visibility.key_range.q_length
+            is_there = rows + row < self.scores.key_range.q_length
             # Columns of padding are in shared memory only.
             if padded(self.shape.v_head_dim) > self.shape.v_head_dim:
                 is_there = T.And(is_there, column < self.shape.v_head_dim)
             with T.If(is_there), T.Then():
-                load(self.words, 0, 4, self.output.address(T.int32(0), first + row, column))
-                store(T.address_of(self.operands[3](rows + row, column)), [self.words[i] for i in range(4)], "global")
+                simt.load(self.words, 0, 4, self.output.address(T.int32(0), first + row, column))
+                simt.store(
+                    T.address_of(self.operands[3](rows + row, column)), [self.words[i] for i in range(4)], "global"
+                )
 
-        self.output.each_chunk(self.place.lane, WARP, write, share)
+        self.output.each_chunk(self.place.lane, simt.WARP, write, share)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.static_mask import constant_arguments, split_window, visible_in_window
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.common.static_mask import split_window, visible_in_window
+from mhsa_compile.kernels.cuda.primitives.simt import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 
 WORD = 32  # bits
@@ -36,10 +36,6 @@ class CudaBlockSparsity:
     visits: NDArray[np.int32]
     bits: NDArray[np.uint32]
     spans: NDArray[np.int32]
-
-    @property
-    def arrays(self) -> tuple[NDArray[np.generic], ...]:
-        return (self.order, self.index, self.visits, self.bits, self.spans)
 
 
 def block_plan(pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: int, keys: int) -> CudaBlockSparsity:
@@ -116,10 +112,6 @@ class Visits:
         """(the first key, the last key) that a query sees."""
         row = T.cast(query, "int64")
         return materialize(self.spans[self.head, row, 0]), materialize(self.spans[self.head, row, 1])
-
-
-def plan_arguments(plan: CudaBlockSparsity) -> list[Expr]:
-    return constant_arguments(("order", "index", "visits", "bits", "spans"), plan.arrays)
 
 
 def block_of_turn(views: list[Expr], turn: Expr, h: Expr) -> Expr:

@@ -2,7 +2,7 @@
 
 Whoever copied a piece of such a tile looks through it as it arrives, and says so to all. Where there is any, which is
 never in a model that is well, every row adds those that it sees as they are, one key after the other, and the values
-become zeros; so the weighted sum of the others follows as ever.
+become zeros; so the weighted sum of the others follows as ever. An infinite or NaN value times a prob is itself.
 """
 
 from __future__ import annotations
@@ -13,19 +13,11 @@ from collections.abc import Callable
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.fragments import cell
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SmemTiles, padded
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    ThreadIndex,
-    barrier,
-    load,
-    over_quad,
-    registers,
-    set_register,
-    store,
-    unpack,
-)
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.hopper_ptx import fence_for_engines, fresh, meet, meet_any
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, barrier, cell, load, materialize, registers, set_register
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SharedTiles, padded
 
 WORD = 32  # bits
 EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
@@ -35,7 +27,9 @@ class BlockNonFiniteRepair:
     """Looks after the values of one block. `flag` is the address of a word of shared memory, the number of the last
     tile that had any: a number, so that nobody has to take it back. What it holds at first does no harm."""
 
-    def __init__(self, values: SmemTiles, flag: Expr, place: ThreadIndex, threads: int, dtype: str) -> None:
+    def __init__(
+        self, values: SharedTiles | SwizzledTiles, flag: Expr, place: simt.ThreadIndex, threads: int, dtype: str
+    ) -> None:
         self.values, self.flag, self.place, self.threads, self.dtype = values, flag, place, threads, dtype
         exponent = EXPONENT[dtype]
         # The exponent's lowest bit: added to an exponent of all ones, it carries into the sign's place.
@@ -48,7 +42,7 @@ class BlockNonFiniteRepair:
         not finite. To be called when the pieces have arrived, and before the barrier after that."""
         self.find(slot, self.place.thread, self.threads)
         with T.If(self.nonfinite[0] != T.uint32(0)), T.Then():
-            store(self.flag, [T.cast(turn, "uint32")])
+            simt.store(self.flag, [T.cast(turn, "uint32")])
 
     def find(self, slot: Expr, thread: Expr, threads: int) -> None:
         """Looks through this thread's pieces, of so many threads'; `nonfinite` is 0 if all their values are finite."""
@@ -89,7 +83,7 @@ class BlockNonFiniteRepair:
             # A bit for each half becomes all bits of it.
             halves = (self._infinite(word) >> T.uint32(15)) * T.uint32(0xFFFF)
             set_register(self._words, i, word & (halves ^ T.uint32(0xFFFFFFFF)))
-        store(address, [self._words[i] for i in range(4)])
+        simt.store(address, [self._words[i] for i in range(4)])
 
     def _add(self, slot: Expr, scores: Expr, sums: Expr, row_tiles: int, keys: int) -> None:
         """O = O + v for every value v that is not finite and that a row sees. A loop over the keys, since what it is
@@ -113,7 +107,7 @@ class BlockNonFiniteRepair:
                 load(self._words, 0, 1, address(n))
                 # A branch, so that not all words are loaded at once, into registers that sums need.
                 with T.If(self._infinite(self._words[0]) != T.uint32(0)), T.Then():
-                    for e, value in enumerate(unpack(self._words[0], self.dtype)):
+                    for e, value in enumerate(simt.unpack(self._words[0], self.dtype)):
                         for row in range(rows):
                             at = cell(row, value_tiles, n, e)
                             sees = ((visible[row] >> T.cast(key, "uint32")) & T.uint32(1)) != T.uint32(0)
@@ -134,8 +128,104 @@ class BlockNonFiniteRepair:
                 set_register(visible, row, visible[row] | bit)
         # A lane has two keys of every eight; together the quad's words have all 32.
         set_register(visible, row, visible[row] << T.cast(2 * self.place.q, "uint32"))
-        over_quad(visible, row, lambda a, b: a | b)
+        simt.over_quad(visible, row, lambda a, b: a | b)
 
     def _infinite_half(self, word: Expr, half: int) -> Expr:
         exponent = T.uint32(EXPONENT[self.dtype] << 16 * half)
         return (word & exponent) == exponent
+
+
+class SharedNonFiniteRepair(BlockNonFiniteRepair):
+    """Looks after the values of tiles that the `threads` threads of some warpgroups share, which meet at a named
+    barrier; one of them is number `thread`. Tiles are looked through every time: who copies has gone on. Made where it
+    is needed, so that no address of it is kept in the meantime."""
+
+    def __init__(self, values: SwizzledTiles, thread: Expr, threads: int, barrier: int, dtype: str) -> None:
+        super().__init__(values, None, simt.ThreadIndex(fresh(thread)), threads, dtype)
+        self._tiles, self._any, self._barrier = values, registers(1, "uint32"), T.uint32(barrier)
+
+    def look_together(self, slot: Expr) -> Expr:
+        """Whether any of all the threads has found a value that is not finite, each in pieces of its own."""
+        self.find(slot, self.place.thread, self.threads)
+        meet_any(self._any, self._barrier, self.threads, self.nonfinite[0])
+        return self._any[0] != T.uint32(0)
+
+    def resolve_together(self, slot: Expr, sums: Expr, keys: int, hide: Callable[[Expr, int, Expr], None]) -> None:
+        """Adds the values that are not finite to the sums of the rows that see them, and makes them zeros.
+        `hide(scores, tiles, part)` makes -inf of the scores of the keys from 32 `part` on that are hidden."""
+        tiles = WORD // COLUMNS
+        with T.serial(T.int32(-(-keys // WORD))) as part:
+            scores, visible = registers(4 * tiles), registers(2, "uint32")
+            simt.clear(scores, 4 * tiles)
+            hide(scores, tiles, part)
+            for row in range(2):
+                self._set_visible(visible, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
+            first = materialize(part * WORD)
+            self._add_keys(slot, visible, 2, first, materialize(T.min(T.int32(WORD), T.int32(keys) - first)), sums)
+        # All have added before anyone clears; named, since the warpgroup that copies does not come.
+        meet(self._barrier, self.threads)
+        self.clear(slot, self.place.thread, self.threads)
+        fence_for_engines()
+        meet(self._barrier, self.threads)
+
+    def _words_of(self, slot: Expr, row: Expr) -> Callable[[int], Expr]:
+        """The address of this lane's word of a row's chunk, by the chunk's number. It is computed for each row anew: 32
+        addresses kept over all rows would take the registers that sums need."""
+        row = fresh(row)
+        start = materialize(self._tiles.row_start(slot, row) + T.cast(4 * self.place.q, "uint32"), "uint32")
+        return lambda chunk: start + self._tiles.chunk_in_row(chunk, row)
+
+
+class WarpNonFiniteRepair:
+    """Looks after the values of one warp."""
+
+    def __init__(self, values: SharedTiles, place: simt.ThreadIndex, dtype: str) -> None:
+        self.values, self.place, self.dtype = values, place, dtype
+        self.pieces = BlockNonFiniteRepair(values, None, place, simt.WARP, dtype)
+        self._word = registers(1, "uint32")
+
+    def look(self, slot: Expr) -> None:
+        """Looks for values that are not finite in this lane's pieces of the tile, and tells all lanes whether any of
+        them found one. To be called when the pieces have arrived."""
+        self.pieces.find(slot, self.place.lane, simt.WARP)
+        simt.over_warp(self.pieces.nonfinite, 0, lambda a, b: a | b)
+
+    def resolve(
+        self,
+        slot: Expr,
+        rows: int,
+        tiles: int,
+        sees: Callable[[int, int], Expr],
+        add: Callable[[int, int, int, Expr], None],
+    ) -> None:
+        """Adds the values of the tile, of `tiles` times 8 keys, that are not finite to the sums of the rows that see
+        them, and makes them zeros, if `look` found any. `add(row, tile of columns, half of it, value)` adds one to the
+        sums of a lane's `rows`; `sees(row, n)` is whether one sees key 8 n + g."""
+        with T.If(self.pieces.nonfinite[0] != T.uint32(0)), T.Then():
+            for n in range(tiles):
+                with T.serial(T.int32(8)) as turn:
+                    holder = materialize(turn * 4 + self.place.q)
+                    visible = [self._of_lane(sees(row, n), holder) for row in range(rows)]
+                    for tile in range(padded(self.values.width) // simt.ROWS):
+                        for half in range(2):
+                            value = self._value(slot, turn + 8 * n, self.place.g + (tile * simt.ROWS + 8 * half))
+                            for row in range(rows):
+                                add(row, tile, half, T.Select(visible[row], value, T.float32(0)))
+            simt.warp_barrier()
+            self.pieces.clear(slot, self.place.lane, simt.WARP)
+            simt.warp_barrier()
+
+    def _of_lane(self, flag: Expr, lane: Expr) -> Expr:
+        number = materialize(T.Select(flag, T.int32(1), T.int32(0)))
+        return materialize(simt.from_lane(number, lane) != 0, "bool")
+
+    def _value(self, slot: Expr, key: Expr, column: Expr) -> Expr:
+        """A value as float32 if it is not finite, else zero."""
+        load(self._word, 0, 1, self.values.address(slot, key, T.truncdiv(column, T.int32(2)) * 2))
+        shift = T.cast(T.truncmod(column, T.int32(2)) * 16, "uint32")
+        half = materialize((self._word[0] >> shift) & T.uint32(0xFFFF), "uint32")
+        exponent = T.uint32(EXPONENT[self.dtype])
+        infinite = ((half & T.uint32(0x8000)) << T.uint32(16)) | T.uint32(0x7F800000)
+        bits = T.Select((half & T.uint32(0x7FFF)) == exponent, infinite, T.uint32(0x7FC00000))
+        bits = T.Select((half & exponent) == exponent, bits, T.uint32(0))
+        return materialize(T.reinterpret("float32", materialize(bits, "uint32")), "float32")

@@ -11,9 +11,9 @@ import math
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
-from mhsa_compile.kernels.cuda.primitives.fragments import cell
-from mhsa_compile.kernels.cuda.primitives.warp import any_of_warp, exp2, materialize, over_quad, registers, set_register
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import cell, exp2, materialize, over_quad, registers, set_register
 
 GROWTH = 8.0
 """How much a maximum may grow, in units of log2, before sums are brought to it: probs are up to 2^8 then, which all
@@ -23,7 +23,7 @@ types hold as exactly as 1."""
 class Softmax:
     """The softmax of `rows` rows, with tiles of so many fragments of scores and of values."""
 
-    def __init__(self, rows: int, key_tiles: int, value_tiles: int, scores: RowScoreMods) -> None:
+    def __init__(self, rows: int, key_tiles: int, value_tiles: int, scores: ThreadScores) -> None:
         self.rows, self.key_tiles, self.value_tiles, self.scores = range(rows), key_tiles, value_tiles, scores
         self.acc_s = registers(rows * key_tiles * 2)  # S and then P: tile (m, n) from 4 (m key_tiles + n) on
         self.acc = registers(rows * value_tiles * 2)  # O
@@ -52,7 +52,7 @@ class Softmax:
             set_register(new_max, row, T.Select(outgrown, row_max, self.row_max[row]))
             grows = T.Or(grows, outgrown)
         # The warp decides together, so that its lanes stay together for the products.
-        some = materialize(any_of_warp(grows), "bool")
+        some = materialize(simt.any_of_warp(grows), "bool")
         with T.If(some), T.Then():
             for row in self.rows:
                 # 2^(-inf - 0) = 0 while a row has seen nothing; -inf - -inf would be NaN.
@@ -92,8 +92,7 @@ class Softmax:
         """1 / l at the end, 0 where the row has seen nothing."""
         # Only now: until the end each lane sums its own columns.
         over_quad(self.row_sum, row, lambda a, b: a + b)
-        row_sum = self.row_sum[row]
-        return materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
+        return inverse(self.row_sum[row])
 
     def _pairs(self, row: int) -> list[tuple[int, int]]:
         """The indices of a row's scores, two neighbours at a time."""
@@ -101,6 +100,11 @@ class Softmax:
 
     def _sums(self, row: int) -> list[int]:
         return [cell(row, self.value_tiles, n, e) for n in range(self.value_tiles) for e in range(2)]
+
+
+def inverse(row_sum: Expr) -> Expr:
+    """1 / l, 0 where a row has seen nothing."""
+    return materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
 
 
 def zero_if_unseen(row_max: Expr) -> Expr:

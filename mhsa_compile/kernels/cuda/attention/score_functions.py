@@ -15,9 +15,9 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_emission import ScoreEmission, TracedFunction, Value
 from mhsa_compile.kernels.common.score_scale import LOG2_E
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.cuda.primitives.simt import materialize
 
 _FUNCTIONS = {"exp": T.exp, "exp2": T.exp2, "log": T.log, "tanh": T.tanh, "sqrt": T.sqrt}
 
@@ -59,7 +59,7 @@ class ThreadFunction:
         self._head = {"b": _place(b), "h": _place(h)}
         self._emission = ScoreEmission(traced, _CudaArithmetic(traced.buffers))
 
-    def of_row(self, mask: ScoreMask, row: int) -> RowFunction:
+    def of_row(self, mask: ThreadScores, row: int) -> RowFunction:
         """The function for a row of the thread."""
         keys = mask.key_range
         place = materialize(T.min(mask.numbers[row], keys.q_length - 1) + keys.shift)

@@ -21,28 +21,15 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
-from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
+from mhsa_compile.kernels.cuda.attention.key_range import KeyTiles, hides_values
+from mhsa_compile.kernels.cuda.attention.nonfinite_values import SharedNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
-from mhsa_compile.kernels.cuda.attention_hopper.nonfinite_values import SharedNonFiniteRepair
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
-from mhsa_compile.kernels.cuda.primitives.fragments import cell
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, simt
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, DEPTH, cell, materialize, pack, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import padded
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    DEPTH,
-    ROWS,
-    ThreadIndex,
-    materialize,
-    pack,
-    registers,
-    set_register,
-    store,
-    warp_barrier,
-)
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 _TOKEN, _ALL, _GROUP = 1, 4, 5  # the first number of each kind of named barrier; 0 is the block's
@@ -59,7 +46,7 @@ class AttentionConsumer:
         self,
         op: AttentionOp,
         shape: HopperBlockShape,
-        place: ThreadIndex,
+        place: simt.ThreadIndex,
         memory: AttentionSharedMemory,
         output: Tensor,
     ) -> None:
@@ -91,10 +78,10 @@ class AttentionConsumer:
         """(head, tile) of the item whose queries are there."""
         return self.memory.item(self.items[0])
 
-    def item(self, visibility: ScoreMask, scores: RowScoreMods, place: Callable[[], tuple[Expr, Expr, Expr]]) -> None:
+    def item(self, scores: ThreadScores, place: Callable[[], tuple[Expr, Expr, Expr]]) -> None:
         """Computes an item, whose queries are there. `place` says (its first row, batch entry, head) when O is written:
         kept until then, they would take registers that tiles need."""
-        tiles = KeyTiles(self.op, visibility.key_range, self.shape.keys)
+        tiles = KeyTiles(scores.key_range, self.shape.keys)
         before, item = materialize(self.tiles[0]), materialize(self.items[0])
         self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
         self.acc_s, self.acc = self.softmax.acc_s, self.softmax.acc
@@ -105,7 +92,7 @@ class AttentionConsumer:
             self._multiply_keys(before)
             self._pass_token()
             self._wait_keys(0, before)
-            self._tile(tiles, visibility, scores, T.int32(0), before, None)
+            self._tile(tiles, scores, T.int32(0), before, None)
             # 2. The others, each with the values of the one before.
             with T.serial(tiles.count - 1) as number:
                 turn = materialize(number + 1)
@@ -115,7 +102,7 @@ class AttentionConsumer:
                 self._pass_token()
                 # All but the group begun last, that of the values.
                 self._wait_keys(1, before + turn)
-                self._tile(tiles, visibility, scores, turn, before + turn, before + number)
+                self._tile(tiles, scores, turn, before + turn, before + number)
             # 3. The last values.
             last = materialize(before + tiles.count - 1)
             self._multiply_values(last)
@@ -187,16 +174,14 @@ class AttentionConsumer:
 
     # The softmax.
 
-    def _tile(
-        self, tiles: KeyTiles, visibility: ScoreMask, scores: RowScoreMods, turn: Expr, use: Expr, values: Expr | None
-    ) -> None:
+    def _tile(self, tiles: KeyTiles, scores: ThreadScores, turn: Expr, use: Expr, values: Expr | None) -> None:
         """Scores become probs; `values` is what O is waited for, if it is under way."""
         first_key = tiles.first_key(turn)
         bits_row, hides = tiles.hides(turn, first_key)
         # 1. P and l by the new maximum.
         scores.convert(self.acc_s, self.key_tiles, first_key)
         with T.If(hides), T.Then():
-            visibility.hide(self.acc_s, self.key_tiles, first_key, bits_row)
+            scores.hide(self.acc_s, self.key_tiles, first_key, bits_row)
         grows = self.softmax.update_max()
         self.softmax.softmax_step()
         # 2. O by it. The values are of use in a moment; that somebody may have to wait for them here keeps the compiler
@@ -214,17 +199,15 @@ class AttentionConsumer:
         # 4. A prob of zero makes NaN of what is not finite.
         if hides_values(self.op, copied_to_length=False):
             with T.If(hides), T.Then():
-                self._look_after_values(visibility, first_key, bits_row, use)
+                self._look_after_values(scores, first_key, bits_row, use)
 
-    def _look_after_values(self, visibility: ScoreMask, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
+    def _look_after_values(self, scores: ThreadScores, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
         values, threads = self.memory.values, self.shape.consumer_threads
-        repair, slot = (
-            SharedNonFiniteRepair(values.tiles, self.place.thread, threads, _ALL, self.op.dtype),
-            values.slot(use),
-        )
+        repair = SharedNonFiniteRepair(values.tiles, self.place.thread, threads, _ALL, self.op.dtype)
+        slot = values.slot(use)
 
-        def hide(scores: Expr, tiles: int, part: Expr) -> None:
-            visibility.hide(scores, tiles, materialize(first_key + part * WORD), bits_row, part)
+        def hide(cells: Expr, tiles: int, part: Expr) -> None:
+            scores.hide(cells, tiles, materialize(first_key + part * WORD), bits_row, part)
 
         with T.If(repair.look_together(slot)), T.Then():
             repair.resolve_together(slot, self.acc, self.shape.keys, hide)
@@ -232,7 +215,7 @@ class AttentionConsumer:
     def _write(self, first_row: Expr, b: Expr, h: Expr) -> None:
         """Writes the rows of O, each divided by its sum, by way of the queries' place in shared memory."""
         hopper_ptx.meet(T.cast(self.group + _GROUP, "uint32"), hopper_ptx.WARPGROUP)  # all are done with their queries
-        first = materialize(self.place.warp * ROWS)
+        first = materialize(self.place.warp * simt.ROWS)
         # The addresses below are computed anew for each item: kept, they would take registers that O needs.
         g, q = hopper_ptx.fresh(self.place.g), hopper_ptx.fresh(self.place.q)
         tiles, slot = self.memory.output, self._query_slot()
@@ -243,10 +226,10 @@ class AttentionConsumer:
             for n in range(self.value_tiles):
                 low, high = (self.acc[cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
-                store(start + tiles.chunk_in_row(n, g), [self.words[0]])
+                simt.store(start + tiles.chunk_in_row(n, g), [self.words[0]])
         # First each lane's own writes, then all of the warp's: one lane stores for all.
         hopper_ptx.fence_for_engines()
-        warp_barrier()
+        simt.warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
             tiles.store(slot, first, self.output, first_row + first, h, b)
             hopper_ptx.wait_stores()

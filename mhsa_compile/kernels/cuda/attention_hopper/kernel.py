@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
-from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
+from mhsa_compile.kernels.cuda.attention.kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import COUNTER, needs_counter
 from mhsa_compile.kernels.cuda.attention_hopper.warp_specialized import attention
-from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
-from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.cuda.primitives.hopper_ptx import ROWS
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import REGISTERS
+from mhsa_compile.kernels.cuda.primitives.simt import MOST_REGISTERS
+from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 if TYPE_CHECKING:
-    from tvm.ir import Expr
+    pass
 
 KNOBS = ("consumers", "keys", "stages", "query_stages")
 KEYS = (128, 112, 96, 80, 64, 48, 32)
@@ -82,7 +84,7 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
 
     def shape(self, op: AttentionOp, config: Config) -> HopperBlockShape:
         consumers, keys, stages, query_stages = (config[knob] for knob in KNOBS)
-        return HopperBlockShape(consumers, keys, stages, query_stages, op.head_dim, op.v_head_dim)
+        return HopperBlockShape(ROWS * consumers, keys, stages, op.head_dim, op.v_head_dim, query_stages)
 
     def why_not_knobs(self, config: Config) -> str | None:
         if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:
@@ -93,27 +95,20 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
             return "queries of one item, or of two"
         return None
 
-    def why_not_shape(self, op: AttentionOp, shape: HopperBlockShape) -> str | None:
-        needed, available = _registers(op, shape), REGISTERS[shape.consumers][1]
-        return f"{needed} registers of {available}" if needed > available else None
+    def why_not_shape(self, op: AttentionOp, shape: HopperBlockShape, most: int = MOST_REGISTERS) -> str | None:
+        return super().why_not_shape(op, shape, REGISTERS[shape.consumers][1])
 
-    def function(
+    def registers(self, op: AttentionOp, shape: HopperBlockShape) -> int:
+        masks = (_MASK + shape.keys // 4 if op.any_step("blind") else 0) + (_BITS if op.pairs is not None else 0)
+        ahead = _AHEAD if shape.query_stages > 1 else 0
+        return shape.tile_registers + _BESIDE[shape.consumers] + masks + ahead
+
+    def launched(
         self, op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
-    ) -> Expr:
-        return attention(op, shape, plan, profile.hardware.multiprocessors)
-
-    def workspace(
-        self, op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile
-    ) -> tuple[int, ...]:
-        counted = needs_counter(op, plan is not None, shape.queries, profile.hardware.multiprocessors)
-        return COUNTER if counted else ()
-
-
-def _registers(op: AttentionOp, shape: HopperBlockShape) -> int:
-    """The registers that a thread that computes needs so that nothing spills."""
-    masks = (_MASK + shape.keys // 4 if op.any_step("blind") else 0) + (_BITS if op.pairs is not None else 0)
-    ahead = _AHEAD if shape.query_stages > 1 else 0
-    return shape.tile_registers + _BESIDE[shape.consumers] + masks + ahead
+    ) -> Emitted:
+        multiprocessors = profile.hardware.multiprocessors
+        counted = needs_counter(op, plan is not None, shape.queries, multiprocessors)
+        return Emitted(attention(op, shape, plan, multiprocessors), workspace=COUNTER if counted else ())
 
 
 def _fills(op: AttentionOp, consumers: int) -> bool:

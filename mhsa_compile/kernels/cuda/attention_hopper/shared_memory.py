@@ -7,31 +7,26 @@ from dataclasses import dataclass
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
+from mhsa_compile.kernels.cuda.attention.launch import TileShape
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, hopper_tma
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import ROWS, WARPGROUP
-from mhsa_compile.kernels.cuda.primitives.hopper_tma import ALIGNMENT, SwizzledTiles, tile_bytes
-from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import BARRIER_BYTES, Slots
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT, padded
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, load, materialize, registers, store, warp_barrier
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import ALIGNMENT, BARRIER_BYTES, Slots, SwizzledTiles, tile_bytes
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, load, registers, store, warp_barrier
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import padded
 
 ITEM_BYTES = 16  # of which two words are used
 
 
 @dataclass(frozen=True)
-class HopperBlockShape:
-    """The sizes of a block: warpgroups that compute, 64 rows of queries each; keys of a tile; tiles of the ring; items
-    whose queries are there at once."""
+class HopperBlockShape(TileShape):
+    """The sizes of a block; `query_stages` are the items whose queries are there at once."""
 
-    consumers: int
-    keys: int
-    stages: int
     query_stages: int
-    head_dim: int
-    v_head_dim: int
 
     @property
-    def queries(self) -> int:
-        return ROWS * self.consumers
+    def consumers(self) -> int:
+        """Warpgroups that compute, 64 rows of queries each."""
+        return self.queries // ROWS
 
     @property
     def threads(self) -> int:
@@ -72,12 +67,7 @@ class AttentionSharedMemory:
     """`queries`, `keys` and `values` of a block; `output` lies where the queries do."""
 
     def __init__(self, shape: HopperBlockShape) -> None:
-        pool = T.alloc_buffer((shape.shared_bytes // ELEMENT,), "uint16", scope="shared.dyn")
-        # A view: TVM would make the buffer itself as small as what it sees accessed.
-        whole = T.decl_buffer((shape.shared_bytes // ELEMENT,), "uint16", data=pool.data, scope="shared.dyn")
-        begin = materialize(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")
-        # The pool begins anywhere; swizzled tiles begin at multiples of ALIGNMENT, for which it has room to spare.
-        first = materialize(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
+        first = hopper_tma.shared_memory(shape.shared_bytes)
         barriers = first + T.uint32(shape.barriers_byte)
         self.consumer_warps = shape.consumer_threads // WARP
         query_stages, apart = shape.query_stages, shape.query_bytes

@@ -17,8 +17,8 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import WARPGROUP, same_for_warp
+from mhsa_compile.kernels.cuda.primitives.simt import fetch_add, launch, materialize, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT
-from mhsa_compile.kernels.cuda.primitives.warp import fetch_add, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 CACHED_BYTES = 16 << 20
@@ -100,10 +100,5 @@ def make_schedule(
 def reset(counter: Expr, items: Expr, multiprocessors: int) -> None:
     """A launch that sets the counter to 0, where blocks will ask for it."""
     blocks = T.Select(items > T.int64(multiprocessors), T.int64(1), T.int64(0))
-    with (
-        T.launch_thread("blockIdx.x", blocks),
-        T.launch_thread("threadIdx.x", WARPGROUP) as thread,
-        T.If(thread == 0),
-        T.Then(),
-    ):
+    with launch(blocks, WARPGROUP) as (_, thread), T.If(thread == 0), T.Then():
         T.buffer_store(counter, T.int32(0), [0])

@@ -5,46 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
-from mhsa_compile.kernels.common.buffers import argument, ceil_div
-from mhsa_compile.kernels.cuda.attention.block_sparsity import (
-    CudaBlockSparsity,
-    Visits,
-    block_of_turn,
-    plan_arguments,
-    visits_of,
-)
-from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
-from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask, rows_of
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
-from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
+from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
+from mhsa_compile.kernels.common.static_mask import plan_arguments
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, Visits, block_of_turn, visits_of
+from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTiles
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, rows_of, thread_parts
+from mhsa_compile.kernels.cuda.attention_hopper import tile_scheduler
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
-from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import (
-    COUNTER,
-    Schedule,
-    make_schedule,
-    needs_counter,
-    reset,
-)
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
-from mhsa_compile.kernels.cuda.primitives.fragments import QuadFragment
-from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
+from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import COUNTER, Schedule, needs_counter, reset
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, simt
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import Slots, Tensor, launch_roles
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
-from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS, Slots
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    ROWS,
-    WARP,
-    ThreadIndex,
-    barrier,
-    materialize,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives.simt import ROWS, WARP, ThreadIndex, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -83,64 +59,50 @@ class Items:
         arguments = self.arguments
         q_length = materialize(T.cast(arguments.q_length, "int32"))
         kv_length = keys_of(arguments, T.cast(b, "int64"))
-        return BlockKeyRange(
-            self.op, rows.first, self.shape.queries, q_length=q_length, kv_length=kv_length, visits=rows.visits
-        )
+        return BlockKeyRange(self.op, rows.first, self.shape.queries, q_length, kv_length, rows.visits)
 
-    def score_mask(self, rows: ItemRows, place: ThreadIndex, b: Expr, h: Expr) -> ScoreMask:
-        """What is hidden of the scores of the thread at `place`."""
+    def scores(self, rows: ItemRows, place: ThreadIndex, b: Expr, h: Expr) -> ThreadScores:
+        """The scores of the thread at `place`."""
         warps = self.shape.consumer_threads // WARP
         numbers = rows_of(place, rows.first, self.shape.queries, warps)
-        cells = QuadFragment(place)
+        cells = simt.QuadFragment(place)
         parts = thread_parts(self.arguments, T.cast(b, "int64"), T.cast(h, "int64"))
-        return ScoreMask(self.key_range(rows, b), cells, numbers, parts)
+        return ThreadScores(self.key_range(rows, b), cells, numbers, parts)
 
 
 def attention(op: AttentionOp, shape: HopperBlockShape, plan: CudaBlockSparsity | None, multiprocessors: int) -> Expr:
     """The PrimFunc of an attention, whose blocks have the sizes `shape`."""
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("attention")
-            T.func_attr({"tirx.noalias": True})
-            arguments = attention_arguments(op)
-            views = None if plan is None else plan_arguments(plan)
-            sizes = batch, q_length, _ = arguments.batch, arguments.q_length, arguments.kv_length
-            y, counter = arguments.output(), None
-            count = batch * T.int64(op.num_heads) * ceil_div(q_length, shape.queries)
-            if needs_counter(op, plan is not None, shape.queries, multiprocessors):
-                workspace = argument("workspace", [T.int64(size) for size in COUNTER], "float32")
-                counter = T.decl_buffer(COUNTER, "int32", data=workspace.data)
-                reset(counter, count, multiprocessors)
-            # 1. The operands as the copy engine sees them.
-            *loaded, output = _tensors(shape, arguments, y)
-            # One a multiprocessor, which goes from item to item.
-            blocks = T.min(count, T.int64(multiprocessors))
-            with (
-                T.launch_thread("blockIdx.x", blocks) as block,
-                T.launch_thread("threadIdx.x", shape.threads) as thread,
-                hopper_ptx.one_block(),
-            ):
-                # 2. Shared memory, and what this block is to compute.
-                memory = AttentionSharedMemory(shape)
-                with T.If(thread == 0), T.Then():
-                    memory.begin()
-                    hopper_ptx.fence_barriers()
-                # No one is to arrive at an mbarrier that is not there yet.
-                barrier()
-                items = Items(op, shape, arguments, views)
-                # 3. The roles.
-                # The thread that copies needs few registers; those that compute take the rest.
-                few, many = REGISTERS[shape.consumers]
-                with T.If(thread < hopper_ptx.WARPGROUP):
-                    with T.Then():
-                        hopper_ptx.give_registers(few)
-                        # One thread asks for whole boxes; the other 127 of its warpgroup are done.
-                        with T.If(thread == 0), T.Then():
-                            schedule = make_schedule(op, sizes, shape.queries, multiprocessors, counter)
-                            _copy(items, schedule, materialize(T.cast(block, "int32")), memory, loaded)
-                    with T.Else():
-                        hopper_ptx.take_registers(many)
-                        _compute(items, memory, ThreadIndex(materialize(thread - hopper_ptx.WARPGROUP)), output)
+    with prim_func("attention") as builder:
+        arguments = attention_arguments(op)
+        views = plan_arguments(plan)
+        sizes = batch, q_length, _ = arguments.batch, arguments.q_length, arguments.kv_length
+        y, counter = arguments.output(), None
+        count = batch * T.int64(op.num_heads) * ceil_div(q_length, shape.queries)
+        if needs_counter(op, plan is not None, shape.queries, multiprocessors):
+            workspace = argument("workspace", [T.int64(size) for size in COUNTER], "float32")
+            counter = T.decl_buffer(COUNTER, "int32", data=workspace.data)
+            reset(counter, count, multiprocessors)
+        # 1. The operands as the copy engine sees them.
+        *loaded, output = _tensors(shape, arguments, y)
+        # One a multiprocessor, which goes from item to item.
+        blocks = T.min(count, T.int64(multiprocessors))
+        # One at a time, or registers could not be given to another role.
+        with simt.launch(blocks, shape.threads, together=1) as (block, thread):
+            # 2. Shared memory, and what this block is to compute.
+            memory = AttentionSharedMemory(shape)
+            with T.If(thread == 0), T.Then():
+                memory.begin()
+                hopper_ptx.fence_barriers()
+            # No one is to arrive at an mbarrier that is not there yet.
+            simt.barrier()
+            items = Items(op, shape, arguments, views)
+
+            # 3. The roles.
+            def copy() -> None:
+                schedule = tile_scheduler.make_schedule(op, sizes, shape.queries, multiprocessors, counter)
+                _copy(items, schedule, materialize(T.cast(block, "int32")), memory, loaded)
+
+            launch_roles(thread, shape.consumers, copy, lambda place: _compute(items, memory, place, output))
     return builder.get()
 
 
@@ -190,7 +152,7 @@ def _copy(items: Items, schedule: Schedule, block: Expr, memory: AttentionShared
         rows, b, h = items.rows(head, tile)
         key_range = items.key_range(rows, b)
         g = materialize(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
-        tiles = KeyTiles(items.op, key_range, items.shape.keys)
+        tiles = KeyTiles(key_range, items.shape.keys)
         memory.name_item(use, head, tile)
         request(memory.queries, use, query, rows.first, h, b)
         with T.serial(tiles.count) as number:
@@ -233,8 +195,6 @@ def _compute(items: Items, memory: AttentionSharedMemory, place: ThreadIndex, ou
     take_next()
     with T.While(item[0] >= 0):
         rows, b, h = items.rows(materialize(item[0]), materialize(item[1]))
-        visibility = items.score_mask(rows, place, b, h)
-        scores = RowScoreMods(items.op, visibility)
-        consumer.item(visibility, scores, place_again)
+        consumer.item(items.scores(rows, place, b, h), place_again)
         take_next()
     consumer.end()

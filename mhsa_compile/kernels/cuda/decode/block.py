@@ -1,7 +1,7 @@
 """One block of decode: a share of all keys, a part of a head after another.
 
     for each part, its K and V copied ahead through a ring of each warp's own:
-        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `online_softmax`
+        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `results`
         the warps' results are put together
         a whole head:  Y = O / l, zeros where nothing was visible (l = 0);  else m, l and O go to the workspace
 
@@ -11,79 +11,43 @@ are under way as the rings hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
-from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, thread_parts
 from mhsa_compile.kernels.cuda.decode.block_shape import WORD, DecodeBlockShape
-from mhsa_compile.kernels.cuda.decode.online_softmax import Area
+from mhsa_compile.kernels.cuda.decode.results import CHUNK, Area, DecodeArrays
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv, SplitPart
 from mhsa_compile.kernels.cuda.decode.warp_fp32 import SimtWarp
 from mhsa_compile.kernels.cuda.decode.warp_mma import TensorWarp
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.inputs import elements
+from mhsa_compile.kernels.cuda.primitives.simt import ThreadIndex, barrier, materialize, store, warp_barrier
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    ThreadIndex,
-    barrier,
-    materialize,
-    pack,
-    registers,
-    store,
-    warp_barrier,
-)
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
-
-CHUNK = 4  # columns that a thread writes at a time
-
-
-@dataclass(frozen=True)
-class DecodeArrays:
-    """The arguments of the kernel. `workspace` is (slots, rows, words of a result), float32."""
-
-    arguments: AttentionArguments
-    y: Expr
-    workspace: Expr
-
-    def element(self, place: HeadLayout, width: int, b: Expr, head: Expr) -> Element:
-        """Elements of one head of an input by row and column."""
-        return elements(self.arguments.inputs[place.buffer], place, width, T.cast(b, "int64"), T.cast(head, "int64"))
 
 
 class DecodeBlock:
     """Emits one block, number `share`."""
 
     def __init__(
-        self,
-        op: AttentionOp,
-        shape: DecodeBlockShape,
-        place: ThreadIndex,
-        share: Expr,
-        shares: CudaSplitKv,
-        arrays: DecodeArrays,
+        self, shape: DecodeBlockShape, place: ThreadIndex, share: Expr, shares: CudaSplitKv, arrays: DecodeArrays
     ) -> None:
-        self.op, self.shape, self.place, self.share, self.shares, self.arrays = op, shape, place, share, shares, arrays
+        self.shape, self.place, self.share, self.shares, self.arrays = shape, place, share, shares, arrays
+        op = self.op = arrays.op
         self.ratio = op.num_heads // op.num_kv_heads
         # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
         self.element_bytes = shape.key_form.size
         self.pool = T.alloc_buffer((shape.shared_bytes // self.element_bytes,), op.dtype, scope="shared.dyn")
-        slots, E, F = shape.warps * shape.stages, shape.head_dim, shape.v_head_dim
-        self.keys = SharedTiles(self.pool, 0, slots, shape.keys, E, op.dtype, shape.key_form)
-        self.values = SharedTiles(self.pool, self.keys.end, slots, shape.keys, F, op.dtype, shape.value_form)
+        slots = shape.warps * shape.stages
+        self.keys = SharedTiles(self.pool, 0, slots, shape.keys, shape.key_form)
+        self.values = SharedTiles(self.pool, self.keys.end, slots, shape.keys, shape.value_form)
         queries = None
         if shape.shares_queries:
-            queries = SharedTiles(self.pool, shape.queries_byte, 1, shape.query_rows, E, op.dtype, shape.query_form)
-        if queries is not None and shape.is_wide:
-            self.warp: Any = SimtWarp(shape, place, self.keys, self.values, queries)
-        else:
-            self.warp = TensorWarp(shape, place, self.keys, self.values, queries, op.dtype)
+            queries = SharedTiles(self.pool, shape.queries_byte, 1, shape.query_rows, shape.query_form)
+        warp: Any = SimtWarp if shape.is_wide else TensorWarp
+        self.warp = warp(shape, place, self.keys, self.values, queries)
         self.area = Area(shape, self._word, place.warp)
 
     def emit(self) -> None:
@@ -91,8 +55,12 @@ class DecodeBlock:
 
     def _attend(self, part: SplitPart) -> None:
         shape = self.shape
-        sources = self._sources(part)
-        visibility, scores = self._semantics(part)
+        op = self.op
+        sources = (
+            self.arrays.element(op.key, op.head_dim, part.b, part.g),
+            self.arrays.element(op.value, op.v_head_dim, part.b, part.g),
+        )
+        scores = self._scores(part)
         count = materialize(part.end - part.first)
         # 1. The rings full but for one tile, and Q.
         for turn in range(shape.stages - 1):
@@ -103,7 +71,7 @@ class DecodeBlock:
         # 2. One tile of the warp's after the other.
         with T.serial(count) as turn:
             slot, first_key = self._slot(turn), materialize(self._first_key(part, turn))
-            hides = materialize(T.Not(visibility.key_range.visible_to_all(first_key, shape.keys)), "bool")
+            hides = materialize(T.Not(scores.key_range.visible_to_all(first_key, shape.keys)), "bool")
             # One group of copies a turn; those of the tiles behind this one may still be under way.
             smem_pipeline.wait(shape.stages - 2)
             if shape.hides_values:
@@ -111,7 +79,7 @@ class DecodeBlock:
                     self.warp.look(slot)
             warp_barrier()  # all lanes' copies of this tile have arrived, and all are done with the tile before
             self._copy(part, sources, turn + (shape.stages - 1), count)
-            self.warp.visit(slot, first_key, hides, visibility, scores)
+            self.warp.visit(slot, first_key, hides, scores)
         # 3. The results of all warps, where their tiles were.
         barrier()
         # Behind a barrier: the results take the place of tiles that other warps may still read.
@@ -120,19 +88,16 @@ class DecodeBlock:
         self._write(part)
         barrier()
 
-    def _semantics(self, part: SplitPart) -> tuple[ScoreMask, RowScoreMods]:
-        """What the rows of this thread see, and what their scores are: row r is query r / ratio of head r % ratio."""
+    def _scores(self, part: SplitPart) -> ThreadScores:
+        """The scores of the rows of this thread: row r is query r / ratio of head r % ratio."""
         assert isinstance(self.op.q_length, int)
         L = self.op.q_length
         queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
         b = T.cast(part.b, "int64")
         cells = self.warp.cells(T.And(self.place.warp == 0, part.begins))
         parts = thread_parts(self.arrays.arguments, b, heads)
-        key_range = BlockKeyRange(
-            self.op, T.int32(0), L, q_length=T.int32(L), kv_length=part.entry.kv_length, visits=None
-        )
-        visibility = ScoreMask(key_range, cells, queries, parts)
-        return visibility, RowScoreMods(self.op, visibility)
+        key_range = BlockKeyRange(self.op, T.int32(0), L, T.int32(L), part.entry.kv_length, None)
+        return ThreadScores(key_range, cells, queries, parts)
 
     def _row(self, part: SplitPart, row: Expr) -> tuple[Expr, Expr]:
         """(query, head) of a row."""
@@ -151,13 +116,6 @@ class DecodeBlock:
         return element
 
     # Copies.
-
-    def _sources(self, part: SplitPart) -> tuple[Element, Element]:
-        op = self.op
-        return (
-            self.arrays.element(op.key, op.head_dim, part.b, part.g),
-            self.arrays.element(op.value, op.v_head_dim, part.b, part.g),
-        )
 
     def _first_key(self, part: SplitPart, turn: Expr) -> Expr:
         tile = (part.first + turn) * self.shape.warps + self.place.warp
@@ -183,7 +141,7 @@ class DecodeBlock:
         return T.address_of(self.pool[word * (WORD // self.element_bytes)])
 
     def _write(self, part: SplitPart) -> None:
-        """Writes a part's rows, each thread some chunks of them: Y, or what `combine` makes Y of."""
+        """Writes a part's rows, each thread some chunks of them: Y, or what `results.combine` makes Y of."""
         chunks = self.shape.v_head_dim // CHUNK
         total, threads = self.shape.rows * chunks, self.shape.threads
         # Two results of a share at most: of a head that another one began, and of one that it begins.
@@ -198,7 +156,7 @@ class DecodeBlock:
                 with T.If(whole):
                     with T.Then():
                         query, head = self._row(part, row)
-                        write(self.op, self.arrays.y, part.b, head, query, column, row_sum, sums)
+                        self.arrays.write(part.b, head, query, column, row_sum, sums)
                     with T.Else():
                         at = [T.cast(slot, "int64"), T.cast(row, "int64")]
                         place = self.arrays.workspace[(*at, T.cast(column, "int64"))]
@@ -206,20 +164,3 @@ class DecodeBlock:
                         with T.If(column == 0), T.Then():
                             place = self.arrays.workspace[(*at, T.int64(self.shape.v_head_dim))]
                             store(T.address_of(place), [row_max, row_sum], "global")
-
-
-def write(
-    op: AttentionOp, y: Expr, b: Expr, head: Expr, query: Expr, column: Expr, row_sum: Expr, sums: list[Expr]
-) -> None:
-    """Writes four columns of a row of Y: O / l, zeros where nothing was visible."""
-    part = materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
-    element = elements(y, op.output, op.v_head_dim, T.cast(b, "int64"), T.cast(head, "int64"))
-    address = T.address_of(element(query, column))
-    values = [value * part for value in sums]
-    if op.dtype == "float32":
-        store(address, values, "global")
-        return
-    words = registers(2, "uint32")
-    for i in range(2):
-        pack(words, i, values[2 * i], values[2 * i + 1], op.dtype)
-    store(address, [words[0], words[1]], "global")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, halves, padded
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, WARP
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, WARP
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, halves, padded, words
 
 WORD = 4  # bytes
 QUERY_REGISTERS = 32
@@ -75,11 +75,7 @@ class DecodeBlockShape:
 
     @property
     def value_form(self) -> RowFormat:
-        return (
-            RowFormat(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim)
-            if self.is_wide
-            else halves(self.v_head_dim)
-        )
+        return words(self.v_head_dim) if self.is_wide else halves(self.v_head_dim)
 
     @property
     def ring_bytes(self) -> int:
@@ -93,7 +89,7 @@ class DecodeBlockShape:
 
     @property
     def query_form(self) -> RowFormat:
-        return RowFormat(self.head_dim, WORD, self.head_dim, self.head_dim) if self.is_wide else halves(self.head_dim)
+        return words(self.head_dim) if self.is_wide else halves(self.head_dim)
 
     @property
     def query_rows(self) -> int:

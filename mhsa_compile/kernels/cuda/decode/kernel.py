@@ -3,25 +3,24 @@ memory.
 
 All rows that share a key head, those of its query heads and of all queries, are computed together, so every key and
 value is read once. Blocks fill the GPU once; `split_kv` deals the keys out to them, `block` is the work of
-one. A second launch, `combine`, puts together what several blocks had of a head.
+one. A second launch, `results.combine`, puts together what several blocks had of a head.
 """
 
 from __future__ import annotations
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
-from mhsa_compile.kernels.common.buffers import argument
+from mhsa_compile.kernels.common.buffers import argument, prim_func
 from mhsa_compile.kernels.common.decode_limits import rows_of_key_head, why_not_few_queries
-from mhsa_compile.kernels.cuda.decode import combine
-from mhsa_compile.kernels.cuda.decode.block import DecodeArrays, DecodeBlock
+from mhsa_compile.kernels.cuda.decode.block import DecodeBlock
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
+from mhsa_compile.kernels.cuda.decode.results import THREADS, DecodeArrays, combine
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, ThreadIndex, materialize, min_blocks_per_sm
+from mhsa_compile.kernels.cuda.primitives.simt import MOST_REGISTERS, ThreadIndex, launch, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -93,32 +92,20 @@ def _shape(op: AttentionOp, config: Config) -> DecodeBlockShape:
 
 def _decode(op: AttentionOp, shape: DecodeBlockShape, blocks: int, count: int) -> Expr:
     assert isinstance(op.q_length, int)
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("decode")
-            T.func_attr({"tirx.noalias": True})
-            arguments = attention_arguments(op)
-            y = arguments.output()
-            slots = [T.int64(size) for size in (2 * count, shape.rows, shape.result_pitch)]
-            arrays = DecodeArrays(arguments, y, argument("workspace", slots, "float32"))
+    with prim_func("decode") as builder:
+        arguments = attention_arguments(op)
+        y = arguments.output()
+        slots = [T.int64(size) for size in (2 * count, shape.rows, shape.result_pitch)]
+        arrays = DecodeArrays(arguments, y, argument("workspace", slots, "float32"))
 
-            def shares(lane: Expr) -> CudaSplitKv:
-                return CudaSplitKv(arguments, lane, piece=shape.piece, count=count)
+        def shares(lane: Expr) -> CudaSplitKv:
+            return CudaSplitKv(arguments, lane, piece=shape.piece, count=count)
 
-            with (
-                T.launch_thread("blockIdx.x", T.int64(count)) as block,
-                T.launch_thread("threadIdx.x", shape.threads) as thread,
-                min_blocks_per_sm(blocks),
-            ):
-                place = ThreadIndex(thread)
-                DecodeBlock(op, shape, place, materialize(block), shares(place.lane), arrays).emit()
-            with (
-                T.launch_thread("blockIdx.x", T.int64(count * shape.rows)) as block,
-                T.launch_thread("threadIdx.x", combine.THREADS) as thread,
-            ):
-                share, row = (
-                    materialize(f(T.cast(block, "int32"), T.int32(shape.rows))) for f in (T.truncdiv, T.truncmod)
-                )
-                lane = materialize(T.truncmod(thread, T.int32(32)))
-                combine.combine(op, shape, thread, share, row, shares(lane), arrays)
+        with launch(T.int64(count), shape.threads, blocks) as (block, thread):
+            place = ThreadIndex(thread)
+            DecodeBlock(shape, place, materialize(block), shares(place.lane), arrays).emit()
+        with launch(T.int64(count * shape.rows), THREADS) as (block, thread):
+            share, row = (materialize(f(T.cast(block, "int32"), T.int32(shape.rows))) for f in (T.truncdiv, T.truncmod))
+            lane = materialize(T.truncmod(thread, T.int32(32)))
+            combine(shape, thread, share, row, shares(lane), arrays)
     return builder.get()

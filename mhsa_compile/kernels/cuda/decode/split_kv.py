@@ -18,16 +18,9 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.attention.key_range import span
+from mhsa_compile.kernels.cuda.primitives import simt
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    WARP,
-    from_below,
-    from_lane,
-    materialize,
-    over_warp,
-    registers,
-    set_register,
-)
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, clear, materialize, over_warp, registers, set_register
 
 
 @dataclass(frozen=True)
@@ -102,15 +95,14 @@ class CudaSplitKv:
             head = materialize(T.truncdiv(number, self.alike.pieces))
             return head, materialize(head * self.alike.pieces)
         totals = registers(3, "int32")  # whole entries before it, their pieces; pieces of all entries so far
-        for i in range(3):
-            set_register(totals, i, T.int32(0))
+        clear(totals, 3)
         with T.serial(self._rounds()) as turn:
             pieces, end, below = registers(1, "int32"), registers(1, "int32"), registers(2, "int32")
             set_register(pieces, 0, self._pieces_of(turn * WARP + self.lane))
             set_register(end, 0, pieces[0])
             # A running sum over the lanes: 32 batch entries at a time.
             for apart in (1, 2, 4, 8, 16):
-                before = materialize(from_below(end[0], apart))
+                before = materialize(simt.from_below(end[0], apart))
                 set_register(end, 0, T.Select(self.lane >= apart, end[0] + before, end[0]))
             is_below = materialize(T.And(totals[2] + end[0] <= number, turn * WARP + self.lane < self.batch), "bool")
             set_register(below, 0, T.Select(is_below, T.int32(1), T.int32(0)))
@@ -118,7 +110,7 @@ class CudaSplitKv:
             for i in range(2):
                 over_warp(below, i, lambda a, b: a + b)
                 set_register(totals, i, totals[i] + below[i])
-            set_register(totals, 2, totals[2] + from_lane(end[0], T.int32(WARP - 1)))
+            set_register(totals, 2, totals[2] + simt.from_lane(end[0], T.int32(WARP - 1)))
         b, begin = materialize(totals[0]), materialize(totals[1])
         pieces_of_head = self.entry(b).pieces
         g = materialize(T.truncdiv(number - begin, pieces_of_head))
@@ -148,7 +140,7 @@ class CudaSplitKv:
 
     def _sum(self) -> Expr:
         total = registers(1, "int32")
-        set_register(total, 0, T.int32(0))
+        clear(total, 1)
         with T.serial(self._rounds()) as turn:
             set_register(total, 0, total[0] + self._pieces_of(turn * WARP + self.lane))
         over_warp(total, 0, lambda a, b: a + b)

@@ -12,26 +12,21 @@ import math
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
-from mhsa_compile.kernels.cuda.decode.online_softmax import Area
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, StridedCells
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
-from mhsa_compile.kernels.cuda.primitives.warp import (
+from mhsa_compile.kernels.cuda.decode.results import Area
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import (
     WARP,
     ThreadIndex,
-    exp2,
-    from_lane,
     load,
     materialize,
     over_warp,
     registers,
     set_register,
-    shuffle_xor,
-    store,
 )
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 
 CHUNK = 4  # elements of 32 bits in 16 bytes
 HIDDEN = -1.0  # instead of a prob: no value, however large, is to be multiplied by it
@@ -62,32 +57,31 @@ class SimtWarp:
         self.row_max, self.row_sum = registers(R), registers(R)
         self.left, self.right, self.value_row = registers(CHUNK), registers(CHUNK), registers(self.chunks * CHUNK)
 
-    def cells(self, counts: Expr) -> Fragment:
-        return StridedCells(self.key, 1, T.And(self.key == 0, counts))
+    def cells(self, counts: Expr) -> simt.Fragment:
+        return simt.StridedCells(self.key, 1, T.And(self.key == 0, counts))
 
-    def begin(self, query: Element, scores: RowScoreMods) -> None:
+    def begin(self, query: Element, scores: ThreadScores) -> None:
         """Reads Q and clears the sums. All threads of the block read Q together: it is there after the next barrier."""
 
         def piece(row: Expr, column: Expr) -> None:
             load(self.left, 0, CHUNK, T.address_of(query(row, column)), "global")
-            store(self.queries.address(T.int32(0), row, column), [self.left[i] for i in range(CHUNK)])
+            simt.store(self.queries.address(T.int32(0), row, column), [self.left[i] for i in range(CHUNK)])
 
         self.queries.each_chunk(self.place.thread, self.shape.threads, piece)
-        for at in range(self.shape.rows * self.chunks * CHUNK):
-            set_register(self.acc, at, T.float32(0))
+        simt.clear(self.acc, self.shape.rows * self.chunks * CHUNK)
         for row in range(self.shape.rows):
             scores.begin(self.row_max, self.row_sum, row)
 
     def look(self, slot: Expr) -> None:
         """Does nothing: hidden values are left out where they are read."""
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, scores: ThreadScores) -> None:
         # 1. S = Q K^T, the lanes of a key each a part, then all the sum.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
         scores.convert(self.acc_s, 1, first_key)
         with T.If(hides), T.Then():
-            visibility.hide(self.acc_s, 1, first_key, None)
+            scores.hide(self.acc_s, 1, first_key, None)
         for row in range(self.shape.rows):
             self._weigh(row, scores.factor, hides)
         # 3. O = O + P V.
@@ -115,8 +109,7 @@ class SimtWarp:
 
     def _multiply_keys(self, slot: Expr) -> None:
         E = self.shape.head_dim
-        for row in range(self.shape.rows):
-            set_register(self.acc_s, row, T.float32(0))
+        simt.clear(self.acc_s, self.shape.rows)
         steps = -(-E // (CHUNK * self.lanes))
         for step in range(steps):
             column = (self.part + step * self.lanes) * CHUNK
@@ -126,10 +119,7 @@ class SimtWarp:
                 with T.If(column < E), T.Then():
                     self._multiply_chunk(slot, column)
         for row in range(self.shape.rows):
-            apart = 1
-            while apart < self.lanes:
-                set_register(self.acc_s, row, self.acc_s[row] + shuffle_xor(self.acc_s[row], apart))
-                apart *= 2
+            over_warp(self.acc_s, row, lambda a, b: a + b, end=self.lanes)
 
     def _multiply_chunk(self, slot: Expr, column: Expr) -> None:
         load(self.left, 0, CHUNK, self.keys.address(slot, self.key, column))
@@ -147,7 +137,7 @@ class SimtWarp:
         set_register(row_max, 0, self.acc_s[row])
         over_warp(row_max, 0, T.max, step=self.lanes)
         origin = update_row_max(row_max[0] * T.float32(factor), self.row_max, self.row_sum, self.rescale, row)
-        exp2(self.acc_s, row, self.acc_s[row] * T.float32(factor) - origin)
+        simt.exp2(self.acc_s, row, self.acc_s[row] * T.float32(factor) - origin)
         set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[row])
         if self.shape.hides_values:
             set_register(self.acc_s, row, T.Select(hidden, T.float32(HIDDEN), self.acc_s[row]))
@@ -155,8 +145,7 @@ class SimtWarp:
     def _add_values(self, slot: Expr, *, hides: bool) -> None:
         """The sum of the tile first: so there are no sums of very many terms."""
         width = self.chunks * CHUNK
-        for at in range(self.shape.rows * width):
-            set_register(self.tile_acc, at, T.float32(0))
+        simt.clear(self.tile_acc, self.shape.rows * width)
         for turn in range(self.shape.keys // self.sharing):
             key = turn * self.sharing + self.turn
             for chunk in range(self.chunks):
@@ -165,7 +154,7 @@ class SimtWarp:
                 load(self.value_row, chunk * CHUNK, CHUNK, self.values.address(slot, key, column))
             for row in range(self.shape.rows):
                 # All lanes of a key have its prob; the first one is asked.
-                prob = materialize(from_lane(self.acc_s[row], key * self.lanes), "float32")
+                prob = materialize(simt.from_lane(self.acc_s[row], key * self.lanes), "float32")
                 for i in range(width):
                     term = prob * self.value_row[i]
                     # 0 * NaN would be NaN.

@@ -16,30 +16,14 @@ import math
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
+from mhsa_compile.kernels.cuda.attention.nonfinite_values import WarpNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
-from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
-from mhsa_compile.kernels.cuda.decode.nonfinite_values import WarpNonFiniteRepair
-from mhsa_compile.kernels.cuda.decode.online_softmax import Area
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
+from mhsa_compile.kernels.cuda.decode.results import Area
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import DEPTH, ROWS, ThreadIndex, clear, load, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, Element, SharedTiles, padded
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    DEPTH,
-    ROWS,
-    ThreadIndex,
-    exp2,
-    load,
-    load_matrices,
-    materialize,
-    multiply_add,
-    over_warp,
-    pack,
-    registers,
-    set_register,
-    store,
-    transpose,
-)
 
 
 class _Cells:
@@ -68,14 +52,13 @@ class TensorWarp:
         keys: SharedTiles,
         values: SharedTiles,
         queries: SharedTiles | None,
-        dtype: str,
     ) -> None:
-        self.shape, self.place, self.keys, self.values, self.dtype = shape, place, keys, values, dtype
-        self.queries = queries
+        self.shape, self.place, self.keys, self.values, self.queries = shape, place, keys, values, queries
+        self.dtype = shape.dtype
         self.row_tiles = shape.row_tiles
         self.thread_rows = 2 * self.row_tiles
         self.numbers = [2 * place.q + (8 * (row // 2) + row % 2) for row in range(self.thread_rows)]
-        self.rows = tuple(materialize(self._existing(number)) for number in self.numbers)
+        self.rows = tuple(simt.materialize(self._existing(number)) for number in self.numbers)
         self.tiles, self.value_tiles = shape.keys // 8, padded(shape.v_head_dim) // ROWS
         self.depth_steps = padded(shape.head_dim) // DEPTH
         self.layout = _Cells(place, self.row_tiles, T.bool(True))
@@ -85,9 +68,9 @@ class TensorWarp:
         query_steps = self.depth_steps if queries is None else 2
         self.query_words, self.words = registers(2 * self.row_tiles * query_steps, "uint32"), registers(4, "uint32")
         self.probs = registers(2, "uint32")
-        self.repair = WarpNonFiniteRepair(values, place, dtype)
+        self.repair = WarpNonFiniteRepair(values, place, self.dtype)
 
-    def cells(self, counts: Expr) -> Fragment:
+    def cells(self, counts: Expr) -> simt.Fragment:
         """`counts`: whether this warp is the one which has the sinks of the rows."""
         return _Cells(self.place, self.row_tiles, counts)
 
@@ -96,15 +79,14 @@ class TensorWarp:
 
     # What happens, in order.
 
-    def begin(self, query: Element, scores: RowScoreMods) -> None:
+    def begin(self, query: Element, scores: ThreadScores) -> None:
         """Reads Q, whose elements are `query(row, column)`, and clears the sums. Where Q lies in shared memory all
         threads of the block read it together: it is there after the next barrier."""
         if self.queries is None:
             self._hold_queries(query)
         else:
             self._share_queries(self.queries, query)
-        for at in range(4 * self.value_tiles * self.row_tiles):
-            set_register(self.acc, at, T.float32(0))
+        clear(self.acc, 4 * self.value_tiles * self.row_tiles)
         for row in range(self.thread_rows):
             scores.begin(self.row_max, self.row_sum, row)
 
@@ -112,20 +94,20 @@ class TensorWarp:
         """Notes whether the values of a tile that hides anything are finite, by the pieces that this lane copied."""
         self.repair.look(slot)
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, scores: ThreadScores) -> None:
         # 1. S^T = K Q^T.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
         scores.convert(self.acc_s, self.tiles, first_key)
         with T.If(hides), T.Then():
-            visibility.hide(self.acc_s, self.tiles, first_key, None)
+            scores.hide(self.acc_s, self.tiles, first_key, None)
         references = [self._reference(row, scores.factor) for row in range(self.thread_rows)]
         if self.shape.hides_values:
             with T.If(hides), T.Then():
                 self.repair.resolve(slot, self.thread_rows, self.tiles, self._sees, self._add_value)
         for row in range(self.thread_rows):
             for at in self._places(row):
-                exp2(self.acc_s, at, self.acc_s[at] * T.float32(scores.factor) - references[row])
+                simt.exp2(self.acc_s, at, self.acc_s[at] * T.float32(scores.factor) - references[row])
                 set_register(self.row_sum, row, self.row_sum[row] + self.acc_s[at])
         # 3. O^T = O^T + V^T P^T.
         self._multiply_values(slot)
@@ -134,7 +116,7 @@ class TensorWarp:
         """Writes O, m and l of the rows."""
         for row, number in enumerate(self.numbers):
             # Over g: lanes 4 g + q of one q have the same rows.
-            over_warp(self.row_sum, row, lambda a, b: a + b, step=4)
+            simt.over_warp(self.row_sum, row, lambda a, b: a + b, step=4)
             with T.If(number < self.shape.rows), T.Then():
                 area.set_stats(number, self.row_max[row], self.row_sum[row])
                 for tile in range(self.value_tiles):
@@ -163,7 +145,7 @@ class TensorWarp:
             inside = T.min(column, T.int32(self.shape.head_dim - CHUNK))
             load(self.words, 0, 4, T.address_of(query(self._existing(row), inside)), "global")
             words = [T.Select(column < self.shape.head_dim, self.words[i], T.uint32(0)) for i in range(4)]
-            store(queries.address(T.int32(0), row, column), words)
+            simt.store(queries.address(T.int32(0), row, column), words)
 
         queries.each_chunk(self.place.thread, self.shape.threads, piece)
 
@@ -178,7 +160,7 @@ class TensorWarp:
             column = T.truncdiv(lane, T.int32(8)) * 8 + step * DEPTH
             last = T.int32(self.queries.form.columns - 8)  # of a step that is not there
             row = T.truncmod(lane, T.int32(8)) + 8 * tile
-            load_matrices(self.query_words, at, self.queries.address(T.int32(0), row, T.min(column, last)))
+            simt.load_matrices(self.query_words, at, self.queries.address(T.int32(0), row, T.min(column, last)))
         return at + 2 * (step % 2)
 
     # Products.
@@ -186,15 +168,14 @@ class TensorWarp:
     def _multiply_keys(self, slot: Expr) -> None:
         lane = self.place.lane
         row, column = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16)) * 8
-        for at in range(2 * self.tiles * self.row_tiles):
-            set_register(self.acc_s, at, T.float32(0))
+        clear(self.acc_s, 2 * self.tiles * self.row_tiles)
         for step in range(self.depth_steps):
             b = [self._query_words(step, tile) for tile in range(self.row_tiles)]
             for m in range(self.shape.keys // ROWS):
-                load_matrices(self.words, 0, self.keys.address(slot, row + m * ROWS, column + step * DEPTH))
+                simt.load_matrices(self.words, 0, self.keys.address(slot, row + m * ROWS, column + step * DEPTH))
                 for tile in range(self.row_tiles):
                     at = 4 * (m * self.row_tiles + tile)
-                    multiply_add(self.acc_s, at, self.words, 0, self.query_words, b[tile], self.dtype)
+                    simt.multiply_add(self.acc_s, at, self.words, 0, self.query_words, b[tile], self.dtype)
 
     def _multiply_values(self, slot: Expr) -> None:
         lane = self.place.lane
@@ -205,15 +186,15 @@ class TensorWarp:
             for tile in range(self.row_tiles):
                 for half in range(2):
                     at = 4 * (m * self.row_tiles + tile) + 2 * half
-                    pack(self.probs, half, self.acc_s[at], self.acc_s[at + 1], self.dtype)
+                    simt.pack(self.probs, half, self.acc_s[at], self.acc_s[at + 1], self.dtype)
                     # A word of C has two rows at one key; the right operand wants one row at two keys.
-                    transpose(probs, 2 * tile + half, self.probs[half])
+                    simt.transpose(probs, 2 * tile + half, self.probs[half])
             for v in range(self.value_tiles):
                 address = self.values.address(slot, row + m * DEPTH, column + v * ROWS)
-                load_matrices(self.words, 0, address, transposed=True)
+                simt.load_matrices(self.words, 0, address, transposed=True)
                 for tile in range(self.row_tiles):
                     at = 4 * (v * self.row_tiles + tile)
-                    multiply_add(self.acc, at, self.words, 0, probs, 2 * tile, self.dtype)
+                    simt.multiply_add(self.acc, at, self.words, 0, probs, 2 * tile, self.dtype)
 
     # The softmax.
 
@@ -222,7 +203,7 @@ class TensorWarp:
         set_register(row_max, 0, T.float32(-math.inf))
         for at in self._places(row):
             set_register(row_max, 0, T.max(row_max[0], self.acc_s[at]))
-        over_warp(row_max, 0, T.max, step=4)
+        simt.over_warp(row_max, 0, T.max, step=4)
         sums = [self._sum(row, tile, half) for tile in range(self.value_tiles) for half in range(2)]
         origin = update_row_max(row_max[0] * T.float32(factor), self.row_max, self.row_sum, self.rescale, row)
         for at in sums:

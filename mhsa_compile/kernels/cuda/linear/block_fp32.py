@@ -17,11 +17,9 @@ from math import gcd
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands
-from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, ThreadShape
-from mhsa_compile.kernels.cuda.linear.smem_tiles import Matrix, MatrixTiles
-from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, load, materialize, registers, set_register, store
-from mhsa_compile.kernels.interface.ops import LinearOp
+from mhsa_compile.kernels.cuda.linear.block import LinearBlock, Matrix, MatrixTiles
+from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK
+from mhsa_compile.kernels.cuda.primitives.simt import clear, load, materialize, registers, set_register, store
 
 VECTOR = CHUNK // 4
 """Elements that are loaded at once."""
@@ -36,31 +34,21 @@ def padded(columns: int) -> int:
 class ThreadBlock(LinearBlock):
     """One block of y of a LinearOp."""
 
-    def __init__(
-        self, op: LinearOp, shape: ThreadShape, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
-    ) -> None:
-        super().__init__(shape, place, op.in_features, first, "float32")
-        self.op, self.operands = op, operands
-        x = Matrix(operands.x, operands.rows, op.in_features)
-        weight = Matrix(operands.weight, op.in_features, padded(op.out_features))
-        self.x_tiles = MatrixTiles(self.pool, 0, shape.stages, shape.rows, shape.depth, x)
-        end = self.x_tiles.end
+    def allocate(self) -> None:
+        shape, end, lane = self.shape, self.x_tiles.end, self.place.lane
+        weight = Matrix(self.operands.weight, self.op.in_features, padded(self.op.out_features))
         self.weight_tiles = MatrixTiles(self.pool, end, shape.stages, shape.depth, shape.columns, weight, swizzle=False)
-        lane = place.lane
         self.r = materialize(((lane >> T.int32(1)) & T.int32(1)) | ((lane >> T.int32(4)) << T.int32(1)))
         self.c = materialize((lane & T.int32(1)) | (((lane >> T.int32(2)) & T.int32(3)) << T.int32(1)))
         self.height, self.width = shape.thread_rows, shape.thread_columns
         self.partial = registers(shape.sums)
         self.left, self.right = registers(self.height * VECTOR, "uint32"), registers(self.width, "uint32")
 
-    def copy(self, turn: Expr, slot: Expr) -> None:
-        term, thread, threads = materialize(turn * self.shape.depth), self.place.thread, self.shape.threads
-        self.x_tiles.copy(slot, self.first_row, term, thread, threads)
-        self.weight_tiles.copy(slot, term, self.first_column, thread, threads)
+    def weight_place(self, term: Expr) -> tuple[Expr, Expr]:
+        return term, self.first_column
 
     def multiply(self, slot: Expr) -> None:
-        for at in range(self.shape.sums):
-            set_register(self.partial, at, T.float32(0))
+        clear(self.partial, self.shape.sums)
         vectors = self.shape.depth // VECTOR // self.shape.slices
         with T.unroll(T.int32(vectors)) as vector:
             chunk = self.slice * vectors + vector

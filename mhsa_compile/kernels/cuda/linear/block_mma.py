@@ -12,38 +12,18 @@ from math import gcd
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands
-from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, TensorShape
-from mhsa_compile.kernels.cuda.linear.smem_tiles import LinearTiles, Matrix, MatrixTiles
-from mhsa_compile.kernels.cuda.primitives.warp import (
-    COLUMNS,
-    DEPTH,
-    ROWS,
-    WARP,
-    ThreadIndex,
-    load,
-    load_matrices,
-    materialize,
-    multiply_add,
-    pack,
-    registers,
-    store,
-    warp_barrier,
-)
-from mhsa_compile.kernels.interface.ops import LinearOp
+from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearTiles, Matrix, MatrixTiles
+from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK
+from mhsa_compile.kernels.cuda.primitives import simt
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, ROWS, WARP, load, materialize, registers, store
 
 
 class TensorBlock(LinearBlock):
     """One block of y of a LinearOp."""
 
-    def __init__(
-        self, op: LinearOp, shape: TensorShape, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
-    ) -> None:
-        super().__init__(shape, place, op.in_features, first, op.dtype)
-        self.op, self.operands = op, operands
-        x = Matrix(operands.x, operands.rows, op.in_features)
-        weight = Matrix(operands.weight, op.out_features, op.in_features)
-        self.x_tiles = MatrixTiles(self.pool, 0, shape.stages, shape.rows, shape.depth, x)
+    def allocate(self) -> None:
+        shape = self.shape
+        weight = Matrix(self.operands.weight, self.op.out_features, self.op.in_features)
         self.weight_tiles = MatrixTiles(self.pool, self.x_tiles.end, shape.stages, shape.columns, shape.depth, weight)
         self.output = LinearTiles(self.pool, 0, shape.parts, shape.warp_rows, shape.warp_columns)
         self.row_tiles, self.column_tiles = shape.warp_rows // ROWS, shape.warp_columns // COLUMNS
@@ -51,13 +31,8 @@ class TensorBlock(LinearBlock):
         self.left = [registers(4 * self.row_tiles, "uint32") for _ in range(2)]
         self.right = [registers(2 * self.column_tiles, "uint32") for _ in range(2)]
 
-    def copy(self, turn: Expr, slot: Expr) -> None:
-        term, thread, threads = materialize(turn * self.shape.depth), self.place.thread, self.shape.threads
-        self.x_tiles.copy(slot, self.first_row, term, thread, threads)
-        self.weight_tiles.copy(slot, self.first_column, term, thread, threads)
-
     def multiply(self, slot: Expr) -> None:
-        steps = self.shape.depth // DEPTH // self.shape.slices
+        steps = self.shape.depth // simt.DEPTH // self.shape.slices
         first = materialize(self.slice * (2 * steps)) if self.shape.slices > 1 else T.int32(0)
         self._load(slot, first, 0)
         for step in range(steps):
@@ -67,7 +42,9 @@ class TensorBlock(LinearBlock):
             left, right = self.left[step % 2], self.right[step % 2]
             for m in range(self.row_tiles):
                 for n in range(self.column_tiles):
-                    multiply_add(self.sums, 4 * (m * self.column_tiles + n), left, 4 * m, right, 2 * n, self.op.dtype)
+                    simt.multiply_add(
+                        self.sums, 4 * (m * self.column_tiles + n), left, 4 * m, right, 2 * n, self.op.dtype
+                    )
 
     def _load(self, slot: Expr, chunk: Expr, turn: int) -> None:
         """The fragments of one step, whose terms begin with this chunk. Lane i gives the address of row i % 8 of matrix
@@ -77,12 +54,12 @@ class TensorBlock(LinearBlock):
         row, half = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16))
         for m in range(self.row_tiles):
             address = self.x_tiles.address(slot, self.part_row + row + m * ROWS, chunk + half)
-            load_matrices(self.left[turn], 4 * m, address)
+            simt.load_matrices(self.left[turn], 4 * m, address)
         row = T.truncdiv(lane, T.int32(16)) * 8 + T.truncmod(lane, T.int32(8))
         half = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2))
         for pair in range(self.column_tiles // 2):
             address = self.weight_tiles.address(slot, self.part_column + row + pair * 2 * COLUMNS, chunk + half)
-            load_matrices(self.right[turn], 4 * pair, address)
+            simt.load_matrices(self.right[turn], 4 * pair, address)
 
     def write(self) -> None:
         """Writes y through shared memory, a warp's part by itself, so that 16 bytes of a row go out at once."""
@@ -94,10 +71,10 @@ class TensorBlock(LinearBlock):
             for m in range(self.row_tiles):
                 for half in range(2):
                     at = 4 * (m * self.column_tiles + n) + 2 * half
-                    pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.op.dtype)
+                    simt.pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.op.dtype)
                     row = self.place.g + (m * ROWS + half * 8)
                     store(self.output.address(self.part, row, T.int32(n), 2 * self.place.q), [self.words[2]])
-        warp_barrier()
+        simt.warp_barrier()
         # 2. Out, as many elements at once as rows of y begin at multiples of.
         unit = gcd(CHUNK // 2, self.op.out_features, self.op.pitch)
         across = self.shape.warp_columns // unit

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mhsa_compile.hardware.profile import CudaProfile
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, SPARE, WARP
-from mhsa_compile.kernels.interface.kernel import Config, unknown_knobs
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, SPARE, WARP
 
 KNOBS = ("rows", "columns", "depth", "stages", "warp_rows", "warp_columns", "slices")
 CHUNK = 16  # bytes that one copy moves
@@ -102,7 +101,7 @@ class LinearBlockShape:
         return profile.blocks_at_once(self.threads, min(self.thread_registers, MOST_REGISTERS), self.shared_bytes)
 
     def together(self, profile: CudaProfile) -> int | None:
-        """What `warp.min_blocks_per_sm` is told: how many blocks shared memory has room for, where each thread may
+        """What `simt.min_blocks_per_sm` is told: how many blocks shared memory has room for, where each thread may
         have all registers then. Told of more blocks ptxas spills, and left to itself for blocks without room."""
         most = profile.blocks_at_once(self.threads, MOST_REGISTERS, self.shared_bytes)
         by_shared = profile.blocks_at_once(self.threads, 1, self.shared_bytes)
@@ -203,7 +202,3 @@ class ThreadShape(LinearBlockShape):
         addition of each part to its sum."""
         loads = (self.thread_rows + self.thread_columns) / (4 * self.sums)
         return 1 + loads + self.slices / self.depth
-
-
-def why_not_knobs(config: Config) -> str | None:
-    return unknown_knobs(config, KNOBS)

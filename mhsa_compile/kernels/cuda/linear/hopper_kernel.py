@@ -1,41 +1,34 @@
 """y = x W^T + b of 16-bit types on Hopper: products of whole warpgroups (wgmma) on tiles that the copy engine brings.
 
 There is one block for each multiprocessor, which goes from part to part of y: 128 rows and `columns`. One thread asks
-for tiles as far ahead as the ring goes, into the next part too; two warpgroups multiply, 64 rows each
-(`hopper_block`).
+for tiles as far ahead as the ring goes, into the next part too; two warpgroups multiply, 64 rows each:
+
+    for each tile of 64 terms:   wait until it is there;  begin C = C + X W^T;  the tile before is done with: release it
+    y = C + bias                 through shared memory, to where the copy engine takes it while the next part begins
+
+What lies outside of x, W and y the copy engine reads as zeros, and does not write.
 Source: the persistent, cooperative kernel of CUTLASS 3 (sm90_gemm_tma_warpspecialized_cooperative.hpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from math import prod
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
-from mhsa_compile.kernels.cuda.linear.block import dealt
-from mhsa_compile.kernels.cuda.linear.hopper_block import (
-    CONSUMERS,
-    HopperShape,
-    LinearConsumer,
-    LinearSharedMemory,
-    matrix_map,
-    produce,
-)
-from mhsa_compile.kernels.cuda.linear.kernel import (
-    Arguments,
-    MmaLinearKernel,
-    launch_by_rows,
-    likely_rows,
-    linear_function,
-)
-from mhsa_compile.kernels.cuda.linear.pack_weights import WIDEST, pack, packed_shapes
-from mhsa_compile.kernels.cuda.primitives import hopper_ptx
-from mhsa_compile.kernels.cuda.primitives.hopper_tma import PANEL
-from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
-from mhsa_compile.kernels.cuda.primitives.warp import ROWS, WARP, ThreadIndex, barrier, materialize
+from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.cuda.linear.block import LinearOperands, dealt
+from mhsa_compile.kernels.cuda.linear.kernel import WIDEST, MmaLinearKernel, likely_rows
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx, hopper_tma, simt
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import PANEL, ROW_BYTES, Slots, SwizzledTiles, tile_bytes
+from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, ROWS, ThreadIndex, materialize, registers, warp_barrier
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 
@@ -43,6 +36,152 @@ KNOBS = ("columns", "stages")
 FEW_ROWS = 64
 """Up to so many rows, half of a block would be empty: mma.sync, in smaller blocks, serves them."""
 _CHUNK = 8  # elements in 16 bytes, of which the copy engine's strides are multiples
+CONSUMERS = 2  # warpgroups that multiply
+CACHE_BYTES = 60
+"""Bytes a clock that a multiprocessor gets of the second-level cache: on an H200, blocks of 128 columns took 5 to 10 %
+longer than their products alone."""
+DEEP, SHALLOW = 4, 1.06
+"""The tiles of a ring with which products do not wait, and how much longer they take with fewer (256 columns on an
+H200)."""
+
+
+@dataclass(frozen=True)
+class HopperShape:
+    """The sizes of a block: columns of y, and tiles of the ring, all but one of which are on their way."""
+
+    columns: int
+    stages: int
+    rows = hopper_ptx.ROWS * CONSUMERS
+    depth = PANEL
+    threads = hopper_ptx.WARPGROUP * (1 + CONSUMERS)
+
+    @property
+    def tiles_bytes(self) -> int:
+        """Bytes of the ring."""
+        return self.stages * (tile_bytes(self.rows, self.depth) + tile_bytes(self.columns, self.depth))
+
+    @property
+    def barriers_byte(self) -> int:
+        """The byte at which the barriers begin, counted from the first multiple of ALIGNMENT on: behind ring and
+        output."""
+        return self.tiles_bytes + tile_bytes(self.rows, self.columns)
+
+    @property
+    def shared_bytes(self) -> int:
+        return hopper_tma.ALIGNMENT + self.barriers_byte + 2 * hopper_tma.BARRIER_BYTES * self.stages
+
+    def parts(self, rows: int, columns: int) -> int:
+        """How many parts y (rows, columns) has."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
+    def clocks(self, profile: CudaProfile, rows: int, columns: int, depth: int) -> float:
+        """About how long y (rows, columns) takes, as in `LinearBlockShape.clocks`: the tensor cores, shared memory at
+        128 bytes a clock, the second-level cache at CACHE_BYTES; and what of a part is not hidden behind its
+        products."""
+        most = -(-self.parts(rows, columns) // profile.hardware.multiprocessors)
+        terms = -(-depth // self.depth) * self.depth
+        work = terms * max(
+            self.rows * self.columns / 2048,
+            CONSUMERS * (hopper_ptx.ROWS + self.columns) * ELEMENT / 128,
+            (self.rows + self.columns) * ELEMENT / CACHE_BYTES,
+        )
+        if self.stages < DEEP:
+            work *= SHALLOW
+        return most * (work + 300 + 4 * self.columns)
+
+
+class LinearSharedMemory:
+    """Shared memory of a block: the ring of tiles of x and of the weights, y, and the barriers."""
+
+    def __init__(self, shape: HopperShape) -> None:
+        first = hopper_tma.shared_memory(shape.shared_bytes)
+        self.x = SwizzledTiles(first, shape.stages, shape.rows, shape.depth)
+        behind = shape.stages * self.x.bytes
+        self.weight = SwizzledTiles(first + T.uint32(behind), shape.stages, shape.columns, shape.depth)
+        self.output = SwizzledTiles(first + T.uint32(shape.tiles_bytes), 1, shape.rows, shape.columns)
+        self.ring = Slots(self.x, first + T.uint32(shape.barriers_byte), shape.stages)
+
+
+def produce(
+    memory: LinearSharedMemory, turns: int, maps: Sequence[Expr], row: Expr, column: Expr, before: Expr
+) -> None:
+    """Asks for the tiles of one part, each as soon as its place is free."""
+    with T.serial(T.int32(turns)) as turn:
+        use = materialize(before + turn)
+        memory.ring.wait_empty(use)
+        slot = memory.ring.slot(use)
+        there, term = memory.ring.full(slot), materialize(turn * PANEL)
+        # Before the copies: their bytes may arrive at once.
+        hopper_ptx.arrive_expecting(there, memory.x.bytes + memory.weight.bytes)
+        hopper_ptx.load_box(memory.x.start(slot), maps[0], (term, row), there)
+        hopper_ptx.load_box(memory.weight.start(slot), maps[1], (term, column), there)
+
+
+class LinearConsumer:
+    """What a warpgroup that multiplies does; `place` counts threads from the first that does."""
+
+    def __init__(
+        self, dtype: str, shape: HopperShape, memory: LinearSharedMemory, place: ThreadIndex, bias: Expr, output: Expr
+    ) -> None:
+        self.dtype, self.shape, self.memory, self.place = dtype, shape, memory, place
+        self.bias, self.output = bias, output
+        self.group = materialize(hopper_ptx.same_for_warp(T.truncdiv(place.thread, T.int32(hopper_ptx.WARPGROUP))))
+        self.thread_sums = shape.columns // 2  # sums of a thread
+        self.sums, self.words = registers(self.thread_sums), registers(3, "uint32")
+
+    def part(self, turns: int, row: Expr, column: Expr, before: Expr) -> None:
+        ring, memory, lane = self.memory.ring, self.memory, self.place.lane
+        simt.clear(self.sums, self.thread_sums)
+        with T.serial(T.int32(turns)) as turn:
+            use = materialize(before + turn)
+            ring.wait_full(use)
+            slot = ring.slot(use)
+            left, right = memory.x.by_rows(slot, self.group * hopper_ptx.ROWS), memory.weight.by_rows(slot)
+            hopper_ptx.pin(self.sums, self.thread_sums)
+            hopper_ptx.products_begin()
+            for step in range(self.shape.depth // simt.DEPTH):
+                a, b = left + T.uint64(memory.x.row_step(step)), right + T.uint64(memory.weight.row_step(step))
+                hopper_ptx.multiply_shared(self.sums, self.shape.columns, a, b, True, self.dtype)
+            hopper_ptx.products_end()
+            # The products of this tile may run on; those of the tile before are done, so it can be given back.
+            hopper_ptx.products_wait(1)
+            with T.If(turn > 0), T.Then():
+                ring.release(use - 1, lane)
+        hopper_ptx.products_wait(0)
+        hopper_ptx.pin(self.sums, self.thread_sums)
+        ring.release(before + (turns - 1), lane)
+        self._write(row, column)
+
+    def end(self) -> None:
+        """Waits until what was written has been read from shared memory, which is to stay until then."""
+        with T.If(self.place.lane == 0), T.Then():
+            hopper_ptx.wait_stores()
+
+    def _write(self, row: Expr, column: Expr) -> None:
+        """Writes a warp's rows by themselves, which the copy engine takes while the next part begins."""
+        # The warp's rows of the part before must have left shared memory.
+        self.end()
+        warp_barrier()
+        first = materialize(self.place.warp * ROWS)
+        tiles, g, q = self.memory.output, self.place.g, self.place.q
+        starts = [
+            materialize(tiles.row_start(T.int32(0), first + g + 8 * half) + T.cast(4 * q, "uint32"), "uint32")
+            for half in range(2)
+        ]
+        for n in range(self.shape.columns // COLUMNS):
+            simt.load(self.words, 0, 2, T.address_of(self.bias[column + (n * COLUMNS + 2 * q)]), "global")
+            bias = [materialize(T.reinterpret("float32", self.words[e]), "float32") for e in range(2)]
+            for half in range(2):
+                at = 4 * n + 2 * half
+                simt.pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.dtype)
+                simt.store(starts[half] + tiles.chunk_in_row(n, g), [self.words[2]])
+        # First each lane's own writes, then all of the warp's: one lane stores for all.
+        hopper_ptx.fence_for_engines()
+        warp_barrier()
+        with T.If(self.place.lane == 0), T.Then():
+            for panel in range(self.shape.columns // PANEL):
+                place = tiles.row_start(T.int32(0), first) + T.uint32(panel * self.shape.rows * ROW_BYTES)
+                hopper_ptx.store_box(self.output, (column + panel * PANEL, row + first), place)
 
 
 class HopperLinearKernel:
@@ -72,13 +211,9 @@ class HopperLinearKernel:
 
     def default_config(self, op: LinearOp, profile: CudaProfile) -> dict[str, int]:
         """The columns that are fastest by the estimate, and as many tiles as fit."""
-        sizes = (
-            {"columns": columns, "stages": stages} for columns in (256, 192, 128, 64) for stages in (6, 5, 4, 3, 2)
-        )
-        deepest: dict[int, dict[str, int]] = {}
-        for config in sizes:
-            if self._fits(config, profile):
-                deepest.setdefault(config["columns"], config)
+        sizes = product((256, 192, 128, 64), (2, 3, 4, 5, 6))
+        configs = (dict(zip(KNOBS, values, strict=True)) for values in sizes)
+        deepest = {config["columns"]: config for config in configs if self._fits(config, profile)}
 
         def clocks(config: dict[str, int]) -> float:
             shape = HopperShape(**config)
@@ -100,42 +235,32 @@ class HopperLinearKernel:
         return None
 
     def emit(self, op: LinearOp, profile: CudaProfile, config: Config) -> Emitted:
-        shape = HopperShape(**config)
-
-        def body(arguments: Arguments) -> None:
-            launch_by_rows(
-                arguments.rows,
-                FEW_ROWS,
-                lambda: self.few.launch_few(op, profile, FEW_ROWS, arguments),
-                lambda: _launch(op, shape, profile.hardware.multiprocessors, arguments),
-            )
-
-        return Emitted(linear_function(op, packed_shapes(op, None), body), pack(op, None), packed_shapes(op, None))
+        many = partial(_launch, op, HopperShape(**config), profile.hardware.multiprocessors)
+        return self.few.emit_by_rows(op, profile, FEW_ROWS, many)
 
 
-def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, arguments: Arguments) -> None:
-    K, N, rows = T.int64(op.in_features), T.int64(op.out_features), arguments.rows
-    nowhere = [0] * (len(arguments.x.shape) - 1)
+def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, operands: LinearOperands) -> None:
+    K, N, rows = T.int64(op.in_features), T.int64(op.out_features), operands.rows
     # 1. The operands as the copy engine sees them; y by the rows of a warp.
-    maps = (
-        matrix_map("x", arguments.x[(*nowhere, 0)], (K, rows), op.in_features, (PANEL, shape.rows), op.dtype),
-        matrix_map("weight", arguments.weight[0, 0], (K, N), op.in_features, (PANEL, shape.columns), op.dtype),
-        matrix_map("y", arguments.y[(*nowhere, 0)], (N, rows), op.pitch, (PANEL, ROWS), op.dtype),
+    maps = tuple(
+        _matrix_map(name, buffer, dims, pitch, lines)
+        for name, buffer, dims, pitch, lines in (
+            ("x", operands.x, (K, rows), op.in_features, shape.rows),
+            ("weight", operands.weight, (K, N), op.in_features, shape.columns),
+            ("y", operands.y, (N, rows), op.pitch, ROWS),
+        )
     )
-    parts = T.truncdiv(rows + (shape.rows - 1), T.int64(shape.rows)) * T.int64(-(-op.out_features // shape.columns))
+    parts = ceil_div(rows, shape.rows) * T.int64(-(-op.out_features // shape.columns))
     # One a multiprocessor, which goes from part to part.
     blocks = T.min(parts, T.int64(multiprocessors))
-    with (
-        T.launch_thread("blockIdx.x", blocks) as block,
-        T.launch_thread("threadIdx.x", shape.threads) as thread,
-        hopper_ptx.one_block(),
-    ):
+    # One at a time, or registers could not be given to another role.
+    with simt.launch(blocks, shape.threads, together=1) as (block, thread):
         # 2. Shared memory, and which parts are this block's.
         memory = LinearSharedMemory(shape)
         with T.If(thread == 0), T.Then():
-            memory.ring.begin(CONSUMERS * hopper_ptx.WARPGROUP // WARP)
+            memory.ring.begin(CONSUMERS * hopper_ptx.WARPGROUP // simt.WARP)
             hopper_ptx.fence_barriers()
-        barrier()
+        simt.barrier()
         number, count, all_blocks = (materialize(T.cast(n, "int32")) for n in (block, parts, blocks))
         lines = materialize(T.cast(rows, "int32"))
         turns = -(-op.in_features // shape.depth)
@@ -148,21 +273,16 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, arguments: A
                 body(row, column, materialize(turn * turns))
 
         # 3. The roles.
-        few, many = REGISTERS[CONSUMERS]
-        with T.If(thread < hopper_ptx.WARPGROUP):
-            with T.Then():
-                hopper_ptx.give_registers(few)
-                with T.If(thread == 0), T.Then():
-                    each_part(lambda row, column, before: produce(memory, turns, maps, row, column, before))
-            with T.Else():
-                hopper_ptx.take_registers(many)
-                consumer = LinearConsumer(
-                    op.dtype,
-                    shape,
-                    memory,
-                    ThreadIndex(materialize(thread - hopper_ptx.WARPGROUP)),
-                    arguments.bias,
-                    maps[2],
-                )
-                each_part(lambda row, column, before: consumer.part(turns, row, column, before))
-                consumer.end()
+        def compute(place: ThreadIndex) -> None:
+            consumer = LinearConsumer(op.dtype, shape, memory, place, operands.bias, maps[2])
+            each_part(partial(consumer.part, turns))
+            consumer.end()
+
+        hopper_tma.launch_roles(thread, CONSUMERS, lambda: each_part(partial(produce, memory, turns, maps)), compute)
+
+
+def _matrix_map(name: str, buffer: Expr, dims: Sequence[Expr], pitch: int, rows: int) -> Expr:
+    """A matrix, of which boxes have so many rows; `dims` are its columns and rows, `pitch` from row to row."""
+    tensor_map = hopper_tma.declare_map(name)
+    hopper_tma.encode_map(tensor_map, buffer[(0,) * len(buffer.shape)], dims, [T.int64(pitch)], (PANEL, rows))
+    return tensor_map

@@ -1,41 +1,32 @@
 """y = x W^T + b on an NVIDIA GPU from sm_80 on, for one or more W that share x: the projections of an attention layer.
 
-The weights are packed once, at load: those of all projections side by side (`pack_weights`). A block computes a
-part of y (`block`), by tensor cores (`block_mma`) or, of float32, by CUDA cores (`block_fp32`). Where
-there are few rows, as in decoding, time goes to reading the weights: then blocks are narrow, so that all
-multiprocessors have one, and their warps share the terms of the sums.
+The weights are packed once, at load: those of all projections side by side (`pack`). A block computes a part of y
+(`block`), by tensor cores (`block_mma`) or, of float32, by CUDA cores (`block_fp32`). Where there are few rows, as in
+decoding, time goes to reading the weights: then blocks are narrow, so that all multiprocessors have one, and their
+warps share the terms of the sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import gcd, prod
-from typing import NamedTuple
 
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CudaProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument
-from mhsa_compile.kernels.common.op_args import packed_arguments
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
+from mhsa_compile.kernels.common.op_args import packed_arguments, weight_arguments
 from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, dealt
 from mhsa_compile.kernels.cuda.linear.block_fp32 import ThreadBlock, padded
 from mhsa_compile.kernels.cuda.linear.block_mma import TensorBlock
-from mhsa_compile.kernels.cuda.linear.block_shape import (
-    CHUNK,
-    KNOBS,
-    LinearBlockShape,
-    TensorShape,
-    ThreadShape,
-    why_not_knobs,
-)
-from mhsa_compile.kernels.cuda.linear.pack_weights import WIDEST, Packed, pack, packed_shapes
-from mhsa_compile.kernels.cuda.linear.smem_tiles import why_not_copy
-from mhsa_compile.kernels.cuda.primitives.warp import ThreadIndex, materialize, min_blocks_per_sm
-from mhsa_compile.kernels.interface.kernel import Config, Emitted
+from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, KNOBS, LinearBlockShape, TensorShape, ThreadShape
+from mhsa_compile.kernels.cuda.primitives.inputs import wide
+from mhsa_compile.kernels.cuda.primitives.simt import ThreadIndex, launch, materialize
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 FEW_ROWS = 16
@@ -43,43 +34,57 @@ FEW_ROWS = 16
 are: they are a step of decoding."""
 LENGTHS, BATCHES = (128, 512, 2048, 8192), (32, 64, 128)
 """Rows that a default is chosen for where the length is symbolic, and batches where only they are, as in decoding."""
+THREADS = 256  # of a block that packs
+WIDEST = 256
+"""Columns of the widest block: by so many zeros the bias is longer than y is wide, so that blocks read it without
+looking."""
+Packed = tuple[tuple[tuple[int, ...], str], ...]
 
 
-class Arguments(NamedTuple):
-    """The arguments of a linear, as they are passed; and the number of rows of x, int64."""
-
-    x: Expr
-    weight: Expr
-    bias: Expr
-    y: Expr
-    rows: Expr
+def packed_shapes(op: LinearOp, width: int | None) -> Packed:
+    """Shapes and dtypes of weight and bias: (out, in), or (in, `width`) where they are to be turned."""
+    weight = (op.out_features, op.in_features) if width is None else (op.in_features, width)
+    return (weight, op.dtype), ((op.out_features + WIDEST,), "float32")
 
 
-def linear_function(op: LinearOp, packing: Packed, body: Callable[[Arguments], None]) -> Expr:
-    """The PrimFunc `run` of a linear; `body` launches."""
-    dim = SizeVars()
-    leading = [dim(d) for d in op.rows]
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("linear")
-            T.func_attr({"tirx.noalias": True})
-            x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
-            weight, bias = packed_arguments(packing)
-            y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
-            body(Arguments(x, weight, bias, y, prod(leading[1:], start=leading[0])))
+def pack(op: LinearOp, width: int | None) -> Expr:
+    """The PrimFunc (weights..., biases...) -> `packed`. What is beyond the last feature is zeros."""
+    ((size, inner), _), ((padding,), _) = shapes = packed_shapes(op, width)
+    with prim_func("pack_linear") as builder:
+        weights, biases = weight_arguments(op)
+        weight, bias = packed_arguments(shapes)
+        count = max(size * inner, padding)
+        with launch(T.int64(-(-count // THREADS)), THREADS) as (block, thread):
+            number = materialize(T.cast(block, "int64") * T.int64(THREADS) + T.cast(thread, "int64"), "int64")
+            row, column = (materialize(f(number, T.int64(inner)), "int64") for f in (T.truncdiv, T.truncmod))
+            feature, term = (row, column) if width is None else (column, row)
+
+            def copy(i: int, own: Expr) -> None:
+                index = [term, own] if op.transposed[i] else [own, term]
+                T.buffer_store(weight, weights[i][tuple(index)], [row, column])
+
+            def copy_bias(i: int, own: Expr) -> None:
+                source = biases[i]
+                T.buffer_store(bias, T.float32(0) if source is None else wide(source[own]), [number])
+
+            with T.If(number < T.int64(size * inner)), T.Then():
+                _of_feature(op, feature, copy)
+                with T.If(feature >= T.int64(op.out_features)), T.Then():
+                    T.buffer_store(weight, T.cast(T.float32(0), op.dtype), [row, column])
+            with T.If(number < T.int64(padding)), T.Then():
+                _of_feature(op, number, copy_bias)
+                with T.If(number >= T.int64(op.out_features)), T.Then():
+                    T.buffer_store(bias, T.float32(0), [number])
     return builder.get()
 
 
-def launch_by_rows(rows: Expr, most: int, few: Callable[[], None], many: Callable[[], None]) -> None:
-    """Emits `few` for up to `most` rows, where it is a call that says how many there are, else `many`."""
-    if isinstance(rows, tirx.IntImm):
-        many()
-        return
-    with T.If(rows <= T.int64(most)):
-        with T.Then():
-            few()
-        with T.Else():
-            many()
+def _of_feature(op: LinearOp, feature: Expr, body: Callable[[int, Expr], None]) -> None:
+    """body(i, own) for the projection that a feature belongs to, and its number there."""
+    begin = 0
+    for i, width in enumerate(op.widths):
+        with T.If(T.And(feature >= T.int64(begin), feature < T.int64(begin + width))), T.Then():
+            body(i, materialize(feature - T.int64(begin), "int64"))
+        begin += width
 
 
 class _LinearOnGpu:
@@ -89,6 +94,7 @@ class _LinearOnGpu:
     op_type = LinearOp
     dtypes: tuple[str, ...]
     shape: type[LinearBlockShape]
+    block: type[LinearBlock]
     defaults: tuple[tuple[int, ...], ...]
     """The sizes of the configs to choose a default from, in the order of KNOBS; the last one fits everywhere."""
 
@@ -130,63 +136,55 @@ class _LinearOnGpu:
         return min(fitting, key=clocks)
 
     def why_not_config(self, op: LinearOp, profile: CudaProfile, config: Config) -> str | None:
-        if reason := why_not_knobs(config):
+        if reason := unknown_knobs(config, KNOBS):
             return reason
         shape = self.shape(**config)
         if shape.columns > WIDEST:
             return f"blocks of up to {WIDEST} columns, not {shape.columns}"
-        return shape.why_not(profile) or self.why_not_copies(op, shape)
-
-    def why_not_copies(self, op: LinearOp, shape: LinearBlockShape) -> str | None:
-        unit = gcd(CHUNK // shape.element, op.in_features)
-        return why_not_copy(shape.depth, unit, shape.threads)
+        pieces = shape.depth // gcd(CHUNK // shape.element, op.in_features)
+        copies = f"{shape.threads} threads copy rows of {pieces} pieces" if shape.threads % pieces else None
+        return shape.why_not(profile) or copies
 
     def emit(self, op: LinearOp, profile: CudaProfile, config: Config) -> Emitted:
-        width = self.packed_width(op)
-        return Emitted(self._function(op, profile, self.shape(**config)), pack(op, width), packed_shapes(op, width))
+        return self.emit_by_rows(op, profile, FEW_ROWS, partial(self._launch, op, profile, config))
 
     def packed_width(self, op: LinearOp) -> int | None:
         """The width of weights that are turned when they are packed."""
         return None
 
-    def block(
-        self,
-        op: LinearOp,
-        shape: LinearBlockShape,
-        place: ThreadIndex,
-        operands: LinearOperands,
-        first: tuple[Expr, Expr],
-    ) -> LinearBlock:
-        raise NotImplementedError
+    def emit_by_rows(
+        self, op: LinearOp, profile: CudaProfile, most: int, many: Callable[[LinearOperands], None]
+    ) -> Emitted:
+        """A linear that `many` launches; of up to `most` rows, where it is a call that says how many there are, the
+        default config for them."""
+        width, dim = self.packed_width(op), SizeVars()
+        packing, leading = packed_shapes(op, width), [dim(d) for d in op.rows]
+        with prim_func("linear") as builder:
+            x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
+            weight, bias = packed_arguments(packing)
+            y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
+            operands = LinearOperands(x, weight, bias, y, prod(leading[1:], start=leading[0]))
+            if isinstance(operands.rows, tirx.IntImm):
+                many(operands)
+            else:
+                with T.If(operands.rows <= T.int64(most)):
+                    with T.Then():
+                        few = self.default_config(replace(op, rows=(most,)), profile)
+                        self._launch(op, profile, few, operands)
+                    with T.Else():
+                        many(operands)
+        return Emitted(builder.get(), pack(op, width), packing)
 
-    def _function(self, op: LinearOp, profile: CudaProfile, shape: LinearBlockShape) -> Expr:
-        def body(arguments: Arguments) -> None:
-            launch_by_rows(
-                arguments.rows,
-                FEW_ROWS,
-                lambda: self.launch_few(op, profile, FEW_ROWS, arguments),
-                lambda: self.launch(op, shape, profile, arguments),
-            )
-
-        return linear_function(op, packed_shapes(op, self.packed_width(op)), body)
-
-    def launch_few(self, op: LinearOp, profile: CudaProfile, rows: int, arguments: Arguments) -> None:
-        """Launches the default config for so many rows."""
-        config = self.default_config(replace(op, rows=(rows,)), profile)
-        self.launch(op, self.shape(**config), profile, arguments)
-
-    def launch(self, op: LinearOp, shape: LinearBlockShape, profile: CudaProfile, arguments: Arguments) -> None:
-        lines = T.truncdiv(arguments.rows + (shape.rows - 1), T.int64(shape.rows))
+    def _launch(self, op: LinearOp, profile: CudaProfile, config: Config, operands: LinearOperands) -> None:
+        shape = self.shape(**config)
+        lines = ceil_div(operands.rows, shape.rows)
         blocks = lines * T.int64(-(-op.out_features // shape.columns))
-        with (
-            T.launch_thread("blockIdx.x", blocks) as block,
-            T.launch_thread("threadIdx.x", shape.threads) as thread,
-            min_blocks_per_sm(shape.together(profile)),
-        ):
-            rows = materialize(T.cast(arguments.rows, "int32"))
+        with launch(blocks, shape.threads, shape.together(profile)) as (block, thread):
+            rows = materialize(T.cast(operands.rows, "int32"))
             first = dealt(T.cast(block, "int32"), rows, op.out_features, (shape.rows, shape.columns))
-            x, weight, bias, y = map(_flat, arguments[:4])
-            self.block(op, shape, ThreadIndex(thread), LinearOperands(x, weight, bias, y, rows), first).emit()
+            x, weight, bias, y = map(_flat, operands[:4])
+            flat = LinearOperands(x, weight, bias, y, rows)
+            self.block(op, shape, ThreadIndex(thread), flat, first).emit()
 
 
 class MmaLinearKernel(_LinearOnGpu):
@@ -194,7 +192,7 @@ class MmaLinearKernel(_LinearOnGpu):
 
     name = "cuda.linear"
     dtypes = ("bfloat16", "float16")
-    shape = TensorShape
+    shape, block = TensorShape, TensorBlock
     defaults = (
         (128, 256, 64, 3, 64, 64, 1),
         (128, 256, 32, 4, 64, 64, 1),
@@ -216,24 +214,13 @@ class MmaLinearKernel(_LinearOnGpu):
             return f"rows of whole chunks of {CHUNK} bytes: {chunk} features, not {op.in_features}"
         return None
 
-    def block(
-        self,
-        op: LinearOp,
-        shape: LinearBlockShape,
-        place: ThreadIndex,
-        operands: LinearOperands,
-        first: tuple[Expr, Expr],
-    ) -> LinearBlock:
-        assert isinstance(shape, TensorShape)
-        return TensorBlock(op, shape, place, operands, first)
-
 
 class Float32LinearKernel(_LinearOnGpu):
     """A linear of float32, on CUDA cores."""
 
     name = "cuda.linear_float32"
     dtypes = ("float32",)
-    shape = ThreadShape
+    shape, block = ThreadShape, ThreadBlock
     defaults = (
         (128, 128, 32, 3, 32, 64, 1),
         (128, 128, 16, 3, 32, 64, 1),
@@ -250,17 +237,6 @@ class Float32LinearKernel(_LinearOnGpu):
 
     def packed_width(self, op: LinearOp) -> int | None:
         return padded(op.out_features)
-
-    def block(
-        self,
-        op: LinearOp,
-        shape: LinearBlockShape,
-        place: ThreadIndex,
-        operands: LinearOperands,
-        first: tuple[Expr, Expr],
-    ) -> LinearBlock:
-        assert isinstance(shape, ThreadShape)
-        return ThreadBlock(op, shape, place, operands, first)
 
 
 def likely_rows(op: LinearOp) -> tuple[int, ...]:

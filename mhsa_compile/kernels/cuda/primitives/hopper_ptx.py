@@ -8,12 +8,11 @@ bytes, and only numbers can be rounded up. Sources: PTX ISA 9.7.13.15 (mbarrier)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import registers, set_register
+from mhsa_compile.kernels.cuda.primitives.simt import registers, set_register
 
 WARPGROUP = 128  # threads
 ROWS, DEPTH = 64, 16
@@ -157,12 +156,6 @@ def fresh(value: Expr) -> Expr:
 
 
 # Roles.
-
-
-def one_block() -> Any:
-    """A context to be entered: a multiprocessor has one block at a time. Else registers cannot be given to another
-    role."""
-    return T.attr(T.int32(0), "tirx.launch_bounds_min_blocks_per_sm", T.int32(1))
 
 
 def give_registers(count: int) -> None:

@@ -27,9 +27,10 @@ from collections.abc import Callable, Sequence
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.hopper_ptx import DEPTH, load_box, store_box
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx
+from mhsa_compile.kernels.cuda.primitives.hopper_ptx import DEPTH, WARPGROUP, arrive, begin_barrier, load_box, wait
+from mhsa_compile.kernels.cuda.primitives.simt import ThreadIndex, materialize
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, ELEMENT, padded
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 PANEL = 64  # columns
@@ -96,7 +97,7 @@ class SwizzledTiles:
         `row` on, but for those that it does not have."""
         for panel in range(panels(self.width)):
             address = self.start(slot) + T.cast(panel * (self.rows * ROW_BYTES) + first_row * ROW_BYTES, "uint32")
-            store_box(tensor.map, tensor.coordinates(T.int32(panel * PANEL), row, head, b), address)
+            hopper_ptx.store_box(tensor.map, tensor.coordinates(T.int32(panel * PANEL), row, head, b), address)
 
     def by_rows(self, slot: Expr, first_row: Expr | None = None) -> Expr:
         """The descriptor of rows of 16 columns, from row `first_row` on, a multiple of eight. `row_step` leads on."""
@@ -125,6 +126,33 @@ def _descriptor(start: Expr, *, leading: int, stride: int) -> Expr:
     return materialize(T.cast(T.shift_right(start, T.uint32(4)), "uint64") + T.uint64(fixed), "uint64")
 
 
+def declare_map(name: str) -> Expr:
+    """A tensor's map, which `encode_map` fills in; on the host's side of a kernel."""
+    tensor_map = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
+    T.Bind(T.tvm_stack_alloca("tensormap", 1), var=tensor_map)
+    return tensor_map
+
+
+def encode_map(
+    tensor_map: Expr, first: Expr, dims: Sequence[Expr], strides: Sequence[Expr], box: Sequence[int]
+) -> None:
+    """Fills in the map of what begins at `first`, by sizes and strides in elements, innermost first."""
+    T.evaluate(
+        T.tensormap_encode_tiled(
+            tensor_map,
+            T.address_of(first),
+            *dims,
+            *(stride * ELEMENT for stride in strides),
+            *(T.int64(size) for size in box),
+            *(T.int64(1),) * len(box),
+            descriptor_dtype=first.ty.dtype,
+            rank=len(box),
+            swizzle=3,  # CU_TENSOR_MAP_SWIZZLE_128B
+            l2_promotion=2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B: what one row of a panel has
+        )
+    )
+
+
 class Tensor:
     """One operand as the copy engine sees it: its heads apart, so that a box which reaches beyond one reads zeros
     there, not the next head. Boxes are of `rows` x 64 elements."""
@@ -134,8 +162,7 @@ class Tensor:
         length, heads, head_dim."""
         self.buffer, self.place, self.sizes, self.rows = buffer, place, sizes, rows
         self.by_rows = place.layout == "rows"
-        self.map = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
-        T.Bind(T.tvm_stack_alloca("tensormap", 1), var=self.map)
+        self.map = declare_map(name)
 
     def encode(self) -> None:
         """Fills in the map of a tensor that has elements."""
@@ -146,34 +173,92 @@ class Tensor:
             dims, strides = (head_dim, heads, length, batch), (head_dim, width, length * width)
         else:
             dims, strides = (head_dim, length, heads, batch), (width, length * width, heads * length * width)
-        self._encode(self._first(), dims, strides)
+        self._encode(self, dims, strides)
 
     def encode_stand_in(self, other: Tensor) -> None:
         """Fills in the map of a tensor that has no elements, so perhaps no address, which the driver refuses as it does
         sizes of 0: the map is of a row of another tensor, no narrower, which nobody reads."""
         head_dim, one = self.sizes[-1], T.int64(1)
-        self._encode(other._first(), (head_dim, one, one, one), (head_dim,) * 3)
+        self._encode(other, (head_dim, one, one, one), (head_dim,) * 3)
 
-    def _first(self) -> Expr:
-        return self.buffer[0, 0, self.place.offset] if self.by_rows else self.buffer[0, 0, 0, 0]
-
-    def _encode(self, first: Expr, dims: Sequence[Expr], strides: Sequence[Expr]) -> None:
-        """Fills in the map of what begins at `first`, by sizes and strides in elements, innermost first."""
+    def _encode(self, source: Tensor, dims: Sequence[Expr], strides: Sequence[Expr]) -> None:
+        first = source.buffer[0, 0, source.place.offset] if source.by_rows else source.buffer[0, 0, 0, 0]
         box = (PANEL, 1, self.rows, 1) if self.by_rows else (PANEL, self.rows, 1, 1)
-        T.evaluate(
-            T.tensormap_encode_tiled(
-                self.map,
-                T.address_of(first),
-                *dims,
-                *(stride * ELEMENT for stride in strides),
-                *(T.int64(size) for size in box),
-                *(T.int64(1),) * 4,
-                descriptor_dtype=self.buffer.dtype,
-                rank=4,
-                swizzle=3,  # CU_TENSOR_MAP_SWIZZLE_128B
-                l2_promotion=2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B: what one row of a panel has
-            )
-        )
+        encode_map(self.map, first, dims, strides, box)
 
     def coordinates(self, column: Expr, row: Expr, head: Expr, b: Expr) -> tuple[Expr, ...]:
         return (column, head, row, b) if self.by_rows else (column, row, head, b)
+
+
+def shared_memory(count: int) -> Expr:
+    """The address of so many bytes of a block's shared memory, ALIGNMENT of them to spare: it begins anywhere, swizzled
+    tiles at multiples of that."""
+    pool = T.alloc_buffer((count // ELEMENT,), "uint16", scope="shared.dyn")
+    # A view: TVM would make the buffer itself as small as what it sees accessed.
+    whole = T.decl_buffer((count // ELEMENT,), "uint16", data=pool.data, scope="shared.dyn")
+    begin = materialize(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")
+    return materialize(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
+
+
+BARRIER_BYTES = 8
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+"""Registers of a thread that copies, and of one that computes, by the number of warpgroups that compute: together they
+are no more than what the block begins with, 65536 in equal shares."""
+
+
+class Slots:
+    """A ring of tiles that the copy engine fills, and those who compute empty. Each has two barriers: `full`, which the
+    bytes complete, and `empty`, at which every warp that computes arrives. The n-th use of a slot waits for the n-th
+    phase of it."""
+
+    def __init__(self, tiles: SwizzledTiles, barriers: Expr, count: int) -> None:
+        self.tiles, self.count = tiles, count
+        self._full, self._empty = barriers, barriers + T.uint32(BARRIER_BYTES * count)
+
+    def begin(self, consumer_warps: int) -> None:
+        for slot in range(self.count):
+            # One arrival, of the thread that asks for the copies; their bytes count beside it.
+            begin_barrier(self._full + T.uint32(BARRIER_BYTES * slot), 1)
+            begin_barrier(self._empty + T.uint32(BARRIER_BYTES * slot), consumer_warps)
+
+    def slot(self, use: Expr) -> Expr:
+        """Which slot it is whose turn comes as number `use`, of all uses of all slots."""
+        return materialize(T.truncmod(use, T.int32(self.count))) if self.count > 1 else T.int32(0)
+
+    def full(self, slot: Expr) -> Expr:
+        return self._full + T.cast(slot, "uint32") * T.uint32(BARRIER_BYTES)
+
+    def wait_full(self, use: Expr) -> None:
+        wait(self.full(self.slot(use)), self._phase(use))
+
+    def wait_empty(self, use: Expr) -> None:
+        # The other parity: a slot's first use waits for the phase before the first, which is over.
+        wait(self._empty_of(use), T.bitwise_xor(self._phase(use), T.int32(1)))
+
+    def release(self, use: Expr, lane: Expr) -> None:
+        """Tells the one who fills the slot of this use that this warp is done with it."""
+        with T.If(lane == 0), T.Then():
+            arrive(self._empty_of(use))
+
+    def _empty_of(self, use: Expr) -> Expr:
+        return self._empty + T.cast(self.slot(use), "uint32") * T.uint32(BARRIER_BYTES)
+
+    def _phase(self, use: Expr) -> Expr:
+        return T.bitwise_and(T.truncdiv(use, T.int32(self.count)), T.int32(1))
+
+
+def launch_roles(
+    thread: Expr, consumers: int, copy: Callable[[], None], compute: Callable[[ThreadIndex], None]
+) -> None:
+    """What the threads of a block do: one copies, so many warpgroups compute, whose threads are counted from the first
+    of them."""
+    few, many = REGISTERS[consumers]
+    with T.If(thread < WARPGROUP):
+        with T.Then():
+            hopper_ptx.give_registers(few)
+            # One thread asks for whole boxes; the other 127 of its warpgroup are done.
+            with T.If(thread == 0), T.Then():
+                copy()
+        with T.Else():
+            hopper_ptx.take_registers(many)
+            compute(ThreadIndex(materialize(thread - WARPGROUP)))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import DEPTH, materialize
+from mhsa_compile.kernels.cuda.primitives.simt import DEPTH, materialize
 
 CHUNK = 8  # elements of 16 bits in the 16 bytes that one copy moves
 ELEMENT = 2  # bytes
@@ -36,20 +35,6 @@ def pitch(width: int) -> int:
 
 def tile_bytes(rows: int, width: int) -> int:
     return rows * pitch(width) * ELEMENT
-
-
-class SmemTiles(Protocol):
-    """Tiles of rows in shared memory, however they are laid out."""
-
-    width: int
-
-    def address(self, slot: Expr, row: Expr, column: Expr) -> Expr:
-        """The address of an element; what follows of its chunk lies in a row."""
-        ...
-
-    def each_chunk(self, thread: Expr, threads: int, body: Callable[[Expr, Expr], None]) -> None:
-        """body(row, column) for the chunks of a tile that are this thread's, the same at every call."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,17 +60,19 @@ def halves(width: int) -> RowFormat:
     return RowFormat(width, ELEMENT, padded(width), pitch(width))
 
 
-class SharedTiles:
-    """`slots` tiles of `rows` x `width`, from byte `first` of a block's shared memory on; of 16 bits, or as `form`."""
+def words(width: int) -> RowFormat:
+    """Rows of float32, one behind the other."""
+    return RowFormat(width, 4, width, width)
 
-    def __init__(
-        self, pool: Expr, first: int, slots: int, rows: int, width: int, dtype: str, form: RowFormat | None = None
-    ) -> None:
-        self.form = form or halves(width)
-        self.rows, self.width, self.chunks = rows, width, self.form.columns // self.form.chunk
-        self.end = first + slots * self.form.bytes(rows)
-        shape, offset = (slots, rows, self.form.pitch), T.int32(first // self.form.size)
-        tiles = T.decl_buffer(shape, dtype, data=pool.data, elem_offset=offset, scope="shared.dyn")
+
+class SharedTiles:
+    """`slots` tiles of `rows` rows of a form, from byte `first` of a block's shared memory on."""
+
+    def __init__(self, pool: Expr, first: int, slots: int, rows: int, form: RowFormat) -> None:
+        self.form, self.rows, self.width, self.chunks = form, rows, form.width, form.columns // form.chunk
+        self.end = first + slots * form.bytes(rows)
+        shape, offset = (slots, rows, form.pitch), T.int32(first // form.size)
+        tiles = T.decl_buffer(shape, pool.dtype, data=pool.data, elem_offset=offset, scope="shared.dyn")
         self._begin = T.Bind(T.cuda.cvta_generic_to_shared(T.address_of(tiles[0, 0, 0])))
 
     def address(self, slot: Expr, row: Expr, column: Expr) -> Expr:

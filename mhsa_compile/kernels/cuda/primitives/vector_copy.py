@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import load, materialize, pack, registers, set_register, store
+from mhsa_compile.kernels.cuda.primitives.simt import launch, load, materialize, pack, registers, set_register, store
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 THREADS = 256  # of a block: eight of them fill a multiprocessor
@@ -37,7 +37,7 @@ def row_steps(place: HeadLayout) -> tuple[int, ...]:
 def each_thread(total: Expr, body: Callable[[Expr], None]) -> None:
     """Launches body(number) for the numbers 0 .. `total`, int64."""
     blocks = ceil_div(total, THREADS)
-    with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", THREADS) as thread:
+    with launch(blocks, THREADS) as (block, thread):
         number = materialize(T.cast(block, "int64") * T.int64(THREADS) + T.cast(thread, "int64"), "int64")
         with T.If(number < total), T.Then():
             body(number)

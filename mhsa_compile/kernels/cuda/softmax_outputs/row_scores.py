@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +24,16 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments, atten
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.common.head_layout import head_view
 from mhsa_compile.kernels.common.score_scale import LOG2_E
-from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
+from mhsa_compile.kernels.cuda.attention.key_range import FAR
+from mhsa_compile.kernels.cuda.attention.thread_scores import thread_parts
 from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
+from mhsa_compile.kernels.cuda.primitives.simt import WARP, clear, materialize, registers, set_register
 from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, piece_of, row_steps
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, materialize, registers, set_register
 from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.kernels.interface.score_step import first
 
 ROWS, WARPS = 4, 4
 """Rows of a warp, and warps of a block."""
-FAR = 1 << 30  # beyond every key
 
 
 def packed_bits(pairs: NDArray[np.bool_]) -> NDArray[np.uint32]:
@@ -67,14 +70,17 @@ class RowScores:
         self._parts = thread_parts(call, b, h)
         for part in self._parts:
             part.read()
-        self.sink = next((sink for part in self._parts if (sink := part.sink(0)) is not None), None)
-        self.tilt = next((tilt for part in self._parts if (tilt := part.tilt()) is not None), None)
+        self.sink = first(part.sink(0) for part in self._parts)
+        self.tilt = first(part.tilt() for part in self._parts)
         self.rows = [materialize(T.max(T.int32(0), T.min(number, queries - 1))) for number in numbers]
         shift = materialize(self.kv_length - queries) if op.from_end else T.int32(0)
         self.places = [materialize(row + shift) for row in self.rows]
         left, right = (None, None) if op.window is None else (op.window.left, op.window.right)
         self._left = None if left is None else [materialize(place - min(left, FAR)) for place in self.places]
-        self._end = self._ends(right)
+        self._end = [self.kv_length for _ in self.rows]
+        """The first key that each row does not see any more."""
+        if right is not None:
+            self._end = [materialize(T.min(self.kv_length, p + (min(right, FAR) + 1))) for p in self.places]
         group = T.int64(op.num_heads // op.num_kv_heads)
         self._query = head_view(call.inputs[op.query.buffer], op.query, op.head_dim, b, h)
         key_head = materialize(T.truncdiv(h, group), "int64")
@@ -83,25 +89,13 @@ class RowScores:
         self.bases = registers(len(self.rows))
         """The base of the score of each row and this lane's key; -inf where it is hidden."""
 
-    def _ends(self, right: int | None) -> list[Expr]:
-        """The first key that each row does not see any more."""
-        if right is None:
-            return [self.kv_length for _ in self.rows]
-        return [materialize(T.min(self.kv_length, place + (min(right, FAR) + 1))) for place in self.places]
-
     def groups(self) -> tuple[Expr, Expr]:
         """(first, end) in groups of 32 keys: no row sees a key outside."""
-        first, end = T.int32(0), self._end[0]
-        for other in self._end[1:]:
-            end = T.max(end, other)
-        if self._left is not None:
-            first = self._left[0]
-            for other in self._left[1:]:
-                first = T.min(first, other)
-            first = T.max(T.int32(0), first)
+        begin = T.int32(0) if self._left is None else T.max(T.int32(0), reduce(T.min, self._left))
+        end = reduce(T.max, self._end)
         end = T.Select(self._has_queries, T.max(T.int32(0), end), T.int32(0))  # where nobody asks, nothing is read
-        first = materialize(T.truncdiv(first, T.int32(WARP)))
-        return first, materialize(T.max(first, T.truncdiv(end + (WARP - 1), T.int32(WARP))))
+        begin = materialize(T.truncdiv(begin, T.int32(WARP)))
+        return begin, materialize(T.max(begin, T.truncdiv(end + (WARP - 1), T.int32(WARP))))
 
     def over(self, body: Callable[[Expr], None]) -> None:
         """body(first key) for every group that some row may see, the bases made."""
@@ -131,18 +125,14 @@ class RowScores:
         """The static mask's bits of a group, for each row."""
         assert self.bits is not None
         head = T.int64(0) if int(self.bits.shape[0]) == 1 else self._head
-        return [
-            materialize(self.bits[head, T.cast(row, "int64"), T.cast(group, "int64")], "uint32") for row in self.rows
-        ]
+        rows, word = (T.cast(row, "int64") for row in self.rows), T.cast(group, "int64")
+        return [materialize(self.bits[head, row, word], "uint32") for row in rows]
 
     def _any(self, words: list[Expr]) -> Expr:
         """Whether a group has to be visited: where there is a static mask, only if bits of it are set for some row."""
         if not words:
             return T.bool(True)
-        union = words[0]
-        for word in words[1:]:
-            union = union | word
-        return union != T.uint32(0)
+        return reduce(or_, words) != T.uint32(0)
 
     def _score(self, first_key: Expr, words: list[Expr]) -> None:
         key = materialize(first_key + self.lane)
@@ -150,7 +140,9 @@ class RowScores:
         there = materialize(T.max(T.int32(0), T.min(key, self.kv_length - 1)))
         self._multiply(T.cast(there, "int64"))
         for r, row in enumerate(self.rows):
-            base = self._masked(self._scaled(self.bases[r]), row, there)
+            base = self._scaled(self.bases[r])
+            for part in self._parts:
+                base = part.masked(base, 0, row, there)
             visible = key < self._end[r]
             if self._left is not None:
                 visible = T.And(visible, key >= self._left[r])
@@ -162,8 +154,7 @@ class RowScores:
     def _multiply(self, key: Expr) -> None:
         """Puts the products of all rows with this lane's key into the bases."""
         of_key, of_query = (Piece(self._piece, self.op.dtype) for _ in range(2))
-        for r in range(len(self.rows)):
-            set_register(self.bases, r, T.float32(0))
+        clear(self.bases, len(self.rows))
         with T.serial(T.int64(self.op.head_dim // self._piece)) as step:
             column = step * self._piece
             of_key.load(self._key.buffer, self._key.at(key, column))
@@ -173,14 +164,8 @@ class RowScores:
                     set_register(self.bases, r, self.bases[r] + of_query[i] * of_key[i])
 
     def _scaled(self, product: Expr) -> Expr:
-        own = (part.exact(product) for part in self._parts)
-        score = next((score for score in own if score is not None), product * T.float32(self.op.scale * LOG2_E))
+        own = first(part.exact(product) for part in self._parts)
+        score = product * T.float32(self.op.scale * LOG2_E) if own is None else own
         for part in self._parts:
             score = part.element(score)
         return score
-
-    def _masked(self, base: Expr, row: Expr, key: Expr) -> Expr:
-        """A base after the steps that only the call knows."""
-        for part in self._parts:
-            base = part.masked(base, 0, row, key)
-        return base

@@ -1,10 +1,11 @@
-"""TensorScatter on a GPU: the new rows go where the indices say, and where it is not in place the cache is copied.
+"""Caches on a GPU: TensorScatter, and present keys or values.
 
-In place a thread writes a piece of a new row; else one of a row of the result, which comes from the update or from the
-cache.
-
-An index that lies beyond is known on the GPU alone: no row of its entry is written then, so nothing but the entry's own
+TensorScatter writes the new rows where the indices say, and where it is not in place the cache is copied. In place a
+thread writes a piece of a new row; else one of a row of the result, which comes from the update or from the cache. An
+index that lies beyond is known on the GPU alone: no row of its entry is written then, so nothing but the entry's own
 result is wrong, and the cache stays as it was. More new rows than the cache has are refused before the launch.
+
+Present keys or values are the past, and the new rows behind it, each head in one piece.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import math
 from dataclasses import dataclass
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import TargetProfile
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
+from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
+from mhsa_compile.kernels.cuda.primitives.simt import materialize
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, copy_piece, each_thread, piece_of, row_steps
-from mhsa_compile.kernels.cuda.primitives.warp import materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
-from mhsa_compile.kernels.interface.ops import KvScatterOp
+from mhsa_compile.kernels.interface.ops import KvConcatOp, KvScatterOp
 
 
 class CudaKvScatterKernel(Fixed):
@@ -38,9 +40,7 @@ class CudaKvScatterKernel(Fixed):
 
 
 def _scatter(op: KvScatterOp) -> Expr:
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("scatter")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("scatter") as builder:
         task = _CudaScatter(op, *scatter_arguments(op), _piece(op))
         refuse_too_many_rows(op, task.new, task.rows)
         if op.in_place:
@@ -132,3 +132,41 @@ class _CudaScatter:
         if self.op.update is None:
             return [b, h, j, column]
         return [b, j, h * self.cache.shape[3] + self.op.update.offset + column]
+
+
+class CudaKvConcatKernel(Fixed):
+    """Appends new keys or values to those of the past, a piece of a row by each thread."""
+
+    name = "cuda.present"
+    op_type = KvConcatOp
+
+    def emit(self, op: KvConcatOp, profile: TargetProfile, config: Config) -> Emitted:
+        return Emitted(_present(op))
+
+
+def _present(op: KvConcatOp) -> Expr:
+    dim, count = SizeVars(), piece_of(op.dtype, op.head_dim, *row_steps(op.new))
+    batch, new_rows = dim(op.batch), dim(op.length)
+    past_rows = T.int64(0) if op.past is None else dim(op.past)
+    heads, size = T.int64(op.num_heads), T.int64(op.head_dim)
+    with prim_func("present") as builder:
+        new = argument("new", placed_shape(op.new, batch, new_rows, op.num_heads, op.head_dim), op.dtype)
+        past = None if op.past is None else argument("past", [batch, heads, past_rows, size], op.dtype)
+        rows, pieces = past_rows + new_rows, T.int64(op.head_dim // count)
+        result = argument("present", [batch, heads, rows, size], op.dtype)
+
+        def piece(number: Expr) -> None:
+            b, h, row, part = coordinates(number, heads, rows, pieces)
+            column, fresh = part * count, head_view(new, op.new, op.head_dim, b, h)
+            to = [b, h, row, column]
+            if past is None:
+                copy_piece(result, to, new, fresh.at(row, column), count)
+                return
+            with T.If(row < past_rows):
+                with T.Then():
+                    copy_piece(result, to, past, to, count)
+                with T.Else():
+                    copy_piece(result, to, new, fresh.at(row - past_rows, column), count)
+
+        each_thread(batch * heads * rows * pieces, piece)
+    return builder.get()

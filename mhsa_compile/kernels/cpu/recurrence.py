@@ -8,19 +8,19 @@ at once. The old states stay until every panel has read them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
-from mhsa_compile.kernels.common.buffers import SizeVars, argument
-from mhsa_compile.kernels.cpu.recurrence.activations import FUNCTIONS, activated, clipped
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
+from mhsa_compile.kernels.cpu.simd.vector_math import exp2, natural_log, tanh
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
     chunks,
@@ -36,6 +36,82 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import PANEL, Activation, RecurrenceOp
+
+LOG2_E = 1 / math.log(2)
+_STEEP = 126.0
+"""The largest power of 2 that is asked for: its reciprocal is still a normal number."""
+
+
+def activated(activation: Activation, x: Expr, lanes: int) -> Expr:
+    """The function of a vector; NaN of NaN."""
+    value = FUNCTIONS[activation.name](materialize(x, "float32", lanes), activation, lanes)
+    return materialize(value, "float32", lanes)
+
+
+def clipped(x: Expr, bound: float | None, lanes: int) -> Expr:
+    """The vector within -bound .. bound."""
+    if bound is None:
+        return x
+    x, low, high = materialize(x, "float32", lanes), constant(-bound, lanes), constant(bound, lanes)
+    return T.Select(x < low, low, T.Select(x > high, high, x))
+
+
+def _sigmoid(x: Expr, activation: Activation, lanes: int) -> Expr:
+    one, steep = constant(1.0, lanes), constant(_STEEP, lanes)
+    power = materialize(x * constant(-LOG2_E, lanes), "float32", lanes)
+    return one / (one + exp2(T.Select(power > steep, steep, power), lanes))
+
+
+def _relu(x: Expr, activation: Activation, lanes: int) -> Expr:
+    zero = constant(0.0, lanes)
+    return T.Select(x < zero, zero, x)
+
+
+def _affine(x: Expr, activation: Activation, lanes: int) -> Expr:
+    return x * constant(activation.alpha, lanes) + constant(activation.beta, lanes)
+
+
+def _hard_sigmoid(x: Expr, activation: Activation, lanes: int) -> Expr:
+    zero, one = constant(0.0, lanes), constant(1.0, lanes)
+    line = materialize(_affine(x, activation, lanes), "float32", lanes)
+    return T.Select(line < zero, zero, T.Select(line > one, one, line))
+
+
+def _elu(x: Expr, activation: Activation, lanes: int) -> Expr:
+    below = (_exp_of_negative(x, lanes) - constant(1.0, lanes)) * constant(activation.alpha, lanes)
+    return T.Select(x < constant(0.0, lanes), materialize(below, "float32", lanes), x)
+
+
+def _softplus(x: Expr, activation: Activation, lanes: int) -> Expr:
+    """ln(1 + e^x) as max(x, 0) + ln(1 + e^-|x|)."""
+    power = constant(1.0, lanes) + _exp_of_negative(-_magnitude(x, lanes), lanes)
+    return _relu(x, activation, lanes) + natural_log(materialize(power, "float32", lanes), lanes)
+
+
+def _exp_of_negative(x: Expr, lanes: int) -> Expr:
+    """e^x of numbers below 0; 1 of others."""
+    zero, power = constant(0.0, lanes), materialize(x * constant(LOG2_E, lanes), "float32", lanes)
+    return exp2(T.Select(power > zero, zero, power), lanes)
+
+
+def _magnitude(x: Expr, lanes: int) -> Expr:
+    return T.call_llvm_pure_intrin("float32" if lanes == 1 else f"float32x{lanes}", "llvm.fabs", x)
+
+
+FUNCTIONS: dict[str, Callable[[Expr, Activation, int], Expr]] = {
+    "Affine": _affine,
+    "Elu": _elu,
+    "HardSigmoid": _hard_sigmoid,
+    "LeakyRelu": lambda x, one, n: T.Select(x < constant(0.0, n), x * constant(one.alpha, n), x),
+    "Relu": _relu,
+    "ScaledTanh": lambda x, one, n: constant(one.alpha, n) * tanh(x * constant(one.beta, n), n),
+    "Sigmoid": _sigmoid,
+    "Softplus": _softplus,
+    "Softsign": lambda x, one, n: x / (constant(1.0, n) + _magnitude(x, n)),
+    "Tanh": lambda x, one, n: tanh(x, n),
+    "ThresholdedRelu": lambda x, one, n: T.Select(x < constant(one.alpha, n), constant(0.0, n), x),
+}
+
 
 ROWS = 8
 """Rows of a task at most."""
@@ -58,9 +134,7 @@ class CpuRecurrenceKernel(Fixed):
 
 
 def _recurrence(op: RecurrenceOp, lanes: int, registers: int) -> Expr:
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("recurrence")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("recurrence") as builder:
         layer = _Layer.of_arguments(op, lanes)
         layer.check_lengths()
         layer.run(*_tile(op, lanes, registers))
@@ -295,9 +369,8 @@ class _Block:
         forget_gate = constant(1.0, cell.n) - input_gate
         if not self.op.input_forget:
             forget_gate = self._function(f, cell.sum(FORGET) + cell.peephole(2, memory), cell.n)
-        memory = materialize(
-            forget_gate * memory + input_gate * self._function(g, cell.sum(CELL), cell.n), "float32", cell.n
-        )
+        memory = forget_gate * memory + input_gate * self._function(g, cell.sum(CELL), cell.n)
+        memory = materialize(memory, "float32", cell.n)
         output = self._function(f, cell.sum(OUTPUT) + cell.peephole(1, memory), cell.n)
         cell.store(self.memory, memory)
         cell.take(output * activated(h, memory, cell.n))  # the memory is no gate: other runtimes do not clip it

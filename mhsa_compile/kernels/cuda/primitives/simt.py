@@ -12,10 +12,11 @@ So two neighbouring C tiles, rounded to 16 bits and packed in pairs, are one A t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+from tvm import tirx
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
@@ -42,6 +43,12 @@ def set_register(cells: Expr, index: int, value: Expr) -> None:
     T.buffer_store(cells, value, [T.int32(index)])
 
 
+def clear(cells: Expr, count: int) -> None:
+    """Makes zeros of the first `count` registers."""
+    for index in range(count):
+        set_register(cells, index, tirx.const(0, cells.dtype))
+
+
 def materialize(value: Expr, dtype: str = "int32") -> Expr:
     """Computes a number here and now: what TVM's simplifier cannot see through it does not copy into every use."""
     cell = registers(1, dtype)
@@ -55,6 +62,17 @@ def min_blocks_per_sm(blocks: int | None) -> Any:
     if blocks is None:
         return nullcontext()
     return T.attr(T.int32(0), "tirx.launch_bounds_min_blocks_per_sm", T.int32(blocks))
+
+
+@contextmanager
+def launch(blocks: Expr, threads: int, together: int | None = None) -> Iterator[tuple[Expr, Expr]]:
+    """(block, thread) of a launch of so many blocks and threads of each; `together` is for `min_blocks_per_sm`."""
+    with (
+        T.launch_thread("blockIdx.x", blocks) as block,
+        T.launch_thread("threadIdx.x", threads) as thread,
+        min_blocks_per_sm(together),
+    ):
+        yield block, thread
 
 
 def occupancy_hint(profile: CudaProfile, threads: int, registers: int, shared_bytes: int) -> int | None:
@@ -89,11 +107,6 @@ def any_of_block(condition: Expr) -> Expr:
 def ballot(condition: Expr) -> Expr:
     """A word with a bit for each lane: whether the condition holds there."""
     return T.cuda.ballot_sync(T.uint32(_EVERY_LANE), T.cast(condition, "int32"))
-
-
-def of_lane(value: Expr, lane: Expr) -> Expr:
-    """The value that one lane has, the same for all."""
-    return T.cuda.__shfl_sync(T.uint32(_EVERY_LANE), value, lane, T.int32(WARP))
 
 
 def shuffle_xor(value: Expr, lanes_apart: int) -> Expr:
@@ -218,3 +231,68 @@ class ThreadIndex:
         self.lane = materialize(T.truncmod(thread, T.int32(WARP)))
         self.g = materialize(T.truncdiv(self.lane, T.int32(4)))
         self.q = materialize(T.truncmod(self.lane, T.int32(4)))
+
+
+Held = TypeVar("Held")
+OfRows: TypeAlias = Held | tuple[Held, ...] | None
+"""What all rows of a thread have, or what each of them has, where they are of several heads; or nothing."""
+
+
+def of_row(values: OfRows[Held], row: int) -> Held | None:
+    return values[row] if isinstance(values, tuple) else values
+
+
+class Fragment(Protocol):
+    """The keys of a thread's cells: of a tile's, those with the numbers `first` + offset.
+
+    leads     whether the thread is the one of those that share its rows which speaks for them
+    in_pairs  whether `first` is even, and each even offset followed by the next number
+    Bits of a constant mask are found for them where `first` and an offset never add up beyond a multiple of 32.
+    """
+
+    first: Expr
+    leads: Expr
+    in_pairs: bool
+
+    def offsets(self, count: int) -> list[int]:
+        """The offsets of a thread's keys in a tile of so many columns, each of the cells' own width."""
+        ...
+
+    def at(self, row: int, count: int, number: int) -> int:
+        """The index, in an array of all of a thread's scores, of the key at offset `number` in its row number `row`."""
+        ...
+
+
+class QuadFragment:
+    """Tiles of 8 keys, as products of mma.sync leave them: a lane has two neighbours of each row."""
+
+    in_pairs = True
+
+    def __init__(self, place: ThreadIndex) -> None:
+        self.first, self.leads = 2 * place.q, place.q == 0
+
+    def offsets(self, count: int) -> list[int]:
+        return [n * COLUMNS + e for n in range(count) for e in range(2)]
+
+    def at(self, row: int, count: int, number: int) -> int:
+        return cell(row, count, number // 2, number % 2)
+
+
+class StridedCells:
+    """Keys `first`, `first` + `stride`, ..; rows one after another."""
+
+    in_pairs = False
+
+    def __init__(self, first: Expr, stride: int, leads: Expr) -> None:
+        self.first, self.stride, self.leads = first, stride, leads
+
+    def offsets(self, count: int) -> list[int]:
+        return [n * self.stride for n in range(count)]
+
+    def at(self, row: int, count: int, number: int) -> int:
+        return row * count + number
+
+
+def cell(row: int, tiles: int, n: int, e: int) -> int:
+    """The index, in a thread's array, of column 2 q + e of tile n of one of its rows; rows have `tiles` tiles."""
+    return 4 * (row // 2 * tiles + n) + 2 * (row % 2) + e

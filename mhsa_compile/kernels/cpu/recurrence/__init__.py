@@ -1,1 +1,0 @@
-"""Recurrent layers: LSTM, GRU and RNN, step by step. Imports `simd`."""
