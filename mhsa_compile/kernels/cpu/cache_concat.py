@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, SizeVars, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, SizeVars, argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, each_vector, load, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -27,9 +26,6 @@ class CpuKvConcatKernel(Fixed):
     name = "cpu.present"
     op_type = KvConcatOp
 
-    def why_not(self, op: KvConcatOp, profile: CpuProfile) -> str | None:
-        return None
-
     def emit(self, op: KvConcatOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_present(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
 
@@ -39,9 +35,7 @@ def _present(op: KvConcatOp, lanes: int) -> Expr:
     batch, new_rows = dim(op.batch), dim(op.length)
     past_rows = T.int64(0) if op.past is None else dim(op.past)
     heads, size = T.int64(op.num_heads), T.int64(op.head_dim)
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("present")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("present") as builder:
         new = argument("new", placed_shape(op.new, batch, new_rows, op.num_heads, op.head_dim), op.dtype)
         past = None if op.past is None else argument("past", [batch, heads, past_rows, size], op.dtype)
         rows = materialize(past_rows + new_rows)

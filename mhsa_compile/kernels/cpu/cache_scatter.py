@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, prim_func
 from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, each_vector, let, load, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -37,16 +36,13 @@ class CpuKvScatterKernel(Fixed):
 
 
 def _scatter(op: KvScatterOp, lanes: int) -> Expr:
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("scatter")
-            T.func_attr({"tirx.noalias": True})
-            task = _CpuScatter(op, *scatter_arguments(op), lanes)
-            task.check()
-            if op.in_place:
-                task.write_rows()
-            else:
-                task.write_everything()
+    with prim_func("scatter") as builder:
+        task = _CpuScatter(op, *scatter_arguments(op), lanes)
+        task.check()
+        if op.in_place:
+            task.write_rows()
+        else:
+            task.write_everything()
     return builder.get()
 
 

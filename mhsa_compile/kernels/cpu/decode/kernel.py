@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, prim_func
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, why_not_few_queries
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.cpu.decode.output_accumulator import each_vector
@@ -79,9 +78,7 @@ class CpuDecodeKernel:
 
 def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
     assert isinstance(op.q_length, int)
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("decode")
-        T.func_attr({"tirx.noalias": True})
+    with prim_func("decode") as builder:
         arguments = attention_arguments(op)
         y = arguments.output()
         layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)

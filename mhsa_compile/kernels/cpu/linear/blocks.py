@@ -13,24 +13,24 @@ is exact up to the scales. Where the instruction takes bytes that are signed, th
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from math import prod
+from typing import Any
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument
-from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_arguments
+from mhsa_compile.kernels.common.buffers import argument, prim_func
+from mhsa_compile.kernels.common.op_args import packed_arguments
 from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows, prepared
-from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
-from mhsa_compile.kernels.cpu.linear.microkernel import DepthPart, Product, tasks
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel, product_function
+from mhsa_compile.kernels.cpu.linear.microkernel import DepthPart, Product
+from mhsa_compile.kernels.cpu.linear.pack_weights import each_column, write_zeros
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
-    chunks,
     constant,
     each_vector,
     let,
@@ -93,7 +93,8 @@ class CpuBlockLinearKernel(CpuLinearKernel):
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op, profile, config["columns"])
-        return Emitted(_linear(layout, profile.hardware.cores, config), _pack(layout), layout.packed)
+        run = product_function("linear_of_blocks", layout, profile, config, rows=_rows, product=_BlockProduct)
+        return Emitted(run, _pack(layout), layout.packed)
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,9 @@ class BlockLayout(PackedLayout):
     def weight(self) -> str:
         return "int32"
 
+    def imported(self) -> AbstractContextManager[Any]:
+        return (self.dot or self.unit).imported()
+
     @property
     def widens(self) -> bool:
         return True
@@ -183,7 +187,7 @@ class _RowsByBlocks(PackedRows):
 
 
 def _rows(layout: BlockLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
-    """The rows of x (count, K) as they are multiplied. `size` is `count` in terms of the arguments' dims."""
+    """The rows of x (count, K) as they are multiplied."""
     op = layout.op_of_blocks
     if not op.rounds_x:
         return prepared(layout, x, count, size)
@@ -365,61 +369,29 @@ class _BlockProduct(Product):
         return let(words)
 
 
-def _linear(layout: BlockLayout, cores: int, config: Config) -> Expr:
-    op, dim = layout.op_of_blocks, SizeVars()
-    leading = [dim(d) for d in op.rows]
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("linear_of_blocks")
-            T.func_attr({"tirx.noalias": True})
-            x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
-            packed = packed_arguments(layout.packed)
-            operands = epilogue_arguments(op, leading)
-            y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
-            size = prod(leading[1:], start=leading[0])
-            count = materialize(size)
-
-            def flat(tensor: Expr, width: int) -> Expr:
-                return T.decl_buffer((count, T.int64(width)), tensor.dtype, data=tensor.data)
-
-            with (layout.dot or layout.unit).imported():
-                rows = _rows(layout, flat(x, op.in_features), count, size)
-                result, *others = (flat(tensor, op.pitch) for tensor in (y, *operands))
-                columns = chunks(layout.panel, layout.lanes)
-                tasks(_BlockProduct(layout, rows, packed, result, columns, count, count, others), cores, config)
-    return builder.get()
-
-
 # ---- The weights
 
 
 def _pack(layout: BlockLayout) -> Expr:
     """The PrimFunc (numbers..., scales..., zeros..., biases...) -> `layout.packed`."""
     op = layout.op_of_blocks
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("pack_linear_of_blocks")
-            T.func_attr({"tirx.noalias": True})
-            bytes = op.block * op.bits // 8
-            shapes = [tuple(map(T.int64, (n, op.blocks, bytes))) for n in op.widths]
-            sizes = [(T.int64(n * op.blocks),) for n in op.widths]
-            numbers = [argument(f"weight{i}", shape, "uint8") for i, shape in enumerate(shapes)]
-            scales = [argument(f"scales{i}", size, op.dtype) for i, size in enumerate(sizes)]
-            zeros = [_zeros(op, i, size) for i, size in enumerate(sizes)]
-            biases = [
-                argument(f"bias{i}", (T.int64(n),), op.dtype) if op.biased[i] else None for i, n in enumerate(op.widths)
-            ]
-            packed = packed_arguments(layout.packed)
-            with T.parallel(T.int64(layout.panels)) as p, T.serial(T.int64(layout.panel)) as column:
-                place = materialize(p * layout.panel + column)
-                begin = 0
-                for i, width in enumerate(op.widths):
-                    with T.If(T.And(place >= begin, place < begin + width)), T.Then():
-                        feature = _BlockFeature(numbers[i], scales[i], zeros[i], biases[i], materialize(place - begin))
-                        _write(layout, packed, [p, column], feature)
-                    begin += width
-                with T.If(place >= begin), T.Then():
-                    _write_nothing(packed, [p, column])
+    with prim_func("pack_linear_of_blocks") as builder:
+        shapes = [tuple(map(T.int64, (n, op.blocks, op.block * op.bits // 8))) for n in op.widths]
+        sizes = [(T.int64(n * op.blocks),) for n in op.widths]
+        widths = [(T.int64(n),) for n in op.widths]
+        numbers = [argument(f"weight{i}", shape, "uint8") for i, shape in enumerate(shapes)]
+        scales = [argument(f"scales{i}", size, op.dtype) for i, size in enumerate(sizes)]
+        zeros = [_zeros(op, i, size) for i, size in enumerate(sizes)]
+        biases = [argument(f"bias{i}", n, op.dtype) if op.biased[i] else None for i, n in enumerate(widths)]
+        packed = packed_arguments(layout.packed)
+
+        def write(i: int | None, index: Expr, panel: Expr, column: Expr) -> None:
+            if i is None:
+                write_zeros(packed, panel, column)
+                return
+            _write(layout, packed, [panel, column], _BlockFeature(numbers[i], scales[i], zeros[i], biases[i], index))
+
+        each_column(layout, write)
     return builder.get()
 
 
@@ -472,13 +444,3 @@ def _zero(layout: BlockLayout, feature: _BlockFeature, block: Expr) -> Expr:
     if feature.zeros.dtype != "uint8":
         return load_wide(feature.zeros, [feature.index * op.blocks + block], 1)
     return _number(feature.zeros[feature.index * op.zero_bytes + block // (8 // op.bits)], block, op.bits)
-
-
-def _write_nothing(packed: list[Expr], at: list[Expr]) -> None:
-    p, column = at
-    for array in packed:
-        if len(array.shape) == 2:
-            store(array, at, T.float32(0), 1)
-            continue
-        with T.serial(array.shape[1]) as row:
-            store(array, [p, row, column], T.cast(T.int32(0), array.dtype), 1)

@@ -9,16 +9,16 @@ Source: panels and register tile, Goto and van de Geijn, Anatomy of High-Perform
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div
+from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_arguments
-from mhsa_compile.kernels.cpu.linear.activations import prepared
+from mhsa_compile.kernels.cpu.linear.activations import PackedRows, prepared
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, format_of, layout_of
@@ -114,33 +114,41 @@ class CpuLinearKernel:
 
 def linear(layout: PackedLayout, profile: CpuProfile, config: Config) -> Emitted:
     """The product with weights in this layout, and what packs them."""
-    return Emitted(_linear(layout, profile.hardware.cores, config), pack(layout), layout.packed)
+    return Emitted(product_function("linear", layout, profile, config), pack(layout), layout.packed)
 
 
-def _linear(layout: PackedLayout, cores: int, config: Config) -> Expr:
-    op = layout.op
-    dim = SizeVars()
+def product_function(
+    name: str,
+    layout: PackedLayout,
+    profile: CpuProfile,
+    config: Config,
+    *,
+    numbers: Callable[[], tuple[Expr, ...]] = lambda: (),
+    rows: Callable[..., PackedRows] = prepared,
+    product: type[Product] = Product,
+) -> Expr:
+    """The PrimFunc (x, numbers..., packed..., operands...) -> y. `numbers` are what a call brings behind x; the rows of
+    x are rows(layout, x (count, K), *numbers, count, size), which `product` multiplies."""
+    op, dim = layout.op, SizeVars()
     leading = [dim(d) for d in op.rows]
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("linear")
-            T.func_attr({"tirx.noalias": True})
-            x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
-            packed = packed_arguments(layout.packed)
-            operands = epilogue_arguments(op, leading)
-            y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
-            size = prod(leading[1:], start=leading[0])
-            count = materialize(size)
-            with layout.unit.imported():
-                rows = prepared(layout, _flat(x, count, op.in_features), count, size)
-                columns = vectors.chunks(layout.panel, layout.lanes)
-                lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
-                matrices = [_flat(tensor, count, op.pitch) for tensor in (y, *operands)]
-                product = Product(layout, rows, packed, matrices[0], columns, count, lines, matrices[1:])
-                tasks(product, cores, config)
+    with prim_func(name) as builder:
+        x = argument("x", [*leading, T.int64(op.in_features)], layout.x_dtype)
+        brought = numbers()
+        packed = packed_arguments(layout.packed)
+        operands = epilogue_arguments(op, leading)
+        y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
+        # TVM moves allocations to the function's begin, where nothing but the arguments' dims is known.
+        size = prod(leading[1:], start=leading[0])
+        count = materialize(size)
+
+        def flat(tensor: Expr, width: int) -> Expr:
+            return T.decl_buffer((count, T.int64(width)), tensor.dtype, data=tensor.data)
+
+        with layout.imported():
+            factors = rows(layout, flat(x, op.in_features), *brought, count, size)
+            columns = vectors.chunks(layout.panel, layout.lanes)
+            lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
+            result, *others = (flat(tensor, op.pitch) for tensor in (y, *operands))
+            task = product(layout, factors, packed, result, columns, count, lines, others)
+            tasks(task, profile.hardware.cores, config)
     return builder.get()
-
-
-def _flat(tensor: Expr, count: Expr, width: int) -> Expr:
-    """A (..., width) tensor seen as (count, width)."""
-    return T.decl_buffer((count, T.int64(width)), tensor.dtype, data=tensor.data)

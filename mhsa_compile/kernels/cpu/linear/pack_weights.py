@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.common.buffers import prim_func
 from mhsa_compile.kernels.common.op_args import packed_arguments, weight_arguments
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.formats.format import Format
@@ -71,28 +71,42 @@ class _Place:
 def pack(layout: PackedLayout) -> Expr:
     """The PrimFunc (weights..., biases...) -> `layout.packed`."""
     op = layout.op
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("pack_linear")
-            T.func_attr({"tirx.noalias": True})
-            weights, biases = weight_arguments(op)
-            packed = packed_arguments(layout.packed)
-            with T.parallel(T.int64(layout.panels)) as p, T.serial(T.int64(layout.panel)) as column:
-                _pack_column(_Place(layout, packed, p, column), weights, biases)
+    with prim_func("pack_linear") as builder:
+        weights, biases = weight_arguments(op)
+        packed = packed_arguments(layout.packed)
+
+        def write(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
+            feature = _Feature(None, index, False, None)
+            if number is not None:
+                feature = _Feature(weights[number], index, op.transposed[number], biases[number])
+            _write(_Place(layout, packed, panel, column), feature)
+
+        each_column(layout, write)
     return builder.get()
 
 
-def _pack_column(place: _Place, weights: list[Expr], biases: list[Expr | None]) -> None:
-    """Writes into a column whichever feature of the projections side by side belongs there, or zeros."""
-    op = place.layout.op
-    feature = materialize(place.panel * place.layout.panel + place.column)
-    begin = 0
-    for width, weight, bias, transposed in zip(op.widths, weights, biases, op.transposed, strict=True):
-        with T.If(T.And(feature >= begin, feature < begin + width)), T.Then():
-            _write(place, _Feature(weight, materialize(feature - begin), transposed, bias))
-        begin += width
-    with T.If(feature >= begin), T.Then():
-        _write(place, _Feature(None, feature, False, None))
+def each_column(layout: PackedLayout, write: Callable[[int | None, Expr, Expr, Expr], None]) -> None:
+    """write(number of the projection, feature in it, panel, column) for every column; no number beyond the last one."""
+    with T.parallel(T.int64(layout.panels)) as panel, T.serial(T.int64(layout.panel)) as column:
+        feature = materialize(panel * layout.panel + column)
+        begin = 0
+        for number, width in enumerate(layout.op.widths):
+            with T.If(T.And(feature >= begin, feature < begin + width)), T.Then():
+                write(number, materialize(feature - begin), panel, column)
+            begin += width
+        with T.If(feature >= begin), T.Then():
+            write(None, feature, panel, column)
+
+
+def write_zeros(packed: list[Expr], panel: Expr, column: Expr) -> None:
+    """All of a column."""
+    for array in packed:
+        zero = T.cast(T.int32(0), array.dtype)
+        if len(array.shape) == 2:
+            store(array, [panel, column], zero, 1)
+            continue
+        with T.serial(array.shape[1]) as row:
+            store(array, [panel, row, column], zero, 1)
 
 
 def _write(place: _Place, feature: _Feature) -> None:

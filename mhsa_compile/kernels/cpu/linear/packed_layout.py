@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
@@ -40,6 +42,15 @@ class PackedLayout:
     def run(self) -> int:
         """Steps of x that are loaded at once. (Rows that are multiplied together fill a vector.)"""
         return max(1, self.unit.run // self.unit.rows)
+
+    @property
+    def x_dtype(self) -> str:
+        """dtype of x as a call brings it."""
+        return self.op.dtype
+
+    def imported(self) -> AbstractContextManager[Any]:
+        """Stands around the body of a PrimFunc that multiplies."""
+        return self.unit.imported()
 
     def turn(self, lines: int) -> int:
         """Steps in a turn of the inner loop, of a tile of so many lines."""

@@ -13,21 +13,21 @@ vpmaddubsw, adds two products in 16 bits, where they do not fit: 2 * 255 * 127 i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from functools import partial
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, SizeVars, argument, ceil_div
-from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_arguments
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, argument, prim_func
+from mhsa_compile.kernels.common.op_args import packed_arguments
 from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows, allocated, whole
-from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
-from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel, product_function
+from mhsa_compile.kernels.cpu.linear.microkernel import Product
+from mhsa_compile.kernels.cpu.linear.pack_weights import each_column, write_zeros
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
-from mhsa_compile.kernels.cpu.simd.vectors import chunks, each_vector, load, materialize, splat, store, vector_type
+from mhsa_compile.kernels.cpu.simd.vectors import each_vector, load, materialize, splat, store, vector_type
 from mhsa_compile.kernels.cpu.units.choice import NARROW, units
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp, QuantisedLinearOp
@@ -56,7 +56,11 @@ class CpuQuantisedLinearKernel(CpuLinearKernel):
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op, profile, config["columns"])
         assert isinstance(layout, _LayoutOfBytes)
-        return Emitted(_linear(layout, profile.hardware.cores, config), _pack(layout), layout.packed)
+        numbers, product = partial(_numbers, layout.stored), _ProductOfBytes
+        run = product_function(
+            "linear_of_bytes", layout, profile, config, numbers=numbers, rows=_prepared, product=product
+        )
+        return Emitted(run, _pack(layout), layout.packed)
 
 
 _KINDS = ("int8", "int16")
@@ -76,6 +80,10 @@ class _LayoutOfBytes(PackedLayout):
     def flips(self) -> bool:
         """Whether the unit takes x as bytes of the other sign: with 128 more, or less, which is their highest bit."""
         return self.unit.dtype == "int8" and self.unit.unsigned != (self.stored.x_dtype == "uint8")
+
+    @property
+    def x_dtype(self) -> str:
+        return self.stored.x_dtype
 
     @property
     def widens(self) -> bool:
@@ -121,41 +129,16 @@ class _ProductOfBytes(Product):
         return T.cast(value, vector_type("float32", lanes)) * (splat(rows.step, lanes) * scale) + bias
 
 
-def _linear(layout: _LayoutOfBytes, cores: int, config: Config) -> Expr:
-    op, dim = layout.stored, SizeVars()
-    leading = [dim(d) for d in op.rows]
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("linear_of_bytes")
-            T.func_attr({"tirx.noalias": True})
-            x = argument("x", [*leading, T.int64(op.in_features)], op.x_dtype)
-            x_zero, x_scale = argument("x_zero", [], op.x_dtype), argument("x_scale", [], "float32")
-            packed = packed_arguments(layout.packed)
-            operands = epilogue_arguments(op, leading)
-            y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
-            size = prod(leading[1:], start=leading[0])
-            count = materialize(size)
-
-            def flat(tensor: Expr, width: int) -> Expr:
-                return T.decl_buffer((count, T.int64(width)), tensor.dtype, data=tensor.data)
-
-            with layout.unit.imported():
-                rows = _prepared(layout, flat(x, op.in_features), (x_zero, x_scale), count, size)
-                columns = chunks(layout.panel, layout.lanes)
-                lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
-                result, *others = (flat(tensor, op.pitch) for tensor in (y, *operands))
-                tasks(_ProductOfBytes(layout, rows, packed, result, columns, count, lines, others), cores, config)
-    return builder.get()
+def _numbers(op: QuantisedLinearOp) -> tuple[Expr, Expr]:
+    """(zero, scale) of x."""
+    return argument("x_zero", [], op.x_dtype), argument("x_scale", [], "float32")
 
 
-def _prepared(
-    layout: _LayoutOfBytes, x: Expr, zero_and_step: tuple[Expr, Expr], count: Expr, size: Expr
-) -> _RowsOfBytes:
-    """The rows of x (count, K) as the unit reads them: where they lie if it can, else copied. `size` is `count` in
-    terms of the arguments' dims: TVM moves allocations to the function's begin, where nothing else is known."""
+def _prepared(layout: _LayoutOfBytes, x: Expr, x_zero: Expr, x_scale: Expr, count: Expr, size: Expr) -> _RowsOfBytes:
+    """The rows of x (count, K) as the unit reads them: where they lie if it can, else copied."""
     op, unit = layout.stored, layout.unit
-    zero = materialize(_byte(zero_and_step[0][()], layout.flips, op.x_dtype, 1), "int32")
-    step = materialize(zero_and_step[1][()], "float32")
+    zero = materialize(_byte(x_zero[()], layout.flips, op.x_dtype, 1), "int32")
+    step = materialize(x_scale[()], "float32")
     sums = None if op.centred else T.alloc_buffer((size,), "int32")
     in_place = layout.factor == op.x_dtype and op.in_features % unit.group == 0 and unit.rows == 1
     width = layout.steps * unit.group
@@ -232,31 +215,26 @@ class _FeatureOfBytes:
 def _pack(layout: _LayoutOfBytes) -> Expr:
     """The PrimFunc (weights..., zeros..., scales..., biases...) -> `layout.packed`."""
     op = layout.stored
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("pack_linear_of_bytes")
-            T.func_attr({"tirx.noalias": True})
-            shapes = [
-                (op.in_features, n) if t else (n, op.in_features) for n, t in zip(op.widths, op.transposed, strict=True)
-            ]
-            features = [(T.int64(n),) for n in op.widths]
-            kinds = zip(shapes, op.stored, strict=True)
-            weights = [argument(f"weight{i}", [T.int64(n) for n in s], d) for i, (s, d) in enumerate(kinds)]
-            zeros = [argument(f"zeros{i}", n, d) for i, (n, d) in enumerate(zip(features, op.stored, strict=True))]
-            scales = [argument(f"scales{i}", n, "float32") for i, n in enumerate(features)]
-            biases = [argument(f"bias{i}", n, "float32") if op.biased[i] else None for i, n in enumerate(features)]
-            packed = packed_arguments(layout.packed)
-            with T.parallel(T.int64(layout.panels)) as p, T.serial(T.int64(layout.panel)) as column:
-                number = materialize(p * layout.panel + column)
-                begin = 0
-                for i, width in enumerate(op.widths):
-                    with T.If(T.And(number >= begin, number < begin + width)), T.Then():
-                        index = materialize(number - begin)
-                        feature = _FeatureOfBytes(weights[i], zeros[i], scales[i], biases[i], index, op.transposed[i])
-                        _write(layout, packed, [p, column], feature)
-                    begin += width
-                with T.If(number >= begin), T.Then():
-                    _write_nothing(layout, packed, [p, column])
+    with prim_func("pack_linear_of_bytes") as builder:
+        shapes = [
+            (op.in_features, n) if t else (n, op.in_features) for n, t in zip(op.widths, op.transposed, strict=True)
+        ]
+        features = [(T.int64(n),) for n in op.widths]
+        kinds = zip(shapes, op.stored, strict=True)
+        weights = [argument(f"weight{i}", [T.int64(n) for n in s], d) for i, (s, d) in enumerate(kinds)]
+        zeros = [argument(f"zeros{i}", n, d) for i, (n, d) in enumerate(zip(features, op.stored, strict=True))]
+        scales = [argument(f"scales{i}", n, "float32") for i, n in enumerate(features)]
+        biases = [argument(f"bias{i}", n, "float32") if op.biased[i] else None for i, n in enumerate(features)]
+        packed = packed_arguments(layout.packed)
+
+        def write(i: int | None, index: Expr, panel: Expr, column: Expr) -> None:
+            if i is None:
+                write_zeros(packed, panel, column)
+                return
+            feature = _FeatureOfBytes(weights[i], zeros[i], scales[i], biases[i], index, op.transposed[i])
+            _write(layout, packed, [panel, column], feature)
+
+        each_column(layout, write)
     return builder.get()
 
 
@@ -282,10 +260,3 @@ def _write(layout: _LayoutOfBytes, packed: list[Expr], at: list[Expr], feature: 
     store(packed[3], at, total[0], 1)
     if not op.centred:
         store(packed[4], at, zero, 1)
-
-
-def _write_nothing(layout: _LayoutOfBytes, packed: list[Expr], at: list[Expr]) -> None:
-    with T.serial(T.int64(layout.steps)) as step:
-        store(packed[0], [at[0], step, at[1]], T.cast(T.int32(0), layout.weight), 1)
-    for array in packed[1:]:
-        store(array, at, T.cast(T.int32(0), array.dtype), 1)
