@@ -9,6 +9,7 @@ STAMP  := $(VENV)/.installed
 CUDA   := $(VENV)/.cuda
 RAY    := $(VENV)/.ray
 BROWSER := $(VENV)/.browser
+DECODERS := $(VENV)/.decoders
 GPU_JOBS ?= 4
 AGAINST ?= HEAD
 ifdef PREPARED  # PREPARED=1: what runs on a GPU takes $(PYTHON) as it is, as where there is no network (docs/gpu.md)
@@ -19,7 +20,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-decoders bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -49,6 +50,11 @@ $(RAY): $(STAMP)
 $(BROWSER): $(STAMP)
 	@echo "== Installing Playwright, which drives the Chromium that is there"
 	@$(PIP) --editable '.[browser]'
+	@touch $@
+
+$(DECODERS): $(STAMP)
+	@echo "== Installing onnxruntime-genai"
+	@$(PIP) --editable '.[decoders]'
 	@touch $@
 
 demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, and on decoders that generate
@@ -122,6 +128,9 @@ bench-app: $(STAMP)  ## Each candidate in a process of its own, as in a program:
 
 bench-models: $(STAMP)  ## Nine whole models of their real sizes, random weights, against every peer, each in a process of its own: JSON and a table
 	@$(BIN)/python benchmarks/models.py --json build/models.json
+
+bench-decoders: $(DECODERS)  ## A small decoder by format, prompts and tokens behind them, beside PyTorch and onnxruntime-genai: JSON and a table
+	@$(BIN)/python benchmarks/decoders.py --json build/decoders.json
 
 bench-search-app: $(STAMP)  ## The search app under 16 clients for a minute: p50, p99, requests a second, errors, memory
 	@PYTHONPATH=examples $(BIN)/python -m search_app.load --json build/search_app.json
