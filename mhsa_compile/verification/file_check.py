@@ -21,7 +21,7 @@ from mhsa_compile.runtime.symbolic_dims import is_expression
 from mhsa_compile.verification.error_budget import FRACTION_BITS, budget, coarse_budget, max_error, share_of_budget
 from mhsa_compile.verification.evaluators import Evaluators, NotEvaluated
 from mhsa_compile.verification.parity import Draw, judge
-from mhsa_compile.verification.random_inputs import Arrays, largest_sizes, random_inputs
+from mhsa_compile.verification.random_inputs import Arrays, drawn_elements, largest_sizes, random_inputs
 from mhsa_compile.verification.repeated_runs import Run
 
 RUNS = 2
@@ -130,12 +130,12 @@ class _FileCheck:
     def at(self, sizes: dict[str, int]) -> Difference | None:
         """Compares at these sizes. Raises _Refused."""
         model = self.evaluators.canonical
+        if drawn_elements(model, sizes) > _MOST_ELEMENTS:
+            raise _Refused("its inputs are too large for an evaluation in Python")
         try:
             inputs = sensible_inputs(model, sizes, 0)
         except (MhsaError, ValueError, TypeError) as error:
             raise _Refused(f"no inputs could be drawn ({error})") from error
-        if sum(array.size for array in inputs.values()) > _MOST_ELEMENTS:
-            raise _Refused("its inputs are too large for an evaluation in Python")
         rounded = self.evaluators.rounded(inputs)
         exact = self._exact(inputs, rounded)
         if exact is None and rounded is None:

@@ -5,6 +5,7 @@ Notation: B batch, L query length, S key length, H heads, C capacity of a cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,11 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
             raise InputError("dims", f"a cache (C) of at least the {new} positions of a call", str(capacity))
         inputs["length"] = rng.integers(0, room + 1, inputs["length"].shape)
     return inputs
+
+
+def drawn_elements(source: Any, dims: Mapping[str, int]) -> int:
+    """How many numbers `random_inputs` would draw at these sizes; axes without a size count as 1."""
+    return sum(math.prod(size_of(dim, dims) or 1 for dim in shape) for _, _, shape in _signature(source))
 
 
 def whole_masks(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:

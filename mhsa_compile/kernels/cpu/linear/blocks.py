@@ -32,6 +32,7 @@ from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
     constant,
+    each_task,
     each_vector,
     let,
     load,
@@ -201,7 +202,8 @@ def _rows(layout: BlockLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
         totals = T.alloc_buffer(blocks, "float32") if layout.zeros else None
         rows = _RowsByBlocks(layout, data, steps=steps, starts=starts, totals=totals)
     whole, rest = divmod(op.in_features, op.block)
-    with T.parallel(count) as row:
+
+    def round_row(row: Expr) -> None:
         if whole:
             with T.serial(T.int64(whole)) as block:
                 _round(layout, x, rows, row, block, op.block)
@@ -209,6 +211,8 @@ def _rows(layout: BlockLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
             _round(layout, x, rows, row, T.int64(whole), rest)
             for k in range(op.in_features, layout.steps):
                 store(data, [row, T.int64(k)], T.cast(T.int32(0), data.dtype), 1)
+
+    each_task(count, op.in_features, round_row)
     return rows
 
 
