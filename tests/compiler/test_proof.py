@@ -91,7 +91,11 @@ def test_why_a_model_was_not_checked():
     assert foreign.manifest.check.note.startswith("it does not run here")
     random = graph("r = RandomNormalLike(x) y = Add(r, x)", output="float[N, 8] y")
     assert outcome(random, lambda inputs: []).sentence() == "not checked: RandomNormalLike draws numbers at random"
-    fixed = graph("y = Relu(x)", inputs="float[5000, 1000] x", output="float[5000, 1000] y")
+
+
+def test_inputs_are_not_drawn_where_they_are_too_large():
+    """They would take 32 GiB."""
+    fixed = graph("y = Relu(x)", inputs="float[1048576, 4096] x", output="float[1048576, 4096] y")
     assert "too large" in outcome(fixed, lambda inputs: []).note
 
 
