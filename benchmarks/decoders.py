@@ -3,9 +3,10 @@
     python benchmarks/decoders.py [--candidate mhsa-int4 genai-int4 ...] [--json FILE]
 
 A Llama of SmolLM-135M's shape with random weights, the same in every engine. onnxruntime-genai's builder writes its
-files (float32, four bits), which ours compile, too: two artifacts each, for any length and for a token, whose caches
-are written in place. Timed are prompts, and the tokens behind one: the greedy next token is fed back. Logits of the
-first prompt are held against PyTorch's in float32: `logits` is the largest difference by their spread.
+files (float32, four bits), and onnxruntime's `quantize_dynamic` one of eight bits, which ours compile, too: two
+artifacts each, for any length and for a token, whose caches are written in place. Timed are prompts, and the tokens
+behind one: the greedy next token is fed back. Logits of the first prompt are held against PyTorch's in float32: `logits`
+is the largest difference by their spread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,8 +29,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-from processes import Times, Turn, answer_turns, rounds, started
-from rich.console import Console
+from processes import Times, Turn, answer_turns, rounds, show, started, write
 from rich.table import Table
 
 from mhsa_compile.hardware import host
@@ -155,15 +156,22 @@ ENGINES: dict[str, Callable[[Path, int], Engine]] = {
     "torch-float32": lambda folder, threads: Torch(folder, "float32", threads),
     "torch-bfloat16": lambda folder, threads: Torch(folder, "bfloat16", threads),
     "genai-float32": lambda folder, threads: Genai(folder, "fp32", threads),
+    "genai-int8": lambda folder, threads: Genai(folder, "int8", threads),
     "genai-int4": lambda folder, threads: Genai(folder, "int4", threads),
     "mhsa-float32": lambda folder, threads: Whole(folder, "float32", threads),
     "mhsa-int8": lambda folder, threads: Whole(folder, "int8", threads),
+    "mhsa-own-int8": lambda folder, threads: Whole(folder, "own-int8", threads),
     "mhsa-int4": lambda folder, threads: Whole(folder, "int4", threads),
     "mhsa-in-torch": lambda folder, threads: Torch(folder, "float32", threads, linears=True),
     "mhsa-in-torch-int4": lambda folder, threads: Torch(folder, "float32", threads, linears="int4"),
 }
-ARTIFACTS = {"mhsa-float32": ("fp32", None), "mhsa-int8": ("fp32", "int8"), "mhsa-int4": ("int4", None)}
-"""Of each of our candidates that is whole: the builder's file, and what its weights become."""
+ARTIFACTS = {
+    "mhsa-float32": ("fp32", None),
+    "mhsa-int8": ("int8", None),
+    "mhsa-own-int8": ("fp32", "int8"),
+    "mhsa-int4": ("int4", None),
+}
+"""Of each of our candidates that is whole: the file, and what its weights become."""
 
 
 @contextmanager
@@ -200,7 +208,8 @@ def _take(folder: Path, name: str, turn: Turn, engine: Engine) -> Times:
 
 
 def prepare(folder: Path, candidates: list[str]) -> None:
-    """Writes the model, the builder's files and our artifacts."""
+    """Writes the model, its files and our artifacts."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
@@ -221,6 +230,11 @@ def prepare(folder: Path, candidates: list[str]) -> None:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", *map(str, words), *extra]
         subprocess.run(builder, check=True, env=environment, capture_output=True)
+    (folder / "int8").mkdir()
+    for file in (folder / "fp32").glob("*.json"):
+        shutil.copy(file, folder / "int8")
+    source, target = folder / "fp32" / "model.onnx", folder / "int8" / "model.onnx"
+    quantize_dynamic(source, target, weight_type=QuantType.QInt8, per_channel=True, use_external_data_format=True)
     for name in candidates:
         if name in ARTIFACTS:
             _compile(folder, name)
@@ -286,13 +300,8 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=True)
             subprocess.run([sys.executable, __file__, "--prepare", str(folder), *names], check=True)
         measure(figures, names, options.turns, folder)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(table(figures))
-    for name, words in figures.missing.items():
-        console.print(f"{name}: {words}")
+    write(figures, options.json)
+    show(table(figures), figures.missing)
     return 0
 
 

@@ -22,10 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
 import numpy as np
-from processes import Turn, answer_turns, one_caller, rounds, started
-from rich.console import Console
+from processes import Turn, answer_turns, one_caller, rounds, show, started, write
 from rich.table import Table
 
 from mhsa_compile.hardware import host
@@ -227,13 +225,8 @@ def main() -> int:
     for model in options.model:
         measure(model, figures, options.candidate, options.turns)
         print(f"{model} is done", file=sys.stderr)
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    console.print(table(figures))
-    for what, words in figures.missing.items():
-        console.print(f"{what}: {words}")
+        write(figures, options.json)
+    show(table(figures), figures.missing)
     return 0
 
 

@@ -12,9 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from mhsa_compile.runtime.array_memory import to_list
 
@@ -123,6 +126,21 @@ def started(stack: ExitStack, words: Mapping[str, Sequence[str]]) -> tuple[list[
         else:
             missing[name] = said
     return ready, missing
+
+
+def write(figures: Any, path: Path | None) -> None:
+    """Figures as JSON, if there is a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+
+
+def show(shown: Table, missing: Mapping[str, str]) -> None:
+    """Prints a table, and who is missing from it."""
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    console.print(shown)
+    for what, words in missing.items():
+        console.print(f"{what}: {words}")
 
 
 def rounds(candidates: Sequence[Candidate], turn: Turn, count: int) -> Iterator[tuple[str, Times]]:
