@@ -5,8 +5,8 @@
 A Llama of SmolLM-135M's shape with random weights, the same in every engine. onnxruntime-genai's builder writes its
 files (float32, four bits), and onnxruntime's `quantize_dynamic` one of eight bits, which ours compile, too: two
 artifacts each, for any length and for a token, whose caches are written in place. Timed are prompts, and the tokens
-behind one: the greedy next token is fed back. Logits of the first prompt are held against PyTorch's in float32: `logits`
-is the largest difference by their spread.
+behind one: the greedy next token is fed back. Logits of the first prompt are held against PyTorch's in float32:
+`logits` is the largest difference by their spread.
 """
 
 from __future__ import annotations
