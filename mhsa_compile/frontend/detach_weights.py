@@ -16,7 +16,7 @@ Tensors = dict[str, onnx.TensorProto]
 
 
 def without_contents(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model in which large floating initializers have dims and a dtype, but no numbers."""
+    """A copy of the model in which large initializers of floats and bytes have dims and a dtype, but no numbers."""
     copy = onnx.ModelProto()
     _merge(copy, model, without=("graph",))
     _merge(copy.graph, model.graph, without=("initializer",))
@@ -26,7 +26,7 @@ def without_contents(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def contents_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model that takes its large floating initializers as inputs: as valid as the model is without them.
+    """A copy of the model that takes its large initializers as inputs: as valid as the model is without them.
 
     onnx.checker writes out what it checks, and reads that again: of weights, for seconds.
     """
@@ -44,7 +44,7 @@ def contents_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def is_large(tensor: onnx.TensorProto) -> bool:
     """Whether the contents of an initializer stay aside."""
-    return tensor.data_type in FLOATS and math.prod(tensor.dims) > LARGE
+    return (tensor.data_type in FLOATS and math.prod(tensor.dims) > LARGE) or is_many_bytes(tensor)
 
 
 def is_many_bytes(tensor: onnx.TensorProto) -> bool:
@@ -53,14 +53,14 @@ def is_many_bytes(tensor: onnx.TensorProto) -> bool:
 
 
 def stored_elements(tensor: onnx.TensorProto) -> int:
-    """How many numbers a floating tensor of a file holds, whatever its dims say."""
+    """How many numbers a tensor of floats or bytes of a file holds, whatever its dims say."""
     if tensor.HasField("raw_data"):
-        return len(tensor.raw_data) // (4 if tensor.data_type == onnx.TensorProto.FLOAT else 2)
+        return len(tensor.raw_data) // onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     return len(tensor.float_data) or len(tensor.int32_data)
 
 
 def light(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Tensors]:
-    """(the model without the contents of large floating initializers, all its initializers as they were)."""
+    """(the model without the contents of large initializers, all its initializers as they were)."""
     return without_contents(model), {tensor.name: tensor for tensor in model.graph.initializer}
 
 
