@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import onnx
 import torch
 import tvm
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from torch.nn import functional as F
 
@@ -131,6 +132,8 @@ def rows() -> Iterator[Row]:
     yield _of_spec("large", "cuda-sm90a", {"num_heads": 8, **HOPPER})
     for target in (EVERY, "cuda-sm80"):
         yield Row("present keys", target, present)
+    for name, (target, nodes) in FILES.items():
+        yield Row(f"file: {name}", target, functools.partial(file_of, nodes), {"without_attention": "accept"})
     for name in FALLBACKS:
         yield Row(f"fallback: {name}", EVERY, functools.partial(exported, name))
     for target, names in ELSEWHERE.items():
@@ -152,6 +155,62 @@ def present() -> onnx.ModelProto:
     node = helper.make_node("Attention", ["q", "k", "v", "", "past_k", "past_v"], [o.name for o in outputs])
     graph = helper.make_graph([node], "g", inputs, outputs)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+def file_of(nodes: Callable[[], tuple[list[onnx.NodeProto], dict[str, np.ndarray]]]) -> onnx.ModelProto:
+    """A file x (B, L, 64) -> y of these nodes and weights."""
+    made, weights = nodes()
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", "L", 64])
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(made, "g", [x], [y], tensors)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def in_bytes() -> tuple[list[onnx.NodeProto], dict[str, np.ndarray]]:
+    """A product as `quantize_dynamic` of ONNX Runtime writes it."""
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "step", "zero"]),
+        helper.make_node("MatMulInteger", ["q", "w", "zero", "w_zero"], ["sums"]),
+        helper.make_node("Cast", ["sums"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["step", "w_step"], ["steps"]),
+        helper.make_node("Mul", ["floats", "steps"], ["y"]),
+    ]
+    weight = (np.arange(64 * 48) % 251 - 125).astype(np.int8).reshape(64, 48)
+    return nodes, {"w": weight, "w_zero": np.zeros((), np.int8), "w_step": np.full((), 0.02, np.float32)}
+
+
+def in_blocks() -> tuple[list[onnx.NodeProto], dict[str, np.ndarray]]:
+    """A product with weights of four bits, with activations in eight."""
+    words = {"K": 64, "N": 48, "bits": 4, "block_size": 32, "accuracy_level": 4}
+    node = helper.make_node("MatMulNBits", ["x", "w", "scales"], ["y"], domain="com.microsoft", **words)
+    weight = (np.arange(48 * 2 * 16) % 256).astype(np.uint8).reshape(48, 2, 16)
+    return [node], {"w": weight, "scales": np.full((48, 2), 0.02, np.float32)}
+
+
+def recurrent() -> tuple[list[onnx.NodeProto], dict[str, np.ndarray]]:
+    arrays = {"w": np.full((1, 96, 64), 0.1, np.float32), "r": np.full((1, 96, 24), 0.1, np.float32)}
+    return [helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=24)], arrays
+
+
+def skinny() -> tuple[list[onnx.NodeProto], dict[str, np.ndarray]]:
+    """A row by all of x."""
+    nodes = [
+        helper.make_node("ReduceMax", ["x", "last"], ["row"], keepdims=1),
+        helper.make_node("Transpose", ["x"], ["turned"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["row", "turned"], ["y"]),
+    ]
+    return nodes, {"last": np.array([1])}
+
+
+FILES = {
+    "eight bits": ("x86-64-v4", in_bytes),
+    "four bits": ("sapphirerapids", in_blocks),
+    "four bits, elsewhere": ("cuda-sm80", in_blocks),
+    "recurrent": (EVERY, recurrent),
+    "a row by a matrix": (EVERY, skinny),
+}
 
 
 def exported(name: str, shape: tuple[int, int, int] = (2, 331, 128)) -> onnx.ModelProto:
