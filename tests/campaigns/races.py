@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mhsa_compile as mhsa
-from campaigns.same_code_artifacts import FALLBACKS, SPECS, Beside
+from campaigns.same_code_artifacts import FALLBACKS, FILES, SPECS, Beside, file_of
 from mhsa_compile import masks
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.verification import repeated_runs
@@ -93,7 +93,10 @@ def kernels() -> Iterator[Case]:
     for name, fields in of_plain_options.items():
         yield Case("kernels", name, mhsa.AttentionSpec(embed_dim=256, num_heads=8, **fields), {})
     plain = mhsa.AttentionSpec(embed_dim=256, num_heads=8)
-    yield Case("kernels", "eight bits", plain, {"weights": "int8"})
+    for name, word in (("eight bits", "int8"), ("four bits", "int4:zeros"), ("four bits, x", "int4:activations=float")):
+        yield Case("kernels", name, plain, {"weights": word})
+    for name, (_, nodes) in FILES.items():
+        yield Case("kernels", f"file: {name}", file_of(nodes), {"without_attention": "accept"})
     pattern = mhsa.AttentionSpec(embed_dim=256, num_heads=8, static_mask=masks.Longformer(window=64, global_tokens=1))
     yield Case("kernels", "static mask", pattern, {"dims": {"L": 331}}, (331,))
     for name in ("grouped heads, rope", "cache"):
