@@ -9,10 +9,13 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import helper
 from support.arm import runs
 from support.arm.runs import Refused, There
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -40,6 +43,29 @@ def test_a_cross_build_is_right_there(artifact: Artifact, there: There, record_p
     run = there.load(artifact)
     verdict = verify_run(artifact, run, cases=[{"B": 3, "L": 7}, {"B": 1, "L": 67}], self_checks=False)
     runs.note(record_property, "a causal block on neoverse-n1", *verdict.cases)
+    assert verdict.ok, verdict.worst
+
+
+def few_bits(bits: int) -> onnx.ModelProto:
+    """A product of weights of so many bits with zero points, that allows activations of eight."""
+    rng, words = np.random.default_rng(bits), {"K": 96, "N": 40, "bits": bits, "block_size": 32, "accuracy_level": 4}
+    arrays = {
+        "w": rng.integers(0, 256, (40, 3, 4 * bits), np.uint8),
+        "s": rng.random((40, 3), np.float32),
+        "z": rng.integers(0, 256, (40, -(-3 * bits // 8)), np.uint8),
+    }
+    node = helper.make_node("MatMulNBits", ["x", *arrays], ["y"], domain="com.microsoft", **words)
+    return model_of([node], {"x": ["B", "L", 96]}, {"y": ["B", "L", 40]}, arrays, domain="com.microsoft")
+
+
+@pytest.mark.arm
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_few_bits_are_right_there(bits: int, there: There, record_property) -> None:
+    """In SDOT, which takes signed bytes: those of eight bits lose 128 first."""
+    artifact = mhsa.compile(few_bits(bits), "aarch64-neoverse-n1", without_attention="accept")
+    assert [op.kernel for op in artifact.manifest.ops] == ["cpu.linear_of_blocks"]
+    verdict = verify_run(artifact, there.load(artifact), cases=[{"B": 1, "L": 1}, {"B": 3, "L": 7}], self_checks=False)
+    runs.note(record_property, f"weights of {bits} bits on neoverse-n1", *verdict.cases)
     assert verdict.ok, verdict.worst
 
 

@@ -241,8 +241,8 @@ def _round(layout: BlockLayout, x: Expr, rows: PackedRows, row: Expr, block: Exp
     if isinstance(rows, _RowsByBlocks):
         total = materialize(sum((sums[i] for i in range(1, layout.lanes)), start=sums[0]), "int32")
         store(rows.steps, [row, block], cell[0], 1)
-        factor = layout.lost - (0 if layout.zeros else layout.half)
-        store(rows.starts, [row, block], total * T.int32(factor), 1)
+        taken_off = (0 if layout.zeros else layout.half) - layout.lost  # of each number
+        store(rows.starts, [row, block], total * T.int32(-taken_off), 1)
         if rows.totals is not None:
             store(rows.totals, [row, block], T.cast(total, "float32"), 1)
 
