@@ -34,6 +34,7 @@ def product(K: int = 96, N: int = 40, *, gemm: bool = False) -> tuple[onnx.Model
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), weight
 
 
+@pytest.mark.thorough_but("int4-MatMul", "int4:block=16,zeros-Gemm")
 @pytest.mark.parametrize("gemm", [False, True], ids=["MatMul", "Gemm"])
 @pytest.mark.parametrize("word", WORDS)
 def test_products_of_a_file(word: str, gemm: bool) -> None:
@@ -48,6 +49,7 @@ def test_products_of_a_file(word: str, gemm: bool) -> None:
     np.testing.assert_allclose(y, expected.numpy(), rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
+@pytest.mark.thorough_but("int4")
 @pytest.mark.parametrize("word", ["int4", "int4:block=64,zeros"])
 def test_a_spec_is_verified_and_small(word: str, tmp_path) -> None:
     module = mhsa.MultiHeadAttention(SPEC)
@@ -65,6 +67,7 @@ def test_a_spec_is_verified_and_small(word: str, tmp_path) -> None:
     assert 1e-3 < np.linalg.norm(results[0] - exact) / np.linalg.norm(exact) < 0.15
 
 
+@pytest.mark.thorough
 def test_a_weight_of_two_products_is_stored_once() -> None:
     model, _ = product(K=96, N=96)
     del model.graph.node[:]

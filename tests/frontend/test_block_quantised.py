@@ -108,6 +108,7 @@ def test_products(bits: int, words: dict[str, Any]) -> None:
     check(model, x, 2e-3 if x.dtype == np.float16 else 2e-6)
 
 
+@pytest.mark.thorough_but("4", "zero points of floats")
 @pytest.mark.parametrize(
     ("words", "rounds"),
     [
