@@ -207,6 +207,7 @@ def test_what_is_not_understood_is_refused(model: onnx.ModelProto, message: str)
         ("z", np.zeros((40, 2), np.uint8), "'z' of 120 elements"),
         ("z", np.zeros((40, 5), np.float16), "'z' of uint8, or of the scales' float32, got float16"),
     ],
+    ids=["rows", "signed", "scales", "NaN", "zero points", "halves"],
 )
 def test_weights_that_do_not_fit_are_refused(name: str, array: np.ndarray, message: str) -> None:
     model = product(zeros="bytes")

@@ -15,6 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
+from mhsa_compile.integrations import torch_linear
+from mhsa_compile.nn.int4_blocks import in_blocks, rounded
+from mhsa_compile.spec.weight_words import Int4Weights
 from mhsa_compile.verification.error_budget import budget, max_error
 
 INPUTS, OUTPUTS = 263, 307
@@ -55,6 +58,50 @@ def test_a_linear(make: Callable[[], nn.Module]) -> None:
             if one.numel():
                 assert max_error(truth.numpy(), one.numpy()) <= budget(truth.numpy(), yardstick.numpy(), "float32")
     assert all(map(torch.equal, own, after))
+    assert "forward" not in vars(model[0])
+
+
+FORMS = {"int4": Int4Weights(), "int4:block=64,zeros,activations=float": Int4Weights(64, zeros=True, rounds_x=False)}
+
+
+@pytest.mark.parametrize("make", [linear, conv1d], ids=["linear", "Conv1D"])
+@pytest.mark.parametrize("word", FORMS)
+def test_a_linear_of_four_bits(word: str, make: Callable[[], nn.Module]) -> None:
+    """What four bits of the weights and eight of the inputs give; after an edit, and in a copy, too."""
+    model, x, form = nn.Sequential(make()).eval(), drawn(3, 7, INPUTS), FORMS[word]
+
+    def expected() -> Tensor:
+        weight = model[0].weight.detach()
+        rows = weight if isinstance(model[0], nn.Linear) else weight.T
+        stored = in_blocks(rows.contiguous(), form).floats(INPUTS)
+        return nn.functional.linear(rounded(x, form.block) if form.rounds_x else x, stored, model[0].bias)
+
+    with torch.no_grad():
+        report = mhsa.accelerate(model, linears=word)
+        for edit in (lambda: None, lambda: model[0].weight.mul_(2)):
+            edit()
+            for one in (model, copy.deepcopy(model)):
+                torch.testing.assert_close(one(x), expected(), atol=2e-4, rtol=0)
+        assert [row.replaced for row in report.linears] == [True] and report.calls == {}
+        mhsa.restore(model)
+        assert float((model(x) - expected()).abs().max()) > 1e-2  # a control: four bits are not the weights
+
+
+def test_a_linear_of_four_bits_that_computes_something_else_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(linear()).eval(), drawn(5, INPUTS)
+    with torch.no_grad():
+        own = model(x)
+        mhsa.accelerate(model, linears="int4")
+        monkeypatch.setattr(torch_linear, "rounded", lambda x, block: 1.1 * x)
+        with pytest.warns(UserWarning, match="a result is off by"):
+            torch.testing.assert_close(model(x), own)
+
+
+@pytest.mark.parametrize("word", ["int8", "int2", "int4:block=7", 4, None])
+def test_other_words_for_linears_are_refused(word: Any) -> None:
+    model = nn.Sequential(linear()).eval()
+    with pytest.raises(InputError):
+        mhsa.accelerate(model, linears=word)
     assert "forward" not in vars(model[0])
 
 
