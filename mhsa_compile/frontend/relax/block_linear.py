@@ -17,6 +17,9 @@ def block_linear(context: ImportContext, fused: FusedBlockLinear, parts: Sequenc
     """A linear of what its node takes (`FusedBlockLinear.parted`). Scales and zeros of a row may lie in an axis of
     their own."""
     (x,), numbers, scales, zeros, biases = parts
+    if len(dims(x)) == 1:
+        row = context.bb.emit(relax.op.reshape(x, [1, -1]))
+        return relax.op.reshape(block_linear(context, fused, [[row], *parts[1:]]), [-1])
     *rows, _ = dims(x)
     op = BlockLinearOp(
         rows=tuple(map(context.dim, rows)),
