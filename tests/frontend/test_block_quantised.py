@@ -134,7 +134,7 @@ def test_rows_of_other_ranks(rank: int) -> None:
     model, axes = product(accuracy_level=4), ["A", "B", "C"][: rank - 1]
     for value, size in ((model.graph.input[0], 72), (model.graph.output[0], 40)):
         value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [*axes, size]))
-    check(model, np.random.default_rng(0).standard_normal((2, 1, 3)[: rank - 1] + (72,)).astype(np.float32), 2e-6)
+    check(model, np.random.default_rng(0).standard_normal((*(2, 1, 3)[: rank - 1], 72)).astype(np.float32), 2e-6)
 
 
 def test_projections_of_one_input_lie_side_by_side() -> None:
