@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import onnx
 import pytest
@@ -47,6 +49,27 @@ def test_products_of_a_file(word: str, gemm: bool) -> None:
     expected = rows.double() @ in_blocks(weight, form).floats(96).double().T + torch.arange(40)
     y = mhsa.load(artifact)(x.numpy())
     np.testing.assert_allclose(y, expected.numpy(), rtol=0, atol=2e-6 * float(expected.abs().max()))
+
+
+def test_an_encoder_of_a_file_keeps_its_attention() -> None:
+    """Shapes behind products of few bits are known as before."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    free = ({0: "B", 1: "L"},)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            encoder, (torch.randn(2, 9, 64),), dynamo=True, opset_version=18, dynamic_shapes=free, verbose=False
+        )
+    assert program is not None
+    artifact = mhsa.compile(program.model_proto, weights="int4", check=True)
+    assert artifact.manifest.check is not None and artifact.manifest.check.against
+    kernels = [op.kernel for op in artifact.manifest.ops]
+    assert kernels.count("cpu.attention") == 2 and kernels.count("cpu.linear_of_blocks") == 8
+    x = torch.randn(3, 17, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = encoder(x).numpy()
+    assert 1e-3 < np.abs(mhsa.load(artifact)(x.numpy()) - exact).mean() < 0.2
 
 
 @pytest.mark.thorough_but("int4")

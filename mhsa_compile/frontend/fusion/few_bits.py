@@ -38,6 +38,8 @@ def with_int4_weights(model: onnx.ModelProto, form: Int4Weights) -> onnx.ModelPr
         words = {"K": K, "N": N, "bits": 4, "block_size": form.block, "accuracy_level": BYTES_LEVEL * form.rounds_x}
         name = linear.nodes[0].name or linear.output
         node = helper.make_node("MatMulNBits", inputs, [linear.output], name=name, domain=microsoft.DOMAIN, **words)
+        if (shape := graph.shape(linear.output)) is not None:  # nobody infers shapes through an operator of Microsoft's
+            rewriter.hint(linear.output, shape)
         rewriter.append(node)
         rewriter.place(linear.nodes[-1])
     result = rewriter.finished()
