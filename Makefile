@@ -20,7 +20,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-decoders bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-decoders accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -131,6 +131,9 @@ bench-models: $(STAMP)  ## Nine whole models of their real sizes, random weights
 
 bench-decoders: $(DECODERS)  ## A small decoder by format, prompts and tokens behind them, beside PyTorch and onnxruntime-genai: JSON and a table
 	@$(BIN)/python benchmarks/decoders.py --json build/decoders.json
+
+accuracy: $(STAMP)  ## What fewer bits cost a trained sentence encoder, beside ONNX Runtime's quantisers: a table; minutes
+	@$(BIN)/python benchmarks/accuracy.py --json build/accuracy.json
 
 bench-search-app: $(STAMP)  ## The search app under 16 clients for a minute: p50, p99, requests a second, errors, memory
 	@PYTHONPATH=examples $(BIN)/python -m search_app.load --json build/search_app.json
