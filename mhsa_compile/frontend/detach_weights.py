@@ -55,7 +55,7 @@ def is_many_bytes(tensor: onnx.TensorProto) -> bool:
 def stored_elements(tensor: onnx.TensorProto) -> int:
     """How many numbers a tensor of floats or bytes of a file holds, whatever its dims say."""
     if tensor.HasField("raw_data"):
-        return len(tensor.raw_data) // onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        return len(tensor.raw_data) // int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
     return len(tensor.float_data) or len(tensor.int32_data)
 
 
