@@ -129,6 +129,7 @@ def test_a_level_of_four_rounds_activations_as_onnx_runtime_does(words: dict[str
     assert np.array_equal(*results) is not rounds
 
 
+@pytest.mark.thorough_but("1")
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_rows_of_other_ranks(rank: int) -> None:
     model, axes = product(accuracy_level=4), ["A", "B", "C"][: rank - 1]

@@ -64,6 +64,7 @@ def test_a_linear(make: Callable[[], nn.Module]) -> None:
 FORMS = {"int4": Int4Weights(), "int4:block=64,zeros,activations=float": Int4Weights(64, zeros=True, rounds_x=False)}
 
 
+@pytest.mark.thorough_but("int4-linear", "*float-Conv1D")
 @pytest.mark.parametrize("make", [linear, conv1d], ids=["linear", "Conv1D"])
 @pytest.mark.parametrize("word", FORMS)
 def test_a_linear_of_four_bits(word: str, make: Callable[[], nn.Module]) -> None:
