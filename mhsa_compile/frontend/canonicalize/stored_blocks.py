@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from mhsa_compile.frontend.detach_weights import Tensors, is_large
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
-from mhsa_compile.frontend.reading.microsoft import DOMAIN
+from mhsa_compile.frontend.reading.microsoft import stored_products
 
 _MATRIX = "mhsa.blocks."
 """How the names of these matrices begin."""
@@ -23,8 +23,7 @@ _MATRIX = "mhsa.blocks."
 def hidden(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.NodeProto]]:
     """(the model with a MatMul for each such product, the products by the name of its matrix)."""
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    nodes = [node for node in model.graph.node if node.domain == DOMAIN and node.op_type == "MatMulNBits"]
-    products = {f"{_MATRIX}{node.output[0]}": node for node in nodes if {*node.input[1:]} <= {"", *weights}}
+    products = {f"{_MATRIX}{node.output[0]}": node for node in stored_products(model.graph.node, weights)}
     if not products:
         return model, {}
     matrices = {node.output[0]: name for name, node in products.items()}

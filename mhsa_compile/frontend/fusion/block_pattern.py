@@ -10,10 +10,7 @@ import onnx
 from mhsa_compile.frontend.fusion.fused_nodes import FusedBlockLinear
 from mhsa_compile.frontend.fusion.linear_pattern import Linear, with_bias
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
-from mhsa_compile.frontend.reading.microsoft import DOMAIN
-
-BYTES_LEVEL = 4
-"""The accuracy level at which activations may have eight bits."""
+from mhsa_compile.frontend.reading.microsoft import BYTES_LEVEL, stored_products
 
 
 @dataclass(kw_only=True)
@@ -52,8 +49,7 @@ class BlockLinear(Linear):
 
 def find_block_linears(graph: GraphView) -> dict[str, Linear]:
     """Every such product with a weight that is stored, by the name of its output."""
-    nodes = [node for node in graph.nodes if node.domain == DOMAIN and node.op_type == "MatMulNBits"]
-    linears = (_block_linear(graph, node) for node in nodes if {*node.input[1:]} <= {"", *graph.initializers})
+    linears = (_block_linear(graph, node) for node in stored_products(graph.nodes, graph.initializers))
     return {linear.output: linear for linear in linears}
 
 

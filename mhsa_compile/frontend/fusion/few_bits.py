@@ -9,9 +9,8 @@ from onnx import helper, numpy_helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.fusion.block_pattern import BYTES_LEVEL
 from mhsa_compile.frontend.fusion.linear_pattern import Linear, find_linears
-from mhsa_compile.frontend.onnx_graph import GraphView
+from mhsa_compile.frontend.onnx_graph import GraphView, add_import
 from mhsa_compile.frontend.reading import microsoft
 from mhsa_compile.nn.int4_blocks import in_blocks
 from mhsa_compile.spec.weight_words import Int4Weights
@@ -23,6 +22,7 @@ def with_int4_weights(model: onnx.ModelProto, form: Int4Weights) -> onnx.ModelPr
     Raises ModelError for a model without one, and for weights that are not finite.
     """
     rewriter, stored = Rewriter(model), dict[tuple[str, bool], list[str]]()
+    level = microsoft.BYTES_LEVEL if form.rounds_x else 0
     graph = rewriter.graph
     linears = [linear for linear in find_linears(graph).values() if linear.weight in graph.initializers]
     if not linears:
@@ -35,7 +35,7 @@ def with_int4_weights(model: onnx.ModelProto, form: Int4Weights) -> onnx.ModelPr
         inputs = [linear.x, numbers, scales, *(zeros or [""] * (linear.bias is not None))]
         inputs += ["", linear.bias] if linear.bias is not None else []
         (K, N) = _sizes(graph, linear)
-        words = {"K": K, "N": N, "bits": 4, "block_size": form.block, "accuracy_level": BYTES_LEVEL * form.rounds_x}
+        words = {"K": K, "N": N, "bits": 4, "block_size": form.block, "accuracy_level": level}
         name = linear.nodes[0].name or linear.output
         node = helper.make_node("MatMulNBits", inputs, [linear.output], name=name, domain=microsoft.DOMAIN, **words)
         if (shape := graph.shape(linear.output)) is not None:  # nobody infers shapes through an operator of Microsoft's
@@ -43,8 +43,7 @@ def with_int4_weights(model: onnx.ModelProto, form: Int4Weights) -> onnx.ModelPr
         rewriter.append(node)
         rewriter.place(linear.nodes[-1])
     result = rewriter.finished()
-    if all(entry.domain != microsoft.DOMAIN for entry in result.opset_import):
-        result.opset_import.append(helper.make_opsetid(microsoft.DOMAIN, 1))
+    add_import(result, microsoft.DOMAIN)
     return result
 
 

@@ -6,6 +6,7 @@ No schema of theirs is at hand: an attribute that stands in no row is refused, w
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import onnx
@@ -59,6 +60,15 @@ def _blocks(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
 
 STAYING = ("MatMulNBits",)
 """What may be left in a graph that is imported: fusion reads it as it is."""
+BYTES_LEVEL = 4
+"""The accuracy level of MatMulNBits at which activations may have eight bits."""
+
+
+def stored_products(nodes: Iterable[onnx.NodeProto], weights: Iterable[str]) -> list[onnx.NodeProto]:
+    """The MatMulNBits all of whose inputs but x are among these weights."""
+    stored = {"", *weights}
+    products = (node for node in nodes if node.domain == DOMAIN and node.op_type in STAYING)
+    return [node for node in products if stored.issuperset(node.input[1:])]
 
 
 MICROSOFT: dict[str, Row] = {

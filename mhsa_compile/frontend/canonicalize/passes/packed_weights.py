@@ -18,24 +18,27 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import attributes, is_standard
+from mhsa_compile.frontend.onnx_graph import add_import, attributes, is_standard
 from mhsa_compile.frontend.reading import microsoft
 from mhsa_compile.frontend.reading.standard import is_packed
 
 _BYTES = {TensorProto.INT4: np.int8, TensorProto.UINT4: np.uint8}
 _NUMBERS = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT8: 8, TensorProto.UINT8: 8}
 _SIGNED = (TensorProto.INT4, TensorProto.INT8)
-_LEAST_BLOCK, _OWN_BLOCK, _LEVEL = 16, 32, 4
-"""ONNX Runtime's least block, the one for weights without blocks, and its level of accuracy."""
+_LEAST_BLOCK, _OWN_BLOCK = 16, 32
+"""ONNX Runtime's least block, and the one for weights without blocks."""
 
 
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with such products as MatMulNBits, and with all else of them written out; itself where it has none."""
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    stored = {"", *weights}
+    nodes = [node for node in model.graph.node if is_standard(node, "DequantizeLinear")]
+    nodes = [node for node in nodes if stored.issuperset(node.input)]
+    if not nodes:
+        return model
     rewriter, bytes_of = Rewriter(model), dict[str, str]()
-    for node in model.graph.node:
-        if not is_standard(node, "DequantizeLinear") or not {name for name in node.input if name} <= weights.keys():
-            continue
+    for node in nodes:
         product = _product(rewriter, node, weights)
         if product is not None:
             _as_blocks(rewriter, product, node, weights)
@@ -44,8 +47,8 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
             _written_out(rewriter, node, weights, bytes_of)
             rewriter.place(node)
     result = rewriter.finished()
-    if result is not model and all(entry.domain != microsoft.DOMAIN for entry in result.opset_import):
-        result.opset_import.append(helper.make_opsetid(microsoft.DOMAIN, 1))
+    if result is not model:
+        add_import(result, microsoft.DOMAIN)
     return result
 
 
@@ -93,7 +96,7 @@ def _as_blocks(
     if zeros or not middle:
         points = spread(zeros).astype(np.int16) + middle if zeros else np.zeros((N, n), np.int16)
         operands.append(rewriter.constant(_packed(points, bits), hint=f"{zeros or tensor.name}_points"))
-    words = {"K": K, "N": N, "bits": bits, "block_size": block, "accuracy_level": _LEVEL}
+    words = {"K": K, "N": N, "bits": bits, "block_size": block, "accuracy_level": microsoft.BYTES_LEVEL}
     name = product.name or product.output[0]
     blocks = helper.make_node("MatMulNBits", operands, product.output, name=name, domain=microsoft.DOMAIN, **words)
     rewriter.append(blocks)
