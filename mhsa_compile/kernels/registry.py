@@ -10,6 +10,7 @@ from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.blocks import CpuBlockLinearKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
+from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
 from mhsa_compile.kernels.cpu.products.skinny import CpuSkinnyProductKernel
 from mhsa_compile.kernels.cpu.quantise import CpuQuantiseKernel
@@ -18,6 +19,7 @@ from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
+from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
 from mhsa_compile.kernels.cuda import cache, rope
 from mhsa_compile.kernels.cuda.attention import kernel as attention
 from mhsa_compile.kernels.cuda.attention_hopper import kernel as hopper
@@ -47,6 +49,7 @@ AnyKernel = (
 
 KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
+        CpuTileLinearKernel(),
         CpuLinearKernel(),
         CpuQuantisedLinearKernel(),
         CpuBlockLinearKernel(),
@@ -56,6 +59,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         CpuSoftmaxKernel(),
         CpuRecurrenceKernel(),
         CpuDecodeKernel(),
+        CpuTileAttentionKernel(),
         CpuAttentionKernel(),
         CpuSoftmaxStatsKernel(),
         CpuAttentionProbsKernel(),

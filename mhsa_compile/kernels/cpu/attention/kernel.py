@@ -150,7 +150,7 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, sparsity: C
 
             def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
                 """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
-                b, h = _entry_and_head(op, materialize(T.truncdiv(index, tiles)), batch)
+                b, h = entry_and_head(op, materialize(T.truncdiv(index, tiles)), batch)
                 tile_index, runs = tile_and_runs(op, materialize(T.truncmod(index, tiles)), tiles, h, views)
                 return b, h, materialize(tile_index * queries), runs
 
@@ -166,7 +166,7 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, sparsity: C
                 visibility = TileMask(operands, width, config["keys"], parts, lanes)
                 AttentionTile(products, visibility, profile, output).emit(shape, runs)
 
-            _by_width(op, lanes, queries, q_length - first_query, tile)
+            by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
 
 
@@ -174,7 +174,7 @@ def _unit(op: AttentionOp, profile: CpuProfile, key_tile: int) -> Unit:
     return unit_for(op, units(profile, op.dtype), key_tile, profile.vector_lanes("float32"))
 
 
-def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
+def entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
     """Heads of one entry come together; of entries with lengths of their own, the entries of one head: an equal share
     of the tasks is then nearly equal work."""
     if op.any_step("counts_keys"):
@@ -199,7 +199,7 @@ def tile_and_runs(
     return tile, Runs(first, end, runs, bits)
 
 
-def _by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Callable[[int], None]) -> None:
+def by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Callable[[int], None]) -> None:
     """The tile of `queries` rows, and for a last tile with half as many rows, or a quarter, one of its own."""
     half = queries // 2 // lanes * lanes
     # Where a known length never leaves half a tile or less, the code for it would be dead.
@@ -210,7 +210,7 @@ def _by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Calla
         with T.Then():
             tile(queries)
         with T.Else():
-            _by_width(op, lanes, half, rows, tile)
+            by_width(op, lanes, half, rows, tile)
 
 
 def _in_turn(turn: Expr, tiles: Expr) -> Expr:

@@ -126,6 +126,7 @@ def product_function(
     numbers: Callable[[], tuple[Expr, ...]] = lambda: (),
     rows: Callable[..., PackedRows] = prepared,
     product: type[Product] = Product,
+    deal: Callable[..., None] = tasks,
 ) -> Expr:
     """The PrimFunc (x, numbers..., packed..., operands...) -> y. `numbers` are what a call brings behind x; the rows of
     x are rows(layout, x (count, K), *numbers, count, size), which `product` multiplies."""
@@ -150,5 +151,5 @@ def product_function(
             lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
             result, *others = (flat(tensor, op.pitch) for tensor in (y, *operands))
             task = product(layout, factors, packed, result, columns, count, lines, others)
-            tasks(task, profile.hardware.cores, config)
+            deal(task, profile.hardware.cores, config)
     return builder.get()

@@ -1,0 +1,114 @@
+"""Attention on matrix tiles: every operation that the vector kernel takes in bfloat16, on a CPU that has them.
+
+First V^T of all heads goes into tiles, which all queries of a head share; then the tasks, as the vector kernel has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.ir import Expr
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.kernels.common.attention_args import attention_arguments
+from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
+from mhsa_compile.kernels.common.head_layout import head_view
+from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants
+from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
+from mhsa_compile.kernels.cpu.attention.kernel import (
+    CpuAttentionKernel,
+    by_width,
+    entry_and_head,
+    split_pairs,
+    tile_and_runs,
+)
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
+from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
+from mhsa_compile.kernels.cpu.score_parts import tile_parts
+from mhsa_compile.kernels.cpu.simd.vectors import materialize
+from mhsa_compile.kernels.cpu.tile_attention import powers
+from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
+from mhsa_compile.kernels.cpu.tile_attention.task import TileAttentionTask
+from mhsa_compile.kernels.cpu.tile_attention.values import FEATURES, KEYS, ValueTiles
+from mhsa_compile.kernels.cpu.units import tiles
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+
+class CpuTileAttentionKernel(CpuAttentionKernel):
+    """Tiled attention with an online softmax, its products on matrix tiles."""
+
+    name = "cpu.attention_on_tiles"
+
+    def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
+        if op.dtype != "bfloat16":
+            return f"bfloat16, not {op.dtype}"
+        if not tiles.BFLOAT16.is_on(profile):
+            return "a CPU with amx_bf16"
+        if op.head_dim % KEYS or op.v_head_dim % FEATURES:
+            return f"heads of a multiple of {KEYS} elements, not {op.head_dim} and {op.v_head_dim}"
+        if op.any_step("fades"):
+            return "no bias that is counted from an origin of each row"
+        return super().why_not(op, profile)
+
+    def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return {"queries": (16, 32), "keys": (64, 128, 192, 256, 512)}
+
+    def why_not_config(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
+        if reason := unknown_knobs(config, ("queries", "keys")):
+            return reason
+        if config["queries"] not in (16, 32) or config["keys"] % KEYS:
+            return f"queries 16 or 32, and keys a multiple of {KEYS}"
+        return None
+
+    def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
+        return {"queries": 32, "keys": 128}
+
+    def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
+        config = {**config, "key_tile": KEYS}
+        op, sparsity = split_pairs(op, profile, config)
+        return Emitted(_attention(op, config, sparsity), constants=plan_constants(sparsity))
+
+
+def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | None) -> Expr:
+    queries, unit = config["queries"], tiles.BFLOAT16
+    with prim_func("attention") as builder:
+        arguments = attention_arguments(op)
+        views = plan_arguments(sparsity)
+        y = arguments.output()
+        with unit.imported(), T.attr(0, "pragma_import_llvm", powers.TEXT):
+            values = ValueTiles.of(arguments)
+            batch, q_length = arguments.batch, arguments.q_length
+            count = materialize(ceil_div(q_length, queries))
+            total = materialize(batch * T.int64(op.num_heads) * count)
+            with T.parallel(total) as index:
+                tiles.configure()
+                b, h = entry_and_head(op, materialize(T.truncdiv(index, count)), batch)
+                g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+                number, runs = tile_and_runs(op, materialize(T.truncmod(index, count)), count, h, views)
+                first_query = materialize(number * queries)
+                operands = TaskOperands.of(arguments, b, h, first_query)
+                output = head_view(y, op.output, op.v_head_dim, b, h)
+                parts = tile_parts(arguments, b, h)
+
+                def tile(width: int) -> None:
+                    shape = {**config, "queries": width}
+                    visibility = AlignedMask(operands, width, config["keys"], parts, LANES)
+                    task = TileAttentionTask(operands, visibility, values, [b, g], unit, config["keys"])
+                    task.begin()
+                    KeyLoop(task, visibility, shape, Route(equal_blocks=True, begins_early=True), runs).emit()
+                    task.end(output)
+
+                by_width(op, LANES, queries, q_length - first_query, tile)
+                tiles.release()
+    return builder.get()
+
+
+class AlignedMask(TileMask):
+    """Chunks of keys begin at whole numbers of chunks, as those of the values do."""
+
+    def seen_by_any(self) -> tuple[Expr, Expr]:
+        first, end = super().seen_by_any()
+        return materialize(T.truncdiv(first, T.int64(KEYS)) * KEYS), end

@@ -1,0 +1,363 @@
+"""One task of attention on tiles: a head's 16 or 32 queries against all keys that they see, 32 keys a chunk.
+
+    for each block of keys, for each chunk of it:
+        S^T = K Q^T                          tiles, to scratch that is too small to be waited for
+        O^T += V^T P^T of the block before   a share of its features
+        P^T = 2^(S^T - m), l += sum P^T      vectors, down the columns: queries are lanes
+        where a sum shows that m is too low: m = the maximum, and what was summed up before shrinks
+
+Nothing looks for a maximum unless the sum of a chunk exceeds LIMIT: a prob of 2^13 is as exact as one of 1. A row that has
+seen nothing has m = -inf, and whatever it sees then shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tvm.ir import Expr
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.head_layout import HeadView
+from mhsa_compile.kernels.common.score_scale import score_factor
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup, VisitedBlock
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
+from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
+from mhsa_compile.kernels.cpu.formats.choice import load_wide
+from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    RegisterTile,
+    constant,
+    let,
+    load,
+    materialize,
+    scratch,
+    splat,
+    store,
+)
+from mhsa_compile.kernels.cpu.tile_attention import powers
+from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
+from mhsa_compile.kernels.cpu.tile_attention.values import KEYS, ValueTiles
+from mhsa_compile.kernels.cpu.units import tiles
+from mhsa_compile.kernels.cpu.units.tiles import Tiles
+
+LIMIT = float(1 << 13)
+_GROUP = 4  # rows of scores that are changed in registers
+_COUNT, _FIRST, _SIDE, _FRESH = range(4)
+
+
+class TileAttentionTask:
+    """Scratch is allocated where it is constructed: inside the loop over tasks, so per thread.
+
+    s (2 columns, PAGE / 4)        scores, a tile a row
+    p (2, chunks, columns, 256)    words of probs, of this block and of the one before
+    o (F / 16, columns, 256)       O^T in float32
+    """
+
+    def __init__(
+        self, operands: TaskOperands, visibility: TileMask, values: ValueTiles, place: list[Expr], unit: Tiles, keys: int
+    ) -> None:
+        op = operands.op
+        self.operands, self.op, self.visibility, self.values, self.unit = operands, op, visibility, values, unit
+        self.queries, self.columns = visibility.queries, len(visibility.columns)
+        self.place, self.chunks, self.features = place, keys // KEYS, op.v_head_dim // tiles.ROWS
+        self.q_t = scratch((op.head_dim // 2, self.queries), "int32")
+        self.s = scratch((2 * self.columns, tiles.PAGE // 4))
+        self.p = scratch((2, self.chunks, self.columns, 256), "int32")
+        self.o = scratch((self.features, self.columns, 256))
+        self.k = scratch((KEYS, op.head_dim), "uint16")
+        self.reference, self.row_sum, self.chunk_sum = (scratch((self.queries,)) for _ in range(3))
+        self.state = T.alloc_buffer((4,), "int64")
+        self.factor = score_factor(op)
+        self.changes = any(step.elementwise or step.cpu_tile is not None for step in op.scores)
+        """Whether scores are brought to units of log2, and changed, before they become probs."""
+
+    # ---- The task
+
+    def begin(self) -> None:
+        """Packs Q^T; rows have seen nothing, or nothing but their sink."""
+        op, query = self.op, self.operands.query
+
+        def read(row: Expr, step: Expr, count: int) -> Expr:
+            return T.reinterpret(
+                vectors.vector_type("int32", count), load(query.buffer, query.at(row, step * 2), 2 * count)
+            )
+
+        vectors.pack_transposed(
+            self.q_t, self.queries, op.head_dim // 2, LANES, self.operands.query_rows, read
+        )
+        self.visibility.prepare()
+        for first, lanes in self.visibility.columns:
+            at = [T.int64(first)]
+            nothing = constant(-math.inf, lanes)
+            total = reference = None
+            if (sink := self.visibility.sink((first, lanes))) is not None:
+                reference = materialize(sink, "float32", lanes)
+                total = T.Select(reference == nothing, constant(0.0, lanes), constant(1.0, lanes))
+            store(self.reference, at, nothing if reference is None else reference, lanes)
+            store(self.row_sum, at, constant(0.0, lanes) if total is None else total, lanes)
+        with T.serial(T.int64(self.features)) as feature:
+            for c in range(self.columns):
+                with T.serial(T.int64(tiles.ROWS)) as row:
+                    store(self.o, [feature, T.int64(c), row * LANES], constant(0.0, LANES), LANES)
+        for cell, value in ((_COUNT, 0), (_FIRST, 0), (_SIDE, 0), (_FRESH, 1)):
+            self._set(cell, T.int64(value))
+
+    def end(self, output: HeadView) -> None:
+        """Y = O / l, and zeros where a row saw nothing."""
+        self._add_pending(T.int64(0), T.int64(self.features))
+        rows = materialize(T.min(T.int64(self.queries), self.visibility.q_length - self.visibility.first_query))
+        for c, (first, lanes) in enumerate(self.visibility.columns):
+            total = let(load(self.row_sum, [T.int64(first)], lanes))
+            zero = constant(0.0, lanes)
+            inverse = let(T.Select(total == zero, zero, constant(1.0, lanes) / total))
+            with T.serial(T.int64(self.features // 2)) as pair:
+                words = []
+                for row in range(0, 32, 2):
+                    both = (
+                        load(self.o, [pair * 2 + r // 16, T.int64(c), T.int64(r % 16 * LANES)], LANES) * inverse
+                        for r in (row, row + 1)
+                    )
+                    words.append(let(powers.pairs(*both)))
+                for lane, line in enumerate(vectors.transpose(words)):
+                    with T.If(first + lane < rows), T.Then():
+                        index = output.at(self.visibility.first_query + first + lane, pair * 32)
+                        store(output.buffer, index, T.reinterpret("bfloat16x32", line), 32)
+
+    # ---- The visitor of keys
+
+    def begin_block(self) -> None:
+        pass
+
+    def add_group(self, group: KeyGroup) -> None:
+        """A chunk: its scores, a share of the block before, its probs."""
+        chunk = materialize(T.truncdiv(group.base, T.int64(KEYS)))
+        self._multiply_keys(group)
+        share = -(-self.features // self.chunks)
+        first = materialize(T.min(chunk * share, T.int64(self.features)))
+        self._add_pending(first, materialize(T.min(first + share, T.int64(self.features))))
+        changed = self.changes or group.hides
+        if changed:
+            self._change(group)
+        factor = 1.0 if changed else self.factor
+
+        def weigh() -> None:
+            self._weigh(chunk, factor)
+
+        fresh = self._get(_FRESH) != T.int64(0)
+        with T.If(T.Not(fresh)), T.Then():
+            weigh()
+        with T.If(fresh):
+            with T.Then():
+                self._raise(chunk, factor, weigh, fresh=True)
+            with T.Else():
+                with T.If(self._exceeds()), T.Then():
+                    self._raise(chunk, factor, weigh, fresh=False)
+        self._set(_FRESH, T.int64(0))
+        for first_lane, lanes in self.visibility.columns:
+            at = [T.int64(first_lane)]
+            store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.chunk_sum, at, lanes), lanes)
+
+    def end_block(self, block: VisitedBlock) -> None:
+        """What is left of the block before; this one waits in its place."""
+        share = -(-self.features // self.chunks)
+        done = materialize(T.min(block.groups * share, T.int64(self.features)))
+        self._add_pending(done, T.int64(self.features))
+        first = materialize(T.truncdiv(block.first_key, T.int64(KEYS)))
+        self._set(_COUNT, block.groups)
+        self._set(_FIRST, first)
+        self._set(_SIDE, T.int64(1) - self._get(_SIDE))
+        if block.hides is None:
+            return
+        with T.If(T.And(block.hides, self._holds_non_finite(first, block.groups))), T.Then():
+            self._add_visible(block)
+            self._set(_COUNT, T.int64(0))
+
+    # ---- Products
+
+    def _multiply_keys(self, group: KeyGroup) -> None:
+        """Scores of a chunk, in units of the products."""
+        op, key = self.op, self.operands.key
+        if group.hides:
+            # Rows that are not there are the last one again.
+            for r, row in enumerate(group.rows):
+                with T.serial(T.int64(op.head_dim // KEYS)) as part:
+                    elements = load(key.buffer, key.at(row, part * KEYS), KEYS)
+                    store(self.k, [T.int64(r), part * KEYS], T.reinterpret("uint16x32", elements), KEYS)
+        for tile in range(2 * self.columns):
+            tiles.zero(tile)
+        pitch = key.buffer.shape[-1]
+        for step in range(op.head_dim // self.unit.depth):
+
+            def left(r: int, step: int = step) -> None:
+                column = T.int64(step * self.unit.depth)
+                if group.hides:
+                    tiles.load_tile(4 + r, self.k, [T.int64(16 * r), column], op.head_dim)
+                else:
+                    tiles.load_tile(4 + r, key.buffer, key.at(group.rows[16 * r], column), pitch)
+
+            def right(c: int, step: int = step) -> None:
+                at = [T.int64(step * self.unit.steps), T.int64(16 * c)]
+                tiles.load_tile(6 + c, self.q_t, at, self.queries)
+
+            self._block(left, right)
+        for tile in range(2 * self.columns):
+            tiles.store_tile(tile, self.s, [T.int64(tile), T.int64(0)], LANES)
+
+    def _block(self, left: Callable[[int], None], right: Callable[[int], None], rows: int = 2) -> None:
+        """C[r, c] += A[r] B[c], tile 2 c + r."""
+        for r in range(rows):
+            left(r)
+        for c in range(self.columns):
+            right(c)
+            for r in range(rows):
+                self.unit.product(2 * c + r, 4 + r, 6 + c)
+
+    def _add_pending(self, first: Expr, end: Expr) -> None:
+        """O^T += V^T P^T of the block that waits, for features first .. end, in tiles of them."""
+        count, chunk, side = (materialize(self._get(cell)) for cell in (_COUNT, _FIRST, _SIDE))
+        with T.If(count > 0), T.Then(), T.serial(first, end) as feature:
+            for c in range(self.columns):
+                tiles.load_tile(2 * c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
+            with T.serial(count) as step:
+
+                def left(_: int) -> None:
+                    at = [*self.place, chunk + step, feature, T.int64(0), T.int64(0)]
+                    tiles.load_tile(4, self.values.tiles, at, KEYS)
+
+                def right(c: int) -> None:
+                    tiles.load_tile(6 + c, self.p, [side, step, T.int64(c), T.int64(0)], LANES)
+
+                self._block(left, right, 1)
+            for c in range(self.columns):
+                tiles.store_tile(2 * c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
+
+    # ---- Scores and probs
+
+    def _score(self, row: Expr, r: int, c: int) -> list[Expr]:
+        """Where the scores of key 16 r + row are, for a column of queries."""
+        return [T.int64(2 * c + r), row * LANES]
+
+    def _change(self, group: KeyGroup) -> None:
+        """Scores in units of log2, after all steps."""
+        for r in range(2):
+            with T.serial(T.int64(tiles.ROWS // _GROUP)) as part:
+                rows = [materialize(part * _GROUP + i) for i in range(_GROUP)]
+                tile = RegisterTile(_GROUP, self.visibility.columns)
+                tile.each(
+                    lambda i, c: load(self.s, self._score(rows[i], r, c), LANES) * constant(self.factor, LANES)
+                )
+                keys = [materialize(T.min(group.first_key + 16 * r + row, self.visibility.kv_length - 1)) for row in rows]
+                base = group.base + 16 * r
+                self.visibility.score(tile, keys, materialize(base + rows[0]))
+                if group.hides:
+                    tile.each(
+                        lambda i, c: self.visibility.hide(
+                            tile.get(i, c), base + rows[i], group.first_key + 16 * r + rows[i], tile.columns[c]
+                        )
+                    )
+                for i in range(_GROUP):
+                    for c in range(self.columns):
+                        store(self.s, self._score(rows[i], r, c), tile.get(i, c), LANES)
+
+    def _scores(self, row: Expr, r: int, c: int, factor: float) -> Expr:
+        score = load(self.s, self._score(row, r, c), LANES)
+        return score if factor == 1.0 else score * constant(factor, LANES)
+
+    def _weigh(self, chunk: Expr, factor: float) -> None:
+        """P^T = 2^(S^T - m) of a chunk, and its sums."""
+        sums = RegisterTile(1, self.visibility.columns)
+        sums.fill(0.0)
+        references = [let(load(self.reference, [T.int64(first)], lanes)) for first, lanes in self.visibility.columns]
+        side = materialize(T.int64(1) - self._get(_SIDE))
+        for r in range(2):
+            with T.serial(T.int64(tiles.ROWS // 4)) as part:
+                for pair in range(2):
+                    for c in range(self.columns):
+                        probs = []
+                        for half in range(2):
+                            row = part * 4 + 2 * pair + half
+                            score = self._scores(row, r, c, factor)
+                            probs.append(let(powers.exp2(let(score - references[c]))))
+                        sums.set(0, c, sums.get(0, c) + (probs[0] + probs[1]))
+                        at = [side, chunk, T.int64(c), (part * 2 + (8 * r + pair)) * LANES]
+                        store(self.p, at, powers.positive_pairs(*probs), LANES)
+        for c, (first, lanes) in enumerate(self.visibility.columns):
+            store(self.chunk_sum, [T.int64(first)], sums.get(0, c), lanes)
+
+    def _exceeds(self) -> Expr:
+        """Whether the chunk's sum of any row is too large, or none."""
+        beyond = None
+        for first, lanes in self.visibility.columns:
+            total = load(self.chunk_sum, [T.int64(first)], lanes)
+            own = T.Not(total <= constant(LIMIT, lanes))
+            beyond = own if beyond is None else T.Or(beyond, own)
+        return vectors.any_lane(beyond, LANES)
+
+    def _raise(self, chunk: Expr, factor: float, weigh: Callable[[], None], *, fresh: bool) -> None:
+        """Makes the largest score of each row that exceeds its reference the new one, brings all sums so far to its
+        measure, and weighs the chunk anew."""
+        side = self._get(_SIDE)
+        for c, (first, lanes) in enumerate(self.visibility.columns):
+            at = [T.int64(first)]
+            top = RegisterTile(1, [(0, lanes)])
+            top.fill(-math.inf)
+            for r in range(2):
+                with T.serial(T.int64(tiles.ROWS)) as row:
+                    score = let(self._scores(row, r, c, factor))
+                    top.set(0, 0, T.Select(score > top.get(0, 0), score, top.get(0, 0)))
+            largest = let(top.get(0, 0))
+            old = materialize(load(self.reference, at, lanes), "float32", lanes)
+            new = materialize(T.Select(largest > old, largest, old), "float32", lanes)
+            store(self.reference, at, new, lanes)
+            if fresh and self.visibility.sink((first, lanes)) is None:
+                continue  # nothing was summed up
+            unset = T.Or(old == new, old == constant(-math.inf, lanes))
+            fall = T.Select(unset, constant(1.0, lanes), powers.exp2(let(old - new)))
+            shrink = materialize(fall, "float32", lanes)
+            store(self.row_sum, at, load(self.row_sum, at, lanes) * shrink, lanes)
+            with T.serial(T.int64(self.features)) as feature, T.serial(T.int64(tiles.ROWS)) as row:
+                place = [feature, T.int64(c), row * LANES]
+                store(self.o, place, load(self.o, place, LANES) * shrink, LANES)
+            for number, count in ((side, self._get(_COUNT)), (T.int64(1) - side, chunk)):
+                with T.serial(count) as earlier, T.serial(T.int64(tiles.ROWS)) as row:
+                    place = [number, earlier, T.int64(c), row * LANES]
+                    words = let(load(self.p, place, LANES))
+                    store(self.p, place, powers.pairs(*(half * shrink for half in powers.halves(words))), LANES)
+        # A row that has still seen nothing has scores of -inf alone: of any finite reference its probs are zeros.
+        nothing = [T.int64(0)]
+        kept = RegisterTile(1, self.visibility.columns)
+        for c, (first, lanes) in enumerate(self.visibility.columns):
+            reference = let(load(self.reference, [T.int64(first)], lanes))
+            kept.set(0, c, reference)
+            value = T.Select(reference == constant(-math.inf, lanes), constant(0.0, lanes), reference)
+            store(self.reference, [T.int64(first)], value, lanes)
+        del nothing
+        weigh()
+        for c, (first, lanes) in enumerate(self.visibility.columns):
+            store(self.reference, [T.int64(first)], kept.get(0, c), lanes)
+
+    # ---- Values that are not finite
+
+    def _holds_non_finite(self, first: Expr, count: Expr) -> Expr:
+        cell = T.alloc_buffer((1,), "int32")
+        store(cell, [T.int64(0)], T.int32(0), 1)
+        with T.serial(count) as i:
+            store(cell, [T.int64(0)], cell[0] | self.values.flags[(*self.place, first + i)], 1)
+        return cell[0] != T.int32(0)
+
+    def _add_visible(self, block: VisitedBlock) -> None:
+        """O^T += V^T P^T of the keys that each row sees: what the others hold must not matter. Rare, so plain."""
+        side = materialize(self._get(_SIDE))
+        with T.serial(T.int64(self.queries)) as lane, T.serial(block.count) as row:
+            c, q = materialize(T.truncdiv(lane, T.int64(LANES))), materialize(T.truncmod(lane, T.int64(LANES)))
+            with T.If(self.visibility.sees(lane, row, block.first_key + row)), T.Then():
+                pair = T.truncdiv(T.truncmod(row, T.int64(KEYS)), T.int64(2))
+                word = self.p[side, T.truncdiv(row, T.int64(KEYS)), c, pair * LANES + q]
+                bits = T.Select(T.truncmod(row, T.int64(2)) == 0, word << T.int32(16), word & T.int32(-65536))
+                prob = let(T.reinterpret("float32", bits))
+                value = self.operands.value
+                with T.serial(T.int64(self.features)) as feature, T.serial(T.int64(tiles.ROWS)) as f:
+                    at = [feature, c, f * LANES + q]
+                    element = load_wide(value.buffer, value.at(block.first_key + row, feature * tiles.ROWS + f), 1)
+                    store(self.o, at, self.o[tuple(at)] + prob * element, 1)

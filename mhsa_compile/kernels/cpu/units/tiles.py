@@ -1,0 +1,176 @@
+"""Matrix tiles (AMX): eight registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
+
+    C (16, 16) += A (16, K) B (K, 16)        K = 32 of bfloat16, 64 of bytes; C float32 or int32
+
+A lies row by row as it is in memory, at any pitch. A row of B's tile has for each column a word: `group` neighbours along
+K. The numbers of tiles are immediates, so each has a function of its own, inlined from a few lines of LLVM IR.
+
+What the eight look like is state of a thread: each task writes it (`ldtilecfg`) and leaves none behind. LLVM does not know
+which tiles live: between a load and its last use nothing may be called. It takes every one of these instructions for one
+that reads and writes memory, so they stay in the order of the program.
+
+Order of the sums, bfloat16: two chains of 16 fused multiply-adds, over even and over odd terms, their sum, then C; to
+nearest even, denormals are zero. Source: Intel SDM, TDPBF16PS; the permission to use tiles: hardware/tile_permission.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.ir import Expr
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+from mhsa_compile.kernels.cpu.units.unit import Unit
+
+ROWS, ROW_BYTES = 16, 64
+LEFT, RIGHT = 6, 7
+"""Where a tile of A and one of B are, beside six of C: a tile that is loaded anew gets other registers while products of
+the one before still wait."""
+SUMS = range(6)
+PAGE = 4096
+"""Bytes. A load waits for a store before it whose address ends in the same 12 bits: what sums are stored to should end in
+few."""
+
+
+@dataclass(frozen=True)
+class Tiles(Unit):
+    """A product of tiles: `instruction`, and the tile's own feature beside `feature`. Steps are words, `steps` of them a
+    tile."""
+
+    instruction: str = ""
+    left: str = ""
+
+    steps = 16
+
+    def is_on(self, profile: CpuProfile) -> bool:
+        return "amx_tile" in profile.hardware.features and super().is_on(profile)
+
+    @property
+    def word(self) -> str:
+        return "int32"
+
+    @property
+    def depth(self) -> int:
+        """Terms along K of one tile."""
+        return self.steps * self.group
+
+    def imported(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = T.attr(0, "pragma_import_llvm", _text())
+        return context
+
+    def product(self, c: int, a: int, b: int) -> None:
+        """Tile c += a b."""
+        _call(f"{self.instruction}_{c}_{a}_{b}")
+
+    def add_block(
+        self, rows: int, columns: int, load_left: Callable[[int], None], load_right: Callable[[int], None]
+    ) -> None:
+        """C[r, c] += A[r] B[c], of `rows` by `columns` tiles, C[r, c] being tile r + rows c. Every other column goes from
+        the last row to the first, and begins with the row that is loaded."""
+        order = range(rows)
+        row = None
+        for column in range(columns):
+            load_right(column)
+            for row_of_column in order if column % 2 == 0 else reversed(order):
+                if row != row_of_column:
+                    load_left(row_of_column)
+                row = row_of_column
+                self.product(row + rows * column, LEFT, RIGHT)
+
+
+def configure(rows: Expr | None = None) -> None:
+    """Gives a thread's tiles their shapes, from here to `release`: 16 rows of 64 bytes, fewer of A and C if `rows` are."""
+    state = T.alloc_buffer((64,), "uint8")
+    block = [1] + [0] * 63  # the palette, then the first row
+    for tile in range(8):
+        block[16 + 2 * tile], block[48 + tile] = ROW_BYTES, ROWS
+    for at, byte in enumerate(block):
+        T.buffer_store(state, T.uint8(byte), [T.int64(at)])
+    for tile in () if rows is None else (*SUMS, LEFT):
+        T.buffer_store(state, T.cast(rows, "uint8"), [T.int64(48 + tile)])
+    _call("ldtilecfg", T.address_of(state[T.int64(0)]))
+
+
+def release() -> None:
+    _call("tilerelease")
+
+
+def zero(tile: int) -> None:
+    _call(f"tilezero_{tile}")
+
+
+def load_tile(tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int) -> None:
+    """Rows of 64 bytes from an element on, `pitch` elements apart."""
+    _move("tileloadd", tile, buffer, index, pitch)
+
+
+def store_tile(tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int) -> None:
+    _move("tilestored", tile, buffer, index, pitch)
+
+
+def narrowed(value: Expr) -> Expr:
+    """Sixteen float32 as bfloat16, to nearest even, denormals as zero: as the unit takes and leaves them."""
+    return T.reinterpret("bfloat16x16", T.call_pure_extern("uint16x16", "mhsa_tile_narrowed", value))
+
+
+def _move(function: str, tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int) -> None:
+    stride = pitch * DTYPE_BYTES[str(buffer.dtype)]
+    stride = T.int64(stride) if isinstance(stride, int) else stride
+    _call(f"{function}_{tile}", T.address_of(buffer[tuple(index)]), stride)
+
+
+def _call(name: str, *arguments: Expr) -> None:
+    T.evaluate(T.call_extern("void", f"mhsa_{name}", *arguments))
+
+
+_PRODUCTS = ("tdpbf16ps", "tdpbssd", "tdpbusd", "tdpbsud", "tdpbuud")
+
+
+def _text() -> str:
+    """A function for each instruction and tile."""
+    inlined = "alwaysinline nounwind"
+    lines = [
+        "declare void @llvm.x86.ldtilecfg(ptr)",
+        "declare void @llvm.x86.tilerelease()",
+        "declare void @llvm.x86.tilezero(i8 immarg)",
+        "declare void @llvm.x86.tileloadd64(i8 immarg, ptr, i64)",
+        "declare void @llvm.x86.tilestored64(i8 immarg, ptr, i64)",
+        f"define void @mhsa_ldtilecfg(ptr %p) {inlined} {{ call void @llvm.x86.ldtilecfg(ptr %p) ret void }}",
+        f"define void @mhsa_tilerelease() {inlined} {{ call void @llvm.x86.tilerelease() ret void }}",
+    ]
+    for t in range(8):
+        lines += [
+            f"define void @mhsa_tilezero_{t}() {inlined} {{ call void @llvm.x86.tilezero(i8 {t}) ret void }}",
+            *(
+                f"define void @mhsa_{move}_{t}(ptr %p, i64 %s) {inlined} "
+                f"{{ call void @llvm.x86.{move}64(i8 {t}, ptr %p, i64 %s) ret void }}"
+                for move in ("tileloadd", "tilestored")
+            ),
+        ]
+    for product in _PRODUCTS:
+        lines.append(f"declare void @llvm.x86.{product}(i8 immarg, i8 immarg, i8 immarg)")
+        for c, a, b in itertools.product(SUMS, (LEFT,), (RIGHT,)):
+            lines.append(
+                f"define void @mhsa_{product}_{c}_{a}_{b}() {inlined} "
+                f"{{ call void @llvm.x86.{product}(i8 {c}, i8 {a}, i8 {b}) ret void }}"
+            )
+    return "\n".join(lines) + _NARROWED
+
+
+_NARROWED = """
+declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
+define <16 x i16> @mhsa_tile_narrowed(<16 x float> %x) alwaysinline nounwind memory(none) {
+  %r = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %x)
+  %b = bitcast <16 x bfloat> %r to <16 x i16>
+  ret <16 x i16> %b
+}
+"""
+
+
+BFLOAT16 = Tiles("bfloat16", "float32", 16, 2, feature="amx_bf16", instruction="tdpbf16ps")
