@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.files.input_files import text_or_nothing
-from mhsa_compile.hardware import arm_cpu, cpuid, microarchitecture
+from mhsa_compile.hardware import arm_cpu, cpuid, microarchitecture, tile_permission
 from mhsa_compile.hardware.arm_cpu import Core
 from mhsa_compile.hardware.cpuid import CpuId
 
@@ -40,6 +40,20 @@ def cpu_features(root: Path = ROOT) -> frozenset[str]:
     """Features as /proc/cpuinfo names them: avx2, avx512f, fma (x86); asimd, asimddp (ARM); v, zvfh (RISC-V).
     None where nobody tells."""
     return _features_of_proc(root)[0]
+
+
+def usable_features(root: Path = ROOT) -> frozenset[str]:
+    """The features that code of this process may use: those of the CPU, without tiles (AMX) where the system refuses
+    them to it. Where `root` is this machine's, it is asked for the permission."""
+    present = cpu_features(root)
+    if tile_permission.TILES in present and (root != ROOT or not tile_permission.refusal()):
+        return present
+    return present - tiles(present)
+
+
+def tiles(features: frozenset[str]) -> frozenset[str]:
+    """Those features of a CPU that are of its matrix tiles."""
+    return frozenset(feature for feature in features if feature.startswith("amx"))
 
 
 def features_from(root: Path = ROOT) -> str:

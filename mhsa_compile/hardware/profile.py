@@ -30,7 +30,14 @@ _X86_LEVELS = (  # (LLVM's name, what it needs, vector bits, vector registers), 
 )
 # Narrow products that kernels ask for, on top of a level: as /proc/cpuinfo and as LLVM names them.
 _DOTS = {
-    "x86-64-v4": {"avx512_bf16": "+avx512bf16", "avx512_vnni": "+avx512vnni"},
+    "x86-64-v4": {
+        "amx_bf16": "+amx-bf16",
+        "amx_fp16": "+amx-fp16",
+        "amx_int8": "+amx-int8",
+        "amx_tile": "+amx-tile",
+        "avx512_bf16": "+avx512bf16",
+        "avx512_vnni": "+avx512vnni",
+    },
     "x86-64-v3": {"avx_vnni": "+avxvnni"},
     "generic": {"asimddp": "+dotprod", "bf16": "+bf16", "i8mm": "+i8mm"},  # aarch64
 }
@@ -266,8 +273,8 @@ def load_cpu_profile(name_or_path: str | Path, what: str) -> CpuProfile:
 
 def detect(root: Path = host.ROOT) -> CpuProfile:
     """The profile of this machine: code for the highest common level it has, so the artifact runs on its equals too,
-    and for the narrow products that it has beyond that."""
-    architecture, present = host.architecture(), host.cpu_features(root)
+    and for the narrow products that it has beyond that, tiles where the system grants them to this process."""
+    architecture, present = host.architecture(), host.usable_features(root)
     mcpu, features, vector_bits, vector_registers = _level(architecture, present)
     dots = {feature: flag for feature, flag in _DOTS.get(mcpu, {}).items() if feature in present}
     glibc = ".2.17" if architecture in ("x86_64", "aarch64") else ""  # the oldest that both ship; others began later

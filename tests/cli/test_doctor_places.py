@@ -14,7 +14,7 @@ from support.records_made import DEVICE, made
 from mhsa_compile.cli.commands import doctor
 from mhsa_compile.cli.commands.doctor import Finding
 from mhsa_compile.files import proc, user_folders
-from mhsa_compile.hardware import cpuid, data_paths, host
+from mhsa_compile.hardware import cpuid, data_paths, host, tile_permission
 from mhsa_compile.records import record_files
 
 
@@ -44,6 +44,22 @@ def test_who_tells_of_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(host, "_cpuinfo", lambda root: iter([{}]))
     finding = by_name(doctor._cpu)["CPU features"]
     assert finding.status == "fail" and "nobody tells" in finding.found and "Mount /proc" in finding.advice
+
+
+def test_the_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "zen4")
+    assert by_name(doctor._cpu)["matrix unit"] == Finding("matrix unit", "ok", "none: no tiles (AMX)")
+    pretend(monkeypatch, "sapphirerapids")
+    monkeypatch.setattr(tile_permission, "refusal", lambda: "")
+    granted = by_name(doctor._cpu)["matrix unit"]
+    assert granted.status == "ok" and granted.found == "amx_tile; the permission is granted; native has all of them"
+    monkeypatch.setattr(tile_permission, "refusal", lambda: "a sandbox forbids it")
+    refused = by_name(doctor._cpu)["matrix unit"]
+    assert refused.status == "warn" and refused.found == "amx_tile, refused to this process: a sandbox forbids it"
+    assert "native is compiled without tiles" in refused.advice
+    pretend(monkeypatch, "sapphirerapids", saved_state=0b111 | 0b11 << 17)  # no AVX-512: a level without tiles
+    monkeypatch.setattr(tile_permission, "refusal", lambda: "")
+    assert by_name(doctor._cpu)["matrix unit"].found.endswith("native has none of them")
 
 
 def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:

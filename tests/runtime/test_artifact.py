@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.files.opened_once import OpenFolder
-from mhsa_compile.hardware import host
+from mhsa_compile.hardware import host, tile_permission
 from mhsa_compile.hardware.profile import CpuProfile, Hardware, Link, TargetProfile, TvmTarget, load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_loops
+from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, Manifest, OpReport, TensorInfo
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.semantics import BandMeaning, Semantics
@@ -346,6 +346,46 @@ def test_check_cpu_says_what_does_not_fit(saved: Artifact, target: TargetProfile
     other = replace(saved.manifest, target=target)
     with pytest.raises(ArtifactError, match=message):
         check_cpu(other)
+
+
+@pytest.fixture
+def for_tiles(saved: Artifact, monkeypatch: pytest.MonkeyPatch) -> Manifest:
+    """A manifest whose code has tiles, on a machine of its own."""
+    target = load_profile("sapphirerapids")
+    monkeypatch.setattr(host, "architecture", lambda: "x86_64")
+    monkeypatch.setattr(host, "cpu_features", lambda root=host.ROOT: frozenset(target.hardware.features))
+    return replace(saved.manifest, target=target)
+
+
+def test_tiles_are_asked_for_before_code_with_them_runs(for_tiles: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(tile_permission, "refusal", lambda: asked.append(1) or "")
+    check_cpu(for_tiles)
+    assert asked == [1]
+    check_features({"avx2"})
+    assert asked == [1]
+
+
+def test_refused_tiles_have_their_reason_and_another_target(
+    for_tiles: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_permission, "refusal", lambda: "a sandbox forbids it")
+    expected = (
+        r"artifact: expected a process that may use matrix tiles \(amx_tile\), as it was compiled for them, got one "
+        r"that may not: a sandbox forbids it\. Or compile it without them: --target x86-64-v4, or native"
+    )
+    with pytest.raises(ArtifactError, match=expected):
+        check_cpu(for_tiles)
+
+
+def test_a_cpu_without_tiles_is_not_asked_for_the_permission(
+    for_tiles: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v4 = frozenset(load_profile("x86-64-v4").hardware.features)
+    monkeypatch.setattr(host, "cpu_features", lambda root=host.ROOT: v4)
+    monkeypatch.setattr(tile_permission, "refusal", lambda: pytest.fail("asked"))
+    with pytest.raises(ArtifactError, match=r"without amx_bf16 amx_int8 amx_tile .*Compile it for this machine"):
+        check_cpu(for_tiles)
 
 
 BY_TVM = OpReport("fallback_0", "softmax", "tvm", {}, "fallback", "no kernel claims it")

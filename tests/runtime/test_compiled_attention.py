@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from support import refused_tiles
+from support.this_cpu import with_tiles
 from support.tiny_artifact import MASK, W, X, Y, assert_right, draw, make, read_only, reference
 
 import mhsa_compile as mhsa
@@ -119,6 +121,16 @@ def test_nothing_is_mapped_that_does_not_fit_this_cpu(artifact: Artifact, tmp_pa
     other = Artifact.assemble(tmp_path / "other", msgspec.structs.replace(artifact.manifest, target=target))
     with pytest.raises(ArtifactError, match="without time_travel"):
         load(other)
+
+
+@with_tiles
+def test_code_with_tiles_is_not_mapped_where_a_sandbox_refuses_them(artifact: Artifact) -> None:
+    """Of a real system: elsewhere the answers are made up."""
+    refused_tiles.require()
+    program = "import sys, mhsa_compile\ntry: mhsa_compile.load(sys.argv[1])\nexcept ValueError as error: print(error)"
+    words = refused_tiles.command("EPERM", sys.executable, "-c", program, artifact.path)
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert "expected a process that may use matrix tiles" in done.stdout and "a sandbox" in done.stdout, done.stderr
 
 
 def test_load_checks_the_hashes_again(artifact: Artifact, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,9 @@ import pytest
 from fuzz import file_mutations, files_cpp
 from fuzz.file_mutations import Case
 from safetensors.numpy import load_file, save_file
-from support import tiny_artifact
+from support import refused_tiles, tiny_artifact
 from support.hostile_tensors import HOSTILE
+from support.this_cpu import with_tiles
 
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MANIFEST, MODULE, WEIGHTS
@@ -209,6 +211,26 @@ def test_code_for_another_cpu_behind_a_manifest_that_hides_it(program: Program, 
     artifact = tiny_artifact.make(tmp_path / "tiny", hidden=("telepathy",))
     (said,) = program.said(("--artifact", artifact.path))
     assert "as it was compiled for one" not in said and "got one without telepathy. Compile it for this machine" in said
+
+
+@with_tiles
+@pytest.mark.parametrize("hidden", [False, True])
+def test_refused_tiles_have_their_reason(program: Program, tmp_path: Path, hidden: bool) -> None:
+    """Also behind a manifest that hides them: the code itself says so."""
+    refused_tiles.require()
+    folder = program.artifact.path
+    if hidden:
+        tree = msgspec.to_builtins(program.artifact.manifest)
+        features = tree["target"]["hardware"]["features"]
+        tree["target"]["hardware"]["features"] = [word for word in features if not word.startswith("amx")]
+        folder = program.changed(tmp_path / "changed", manifest=file_mutations.resealed(tree))
+    case = Case("", ("--artifact", str(folder), "--repeat", "1", "--threads", "2"))
+    assert files_cpp.ends(program.harness, [case], tmp_path) == [("exit 0", "")]
+    harness = tmp_path / "harness"
+    harness.write_text(f'#!/bin/sh\nexec {shlex.join(refused_tiles.command("EPERM", program.harness))} "$@"\n')
+    harness.chmod(0o755)
+    ((status, said),) = files_cpp.ends(harness, [case], tmp_path)
+    assert status == "exit 2" and "got one that may not: a sandbox keeps" in said and "--target x86-64-v4" in said
 
 
 def test_masks_are_held_against_the_call_as_in_python(program: Program, tmp_path: Path) -> None:

@@ -17,16 +17,21 @@ from mhsa_compile.hardware.profile import detect
 
 # LLVM's features of arithmetic and vectors, where /proc/cpuinfo names them otherwise; the rest keep their name.
 CPUINFO = {
-    "amx-bf16": "amx_bf16", "amx-int8": "amx_int8", "amx-tile": "amx_tile", "avx512bf16": "avx512_bf16",
-    "avx512bitalg": "avx512_bitalg", "avx512fp16": "avx512_fp16", "avx512vbmi2": "avx512_vbmi2",
-    "avx512vnni": "avx512_vnni", "avx512vpopcntdq": "avx512_vpopcntdq", "avxvnni": "avx_vnni", "bmi": "bmi1",
-    "lzcnt": "abm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2", "bf16": "bf16", "dotprod": "asimddp",
+    "amx-bf16": "amx_bf16", "amx-fp16": "amx_fp16", "amx-int8": "amx_int8", "amx-tile": "amx_tile",
+    "avx512bf16": "avx512_bf16", "avx512bitalg": "avx512_bitalg", "avx512fp16": "avx512_fp16",
+    "avx512vbmi2": "avx512_vbmi2", "avx512vnni": "avx512_vnni", "avx512vpopcntdq": "avx512_vpopcntdq",
+    "avxvnni": "avx_vnni", "bmi": "bmi1", "lzcnt": "abm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2",
+    "bf16": "bf16", "dotprod": "asimddp",
     "fp16fml": "asimdfhm", "fullfp16": "asimdhp", "i8mm": "i8mm", "lse": "atomics", "neon": "asimd", "rdm": "asimdrdm",
     "fp-armv8": "fp", "sve": "sve", "sve2": "sve2", "sha3": "sha3", "jsconv": "jscvt", "complxnum": "fcma",
     "rcpc": "lrcpc", "rcpc-immo": "ilrcpc", "lse2": "uscat", "crc": "crc32", "flagm": "flagm",
 } | {same: same for same in ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512ifma", "avx512vbmi",
      "avx512vl", "bmi2", "cx16", "f16c", "fma", "gfni", "movbe", "popcnt", "sse4a", "ssse3", "xsave")}  # fmt: skip
 _LLVM = {name: feature for feature, name in CPUINFO.items()}
+
+with_tiles = pytest.mark.skipif(
+    "amx_tile" not in host.usable_features(), reason="this CPU has no matrix tiles, or the system grants none"
+)
 
 
 def attributes(features: tuple[str, ...]) -> tuple[str, ...]:
@@ -46,7 +51,7 @@ def lacking(config: Mapping[str, Any], root: Path = host.ROOT) -> str | None:
         features = {
             CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO
         }
-    missing = features - host.cpu_features(root)
+    missing = features - host.usable_features(root)
     return f"this CPU lacks {' '.join(sorted(missing))}" if missing else None
 
 

@@ -194,7 +194,7 @@ def test_what_serve_refuses(arguments: list[str], said: str) -> None:
 def test_an_emulator_with_the_hosts_cpuinfo_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rpc_server.this_device().emulated
     monkeypatch.setattr(rpc_server.host, "architecture", lambda: "aarch64")
-    monkeypatch.setattr(rpc_server.host, "cpu_features", lambda: frozenset({"sse2", "avx2"}))
+    monkeypatch.setattr(rpc_server.host, "cpu_features", lambda root=rpc_server.host.ROOT: frozenset({"sse2", "avx2"}))
     assert rpc_server.this_device().emulated
 
 

@@ -16,10 +16,11 @@ import pytest
 import tvm
 from support import measured
 from support.attention_ops import attention_of
+from support.pretended_cpu import pretend
 
 from mhsa_compile.errors import DeviceError
-from mhsa_compile.hardware import host
-from mhsa_compile.hardware.profile import detect
+from mhsa_compile.hardware import host, tile_permission
+from mhsa_compile.hardware.profile import detect, load_profile
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import HeadLayout, WindowSpec
@@ -41,7 +42,7 @@ def session() -> Iterator[Session]:
 
 def test_the_child_says_what_it_is(session: Session) -> None:
     assert (session.threads, session.device.architecture) == (1, host.architecture())
-    assert set(session.device.features) == host.cpu_features()
+    assert set(session.device.features) == host.usable_features()
 
 
 def test_right_candidates_are_timed_in_the_same_rounds(session: Session) -> None:
@@ -133,6 +134,15 @@ def test_a_device_must_have_what_the_code_uses() -> None:
         sessions.require(msgspec.structs.replace(board, architecture="sparc"), isa)
     with pytest.raises(DeviceError, match=f"got one without {isa.features[0]}"):
         sessions.require(msgspec.structs.replace(board, features=isa.features[1:]), isa)
+
+
+def test_a_device_that_refuses_tiles_does_not_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "sapphirerapids")
+    monkeypatch.setattr(tile_permission, "refusal", lambda: "a sandbox")
+    device, needs = rpc_server.this_device(), isa_of(load_profile("sapphirerapids"))
+    assert "avx512f" in device.features and "amx_tile" not in device.features
+    with pytest.raises(DeviceError, match=r"amx_tile.* `mhsa doctor` there says why it has no tiles"):
+        sessions.require(device, needs)
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import InstallationError, MhsaError
 from mhsa_compile.files import proc, user_folders
 from mhsa_compile.files.room import size_limit, without_room
-from mhsa_compile.hardware import data_paths, environment, host, zig
+from mhsa_compile.hardware import data_paths, environment, host, tile_permission, zig
 
 if TYPE_CHECKING:
     from mhsa_compile.hardware.profile import CpuProfile
@@ -103,6 +103,7 @@ def _cpu() -> Iterator[Finding]:
     advice = "Nobody tells which CPU this is: only records that were tuned here serve it." if untold else ""
     yield Finding("CPU", "warn" if untold else "ok", f"{host.cpu_model()} ({host.architecture()}), {name}", advice)
     yield _features(native)
+    yield _matrix_unit(native)
     yield Finding("caches", "ok", f"L1d {hardware.l1d_kib} KiB, L2 {hardware.l2_kib} KiB")
     cpus, present = host.allowed_cpus(), os.cpu_count() or 1
     yield Finding("CPUs", "ok", f"{cpus} allowed of {present}: the threads a call gets by default")
@@ -127,6 +128,20 @@ def _features(native: CpuProfile) -> Finding:
         advice = "No AVX2: it works, slowly. In a virtual machine, ask for the host's CPU model."
         return Finding("CPU features", "warn", summary, advice)
     return Finding("CPU features", "ok", summary)
+
+
+def _matrix_unit(native: CpuProfile) -> Finding:
+    """Which products of tiles there are, whether this process may use them, and what `native` makes of that. To have
+    none is no fault."""
+    present = sorted(host.tiles(host.cpu_features()))
+    if not present:
+        return Finding("matrix unit", "ok", "none: no tiles (AMX)")
+    if reason := tile_permission.refusal():
+        advice = f"Until then --target native is compiled without tiles, as {tile_permission.WITHOUT_TILES} is."
+        return Finding("matrix unit", "warn", f"{' '.join(present)}, refused to this process: {reason}", advice)
+    chosen = sorted(host.tiles(frozenset(native.hardware.features)))
+    uses = f"native has {'all' if chosen == present else ' '.join(chosen) or 'none'} of them"
+    return Finding("matrix unit", "ok", f"{' '.join(present)}; the permission is granted; {uses}")
 
 
 def _gpus() -> Iterator[Finding]:

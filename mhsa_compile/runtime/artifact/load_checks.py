@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mhsa_compile.errors import ArtifactError
-from mhsa_compile.hardware import host
+from mhsa_compile.hardware import host, tile_permission
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MODEL, Manifest
 
@@ -43,9 +43,11 @@ def check_cpu(manifest: Manifest) -> None:
 
 
 def check_features(features: set[str]) -> None:
-    """Raises ArtifactError unless this CPU has them."""
+    """Raises ArtifactError unless this CPU has them, and lets this process use them: tiles are asked for."""
     present = host.cpu_features()
     if not (missing := features - present):
+        if tile_permission.TILES in features:
+            _check_tiles()
         return
     expected = f"a CPU with {' '.join(sorted(features))}, as it was compiled for one"
     if not present:
@@ -61,3 +63,14 @@ def check_features(features: set[str]) -> None:
         f"{host.cpu_model()} without {' '.join(sorted(missing))}, as {host.features_from()} says",
         "Compile it for this machine: --target native here, or elsewhere another of `mhsa targets`.",
     )
+
+
+def _check_tiles() -> None:
+    if reason := tile_permission.refusal():
+        raise ArtifactError(
+            "artifact",
+            f"a process that may use matrix tiles ({tile_permission.TILES}), as it was compiled for them",
+            f"one that may not: {reason}",
+            f"Or compile it without them: --target {tile_permission.WITHOUT_TILES}, or native, which leaves them out "
+            "where they are refused.",
+        )

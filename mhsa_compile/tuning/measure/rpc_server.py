@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from mhsa_compile.errors import DeviceError, InstallationError
-from mhsa_compile.hardware import environment, host
+from mhsa_compile.hardware import environment, host, tile_permission
 from mhsa_compile.records.device import Device, GpuDevice
 from mhsa_compile.runtime import cuda_devices, tvm_runtime
 from mhsa_compile.tuning.measure.ready_connections import ReadyConnections
@@ -58,7 +58,7 @@ def this_device(emulated: bool = False, *, gpu: bool = False) -> Device:
         l1d_kib=host.cache_kib(1),
         l2_kib=host.cache_kib(2),
         emulated=emulated or host.is_emulated(),
-        features=tuple(sorted(host.cpu_features())),
+        features=tuple(sorted(host.usable_features())),
         gpu=_gpu() if gpu else None,
         microarchitecture=host.microarchitecture_name(),
     )
@@ -182,6 +182,7 @@ def _load(threads: int, emulated: bool) -> None:
     os.environ[environment.RUNTIME_ALONE] = "1"
     os.environ["TVM_NUM_THREADS"] = str(threads)  # of our pool, too
     runtime = tvm_runtime.start()
+    tile_permission.refusal()  # asks; forks inherit what is granted, and who gets none says so in `mhsa.device`
     import multiprocessing
 
     multiprocessing.set_start_method("fork", force=True)  # connections inherit what is registered here

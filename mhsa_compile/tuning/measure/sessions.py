@@ -95,7 +95,8 @@ def require(device: Device, isa: Isa) -> None:
         raise DeviceError(f"device {device.cpu!r}", f"one of {isa.architecture}", device.architecture, hint)
     if missing := sorted(set(isa.features) - set(device.features)):
         expected = f"one with {' '.join(sorted(isa.features))}"
-        hint = "Choose a target without them, or another device."
+        why = " `mhsa doctor` there says why it has no tiles." if host.tiles(frozenset(missing)) else ""
+        hint = f"Choose a target without them, or another device.{why}"
         raise DeviceError(f"device {device.cpu!r}", expected, f"one without {' '.join(missing)}", hint)
 
 

@@ -14,6 +14,7 @@
 #include "json.h"
 #include "sha256.h"
 #include "tensors.h"
+#include "tile_permission.h"
 
 namespace mhsa {
 
@@ -81,12 +82,14 @@ struct Manifest {
     check_cpu(all["target"]);
   }
 
-  // Refuses code for a CPU with features that this one lacks, words with spaces between.
+  // Refuses code for a CPU with features that this one lacks, words with spaces between, and code with tiles where the
+  // system refuses them to this process: they are asked for.
   static void check_features(const std::string& needed) {
     const std::set<std::string> present = cpu_features();
     std::istringstream words(needed);
     std::string missing;
-    for (std::string feature; words >> feature;)
+    bool has_tiles = false;
+    for (std::string feature; words >> feature; has_tiles |= feature == kTileFeature)
       if (!present.count(feature)) missing += " " + feature;
     if (!missing.empty() && present.empty())
       throw Error("artifact", "a CPU with" + needed, "one of which nobody tells what it has: /proc/cpuinfo cannot be read",
@@ -94,6 +97,9 @@ struct Manifest {
     if (!missing.empty())
       throw Error("artifact", "a CPU with" + needed, "one without" + missing,
                   "Compile it for this machine: --target, see `mhsa targets`.");
+    if (const std::string reason = has_tiles ? tile_refusal() : ""; !reason.empty())
+      throw Error("artifact", std::string("a process that may use matrix tiles (") + kTileFeature + "), as it was compiled for them",
+                  "one that may not: " + reason, std::string("Or compile it without them: --target ") + kWithoutTiles + ".");
   }
 
  private:
