@@ -28,13 +28,18 @@ TERM_PRODUCTS: dict[Float32Products, tuple[tuple[int, int], ...]] = {
     "bf16": _SIX[:1],
 }
 """Of each word that has terms, which term of the left factor meets which of the right one."""
-FRACTION_BITS: dict[Float32Products, int] = {"ieee": 23, "bf16x6": 23, "bf16x3": 15, "bf16": 7}
+FACTOR_BITS: dict[Float32Products, int] = {"ieee": 23, "bf16x6": 23, "bf16x3": 15, "bf16": 7}
 """Those that a factor keeps."""
 
 
 def is_coarse(word: Float32Products) -> bool:
     """Whether products are less exact than float32's, so that they have an error budget of their own."""
-    return FRACTION_BITS[word] < FRACTION_BITS["ieee"]
+    return FACTOR_BITS[word] < FACTOR_BITS["ieee"]
+
+
+def coarsest(*words: Float32Products) -> Float32Products:
+    """The least exact of some words; of none, "ieee"."""
+    return min(words, key=lambda word: FACTOR_BITS[word], default="ieee")
 
 
 def float32_request(word: object) -> Float32Request:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import SizeVars, argument
 from mhsa_compile.kernels.common.op_args import weight_arguments
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
@@ -17,18 +16,14 @@ from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products
 WORDS: tuple[Float32Products, ...] = ("bf16x6", "bf16x3", "bf16")
 
 
-def has_unit(profile: CpuProfile) -> bool:
-    """Whether a target is one of those that have the unit here."""
-    return profile.vector_lanes("float32") == 16
-
-
 class Offers:
-    """The answers of a kernel that makes products by terms where a target has the unit."""
+    """The answers of a kernel that makes products by terms where a target has the unit: where its vectors have so many
+    lanes."""
 
-    words, exact = WORDS, WORDS[:1]
+    words, exact, lanes = WORDS, WORDS[:1], 16
 
     def float32_products(self, op, profile):
-        return self.words if has_unit(profile) else ()
+        return self.words if profile.vector_lanes("float32") == self.lanes else ()
 
     def exact_products(self, op, profile):
         return self.exact
@@ -43,7 +38,7 @@ class TermLinear(Offers, Fixed):
     def why_not(self, op, profile):
         if op.float32_products == "ieee":
             return "it is for terms"
-        plain = op.dtype == "float32" and not op.int8_weights and op.epilogue is None and len(op.rows) == 2
+        plain = op.dtype == "float32" and not op.int8_weights and op.epilogue is None
         return None if plain else "it is for plain linears"
 
     def emit(self, op, profile, config):
@@ -56,25 +51,25 @@ class OfferingAttention(Offers, CpuAttentionKernel):
 
 def _term_linear(op):
     dim, zero = SizeVars(), [T.int64(0)]
-    batch, length = map(dim, op.rows)
+    rows = [dim(size) for size in op.rows]
     pairs = TERM_PRODUCTS[op.float32_products]
     with IRBuilder() as builder, T.prim_func():
         T.func_name("term_linear")
         T.func_attr({"tirx.noalias": True})
-        x = argument("x", [batch, length, T.int64(op.in_features)], op.dtype)
+        x = argument("x", [*rows, T.int64(op.in_features)], op.dtype)
         weights, biases = weight_arguments(op)
-        y = argument("y", [batch, length, T.int64(op.pitch)], op.dtype)
+        y = argument("y", [*rows, T.int64(op.pitch)], op.dtype)
         first = 0
         for n, (width, weight, bias) in enumerate(zip(op.widths, weights, biases, strict=True)):
-            with T.serial(batch) as b, T.serial(length) as i, T.serial(T.int64(width)) as o:
+            with T.grid(*rows, T.int64(width)) as (*row, o):
                 total = T.alloc_buffer((1,), "float64")
                 store(total, zero, T.float64(0) if bias is None else T.cast(bias[o], "float64"), 1)
                 with T.serial(T.int64(op.in_features)) as k:
                     w = weight[k, o] if op.transposed[n] else weight[o, k]
-                    left, right = _terms(x[b, i, k]), _terms(w)
+                    left, right = _terms(x[*row, k]), _terms(w)
                     product = sum(T.cast(left[p], "float64") * T.cast(right[q], "float64") for p, q in pairs)
                     store(total, zero, total[0] + product, 1)
-                store(y, [b, i, o + first], T.cast(total[0], "float32"), 1)
+                store(y, [*row, o + first], T.cast(total[0], "float32"), 1)
             first += width
     return builder.get()
 

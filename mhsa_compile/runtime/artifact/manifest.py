@@ -16,7 +16,7 @@ from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import LARGEST
-from mhsa_compile.spec.float32_products import FRACTION_BITS, Float32Products, Float32Request
+from mhsa_compile.spec.float32_products import Float32Products, Float32Request, coarsest
 from mhsa_compile.spec.semantics import Semantics
 
 FORMAT_VERSION = 6
@@ -204,7 +204,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def coarsest_products(self) -> Float32Products:
         """How the least exact of the operations multiplies float32: what the error budget goes by."""
-        return min((op.float32_products for op in self.ops), key=lambda word: FRACTION_BITS[word], default="ieee")
+        return coarsest(*(op.float32_products for op in self.ops))
+
+    @property
+    def kinds_by_terms(self) -> frozenset[str]:
+        """The kinds of operations of which some multiply float32 by bfloat16 terms, at another rate than float32's."""
+        return frozenset(op.op for op in self.ops if op.float32_products != "ieee")
 
     def float32_outcome(self) -> str:
         """What became of `float32_products`, where operations got other than IEEE's or other than was asked for; ""
