@@ -61,8 +61,8 @@ class BackendOptions:
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> BackendOptions:
         """Raises InputError."""
-        same = ("target", "threads", "check", "float32_products")
-        fields = {**dict(zip(same, same, strict=True)), "strict": "is_strict"}
+        words = ("target", "threads", "strict", "check", "float32_products")
+        fields = {word: "is_strict" if word == "strict" else word for word in words}
         if unknown := sorted(options.keys() - fields.keys()):
             raise InputError("options", f"any of {', '.join(fields)}", ", ".join(unknown))
         float32_request(options.get("float32_products", "auto"))
