@@ -100,7 +100,7 @@ class CallTable:
 
     def float32_outcomes(self) -> dict[str, int]:
         """What became of `float32_products` -> of how many artifacts, where there is something to say."""
-        outcomes = Counter(compiled.manifest.float32_outcome() for compiled in self._loaded.values())
+        outcomes = Counter(compiled.manifest.float32_outcome() for compiled in list(self._loaded.values()))
         return {outcome: number for outcome, number in outcomes.items() if outcome}
 
     def get(self, call: AttentionCall, *, one_query: bool, causal: bool, windowed: bool) -> CompiledAttention:

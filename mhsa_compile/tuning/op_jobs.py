@@ -29,7 +29,7 @@ from mhsa_compile.nn.score_features import EagerScoring
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
-from mhsa_compile.verification.oracle.rounded_factors import rounded_factors
+from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
 
 ROWS = 64
 """Rows of the output that are checked; the first and the last are among them."""
@@ -102,7 +102,7 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
         return to_numpy(torch.cat(results, dim=-1))
 
     expected = product(torch.float64, False)
-    with rounded_factors(op.float32_products):
+    with products_by_terms(op.float32_products):
         yardstick = product(to_torch(x).dtype, op.int8_weights)
     most = budget(expected, yardstick, op.dtype)
     places = checked_rows[:, None] * op.pitch + np.arange(N)
@@ -150,7 +150,7 @@ class _AttentionJob:
             return to_numpy(attend(operands[0], operands[1], operands[2], scoring, op.scale))
 
         expected = at(torch.float64)
-        with rounded_factors(op.float32_products):
+        with products_by_terms(op.float32_products):
             yardstick = at(to_torch(q[:1, :1, :1]).dtype)
         shape, places = self._places(entries, rows)
         return MeasureJob(

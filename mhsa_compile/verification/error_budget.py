@@ -18,7 +18,7 @@ def budget(expected: np.ndarray, eager_output: np.ndarray, dtype: str) -> float:
     """Largest error allowed: twice that of PyTorch's eager attention, plus one rounding step of the largest output.
 
     The one place that decides. `expected` is the oracle's, `eager_output` has dtype `dtype`, of products that are made
-    as the code's in question: float32's by bfloat16 terms err by what their factors lose (`rounded_factors`).
+    as the code's in question: float32's by bfloat16 terms err by what these lose (`products_by_terms`).
     Non-finite values are left to `max_error`. Whole numbers are exact.
     """
     if dtype not in FRACTION_BITS:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Precision:
     """int8_weights      products with weights are of eight bits, as `product_in_int8` makes them
-    float32_products  how products of float32 are made: of "bf16x3" and "bf16" the factors keep what their terms hold
+    float32_products  how products of float32 are made: "bf16x3" and "bf16" are less exact than the dtype
     """
 
     int8_weights: bool = False

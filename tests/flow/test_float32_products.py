@@ -49,6 +49,7 @@ def as_ieee(artifact: Artifact) -> Artifact:
     return replace(artifact, manifest=msgspec.structs.replace(artifact.manifest, ops=ops))
 
 
+@pytest.mark.thorough_but("bf16")
 @pytest.mark.parametrize("word", ["bf16x6", "bf16x3", "bf16"])
 def test_verify_allows_what_was_chosen_and_no_more(word: str) -> None:
     artifact = mhsa.compile(SPEC, float32_products=word)
@@ -69,6 +70,7 @@ def product() -> onnx.ModelProto:
     return model_of([node], {"x": (kind, ["R", 64])}, {"y": (kind, ["R", 40])}, {"w": weight})
 
 
+@pytest.mark.thorough_but("bf16x3")
 @pytest.mark.parametrize("word", ["bf16x3", "bf16"])
 def test_the_proof_of_a_file_goes_by_the_choice(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"float32_products": word, "without_attention": "accept", "check": True}

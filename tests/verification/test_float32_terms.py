@@ -15,7 +15,7 @@ from support.onnx_models import model_of
 from mhsa_compile.spec.float32_products import FACTOR_BITS, TERM_PRODUCTS, coarsest, is_coarse
 from mhsa_compile.verification.error_budget import budget, coarse_budget, max_error
 from mhsa_compile.verification.oracle.float32_terms import factor_of_terms, products_of_terms, split_terms, term_count
-from mhsa_compile.verification.oracle.rounded_factors import rounded_factors
+from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
 from mhsa_compile.verification.precision import Precision
 from mhsa_compile.verification.verify import eager, oracle
 
@@ -83,9 +83,9 @@ def test_words_by_their_bits():
     assert coarse_budget(ones, "float16", "bf16x3") == coarse_budget(ones, "float16")
 
 
-def test_products_of_torch_have_rounded_factors():
+def test_products_of_torch_are_made_by_terms():
     x, w = torch.randn(5, 64), torch.randn(7, 64)
-    with rounded_factors("bf16"):
+    with products_by_terms("bf16"):
         results = [x @ w.T, torch.matmul(x, w.T), torch.nn.functional.linear(x, w), torch.mm(x, w.T)]
         wide = x.double() @ w.double().T
     expected = x.bfloat16().double() @ w.bfloat16().double().T
@@ -93,7 +93,10 @@ def test_products_of_torch_have_rounded_factors():
         assert y.dtype == torch.float32 and float((y - expected).abs().max()) < 1e-5
     assert torch.equal(wide, x.double() @ w.double().T)
     assert not torch.equal(results[0], x @ w.T)
-    with rounded_factors("bf16x6"):
+    with products_by_terms("bf16x3"):
+        three = torch.nn.functional.linear(x, w, torch.ones(7))
+    assert np.abs(three.numpy() - 1 - products_of_terms(x.numpy(), w.T.numpy(), "bf16x3")).max() < 1e-5
+    with products_by_terms("bf16x6"):
         assert torch.equal(x @ w.T, torch.matmul(x, w.T))
 
 
@@ -140,7 +143,7 @@ def test_products_by_terms_are_within_their_budget(word, draw, K):
     """The oracle's, summed in float32 as well: the budget has room for both, and float32's has not."""
     a, b = (np.float32(getattr(RNG, draw)(shape)) for shape in ((48, K), (K, 48)))
     exact, actual = a.astype(np.float64) @ b.astype(np.float64), np.float32(products_of_terms(a, b, word))
-    with rounded_factors(word):
+    with products_by_terms(word):
         yardstick = (torch.tensor(a) @ torch.tensor(b)).numpy()
     assert max_error(exact, actual) <= budget(exact, yardstick, "float32")
     assert max_error(exact, actual) > budget(exact, a @ b, "float32") or (draw, word) == ("random", "bf16x3")

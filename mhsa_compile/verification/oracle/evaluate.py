@@ -127,20 +127,20 @@ class Reference:
         return list(self._exact.run(None, self._feeds(inputs)))
 
     def _run_rounded(self, inputs: Arrays) -> list[Any]:
-        from mhsa_compile.verification.oracle.rounded_factors import rounded_factors
+        from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
 
-        with rounded_factors(self.precision.float32_products):
+        with products_by_terms(self.precision.float32_products):
             return list(self._rounded.run(None, dict(inputs)))
 
     @cached_property
     def _rounded(self) -> ReferenceEvaluator:
         from mhsa_compile.verification.oracle.eager_operators import eager_operators  # PyTorch takes a second to load
-        from mhsa_compile.verification.oracle.rounded_factors import operators_with_rounded_factors
+        from mhsa_compile.verification.oracle.products_by_terms import operators_by_terms
 
         own = (*REPAIRED, *RECURRENT, RoundedMatMulNBits, *quantised_operators(self.model))
         operators = [*own, *eager_operators(self.precision.int8_weights)]
         word = self.precision.float32_products
-        return ReferenceEvaluator(self.model, new_ops=operators_with_rounded_factors(self.model, operators, word))
+        return ReferenceEvaluator(self.model, new_ops=operators_by_terms(self.model, operators, word))
 
 
 def _digest(inputs: Arrays) -> str:

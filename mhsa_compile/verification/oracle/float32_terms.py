@@ -29,20 +29,18 @@ def split_terms(x: np.ndarray, count: int) -> list[np.ndarray]:
 
 def products_of_terms(a: np.ndarray, b: np.ndarray, word: Float32Products) -> np.ndarray:
     """a (..., M, K) times b (..., K, N), float32, with the products that a word has; sums are float64."""
-    if word == "ieee":
-        return _product(a, b)
-    pairs = TERM_PRODUCTS[word]
+    pairs = [(a, b)] if word == "ieee" else term_factors(a, b, word)
+    with np.errstate(invalid="ignore", over="ignore"):
+        products = [np.matmul(left.astype(np.float64), right.astype(np.float64)) for left, right in pairs]
+        return np.asarray(sum(products))
+
+
+def term_factors(a: np.ndarray, b: np.ndarray, word: Float32Products) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The factors, by terms, of the products whose sum is that of a and b; that of the first terms comes first."""
     left, right = (split_terms(x, term_count(word)) for x in (a, b))
     numbers = [np.where(np.isfinite(terms[0]), terms[0], 0) for terms in (left, right)]
-    with np.errstate(invalid="ignore", over="ignore"):
-        total = _product(left[0], right[0])
-        for i, j in pairs[1:]:
-            total += _product(left[i] if i else numbers[0], right[j] if j else numbers[1])
-    return total
-
-
-def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.asarray(np.matmul(a.astype(np.float64), b.astype(np.float64)))
+    lower = [(left[i] if i else numbers[0], right[j] if j else numbers[1]) for i, j in TERM_PRODUCTS[word][1:]]
+    return [(left[0], right[0]), *lower]
 
 
 def term_count(word: Float32Products) -> int:

@@ -1,8 +1,9 @@
-"""Evaluations whose products have factors that keep what a word of `float32_products` keeps: the yardstick of code that
-is less exact than float32 by its user's choice.
+"""Evaluations whose products of float32 are made by bfloat16 terms: the yardstick of code that is less exact than
+float32 by its user's choice.
 
-Sums stay float32 or wider, so a yardstick errs by both, as a kernel by terms does: by what its factors lose, and by
-what its sums lose. Products of lower terms that "bf16x3" leaves out add 8 % to that, which the budget's doubling holds.
+PyTorch's products are those of a word's terms; operators that NumPy evaluates have factors that keep what their terms
+hold, which is "bf16" itself, and of "bf16x3" a quarter too exact: the budget's doubling has room for that. Sums stay
+float32, so that a yardstick errs by both, as kernels do: by what its factors lose, and by what its sums lose.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.spec.float32_products import Float32Products, is_coarse
-from mhsa_compile.verification.oracle.float32_terms import factor_of_terms
+from mhsa_compile.verification.oracle.float32_terms import factor_of_terms, term_factors
 
-_PRODUCTS = (torch.matmul, torch.mm, torch.bmm, torch.nn.functional.linear)
+_PRODUCTS = (Tensor.matmul, torch.matmul, torch.mm, torch.bmm, torch.nn.functional.linear)
 _FACTORS: dict[str, Sequence[int] | None] = {
     "Conv": (0, 1), "DFT": (0,), "Einsum": None, "GRU": (0, 1), "LSTM": (0, 1), "MatMulNBits": (0,), "RNN": (0, 1),
     "STFT": (0, 2),
@@ -31,31 +32,31 @@ _FACTORS: dict[str, Sequence[int] | None] = {
 """Operators that NumPy evaluates and whose products kernels compute, and the places of their factors: None is all."""
 
 
-def rounded_factors(word: Float32Products) -> AbstractContextManager[object]:
-    """Within it, PyTorch's products of float32 round their factors so; of a word as exact as float32 nothing."""
-    return _RoundedFactors(word) if is_coarse(word) else nullcontext()
+def products_by_terms(word: Float32Products) -> AbstractContextManager[object]:
+    """Within it, PyTorch's products of float32 are those of a word; its own, where that is as exact as float32."""
+    return _ProductsByTerms(word) if is_coarse(word) else nullcontext()
 
 
-class _RoundedFactors(TorchFunctionMode):
+class _ProductsByTerms(TorchFunctionMode):
     def __init__(self, word: Float32Products) -> None:
         super().__init__()
         self._word = word
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS or getattr(func, "__name__", "") in ("matmul", "__matmul__", "__rmatmul__"):
-            args = (*(self._kept(factor) for factor in args[:2]), *args[2:])
-        return func(*args, **(kwargs or {}))
+        if func not in _PRODUCTS or any(factor.dtype != torch.float32 for factor in args[:2]):
+            return func(*args, **(kwargs or {}))
+        a, b, *bias = args
+        (first, *others) = term_factors(to_numpy(a), to_numpy(b), self._word)
+        total = func(*map(to_torch, first), *bias, **(kwargs or {}))
+        for pair in others:
+            total = total + func(*map(to_torch, pair))
+        return total
 
-    def _kept(self, factor: Tensor) -> Tensor:
-        if factor.dtype != torch.float32:
-            return factor
-        return to_torch(factor_of_terms(to_numpy(factor), self._word))
 
-
-def operators_with_rounded_factors(
+def operators_by_terms(
     model: onnx.ModelProto, operators: Sequence[type[OpRun]], word: Float32Products
 ) -> list[type[OpRun]]:
-    """These operators and onnx's own, those of _FACTORS with factors that are rounded so."""
+    """These operators and onnx's own, those of _FACTORS with factors that keep what their terms hold."""
     if not is_coarse(word):
         return list(operators)
     opsets = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
