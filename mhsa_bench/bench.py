@@ -179,11 +179,11 @@ def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
 def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: int) -> Floor | None:
     """The least time of a call, by the spec; calls go through all the sets of inputs and outputs, and the weights.
 
-    None where the spec does not tell: of a cache its lengths say how much is read, and of weights in eight bits the
-    products have another rate than the rest.
+    None where the spec does not tell: of a cache its lengths say how much is read, and of weights in eight bits or
+    float32 by terms the products have another rate than the rest.
     """
-    spec = problem.stated
-    if spec is None or spec.kv_cache or problem.artifact.manifest.int8_weights:
+    spec, manifest = problem.stated, problem.artifact.manifest
+    if spec is None or spec.kv_cache or manifest.int8_weights or manifest.kinds_by_terms:
         return None
     sizes = problem.sizes
     flops = (0 if problem.is_core else spec.projection_flops(**sizes)) + spec.attention_flops(**sizes)

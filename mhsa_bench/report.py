@@ -65,7 +65,7 @@ class BenchReport:
 
     peak_gflops      multiply-adds measured at the workload's dtype, in the best round; `peak_spread` as for a row
     bandwidth_gbs    10^9 bytes a second, read from memory, in the best round
-    floor            None for a foreign .onnx, a cache, and weights of eight bits
+    floor            None for a foreign .onnx, a cache, weights of eight bits, and float32 by terms
     budget           the largest error allowed
     """
 

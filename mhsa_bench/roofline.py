@@ -57,14 +57,14 @@ class Limits:
 
 def measured_limits(manifest: Manifest, threads: int) -> Limits:
     """What this machine can do at best for the operations of one artifact, beside a profile of its calls. Linears with
-    weights of eight bits have no rate, as none is measured."""
+    weights of eight bits, and float32 by terms, have no rate, as none is measured."""
     dtypes = {one.dtype for one in manifest.semantics}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     with multiply_adds(detect(), threads, dtype) as peak, reading(detect(), threads) as memory:
         gflops = peak.amount / _least_seconds(peak.run) / 1e9
         bandwidth = memory.amount / _least_seconds(memory.run) / 1e9
-    kinds = ("attention",) if manifest.int8_weights else ("attention", "linear")
-    return Limits(dict.fromkeys(kinds, gflops), bandwidth, last_level_cache())
+    kinds = {"attention"} if manifest.int8_weights else {"attention", "linear"}
+    return Limits(dict.fromkeys(sorted(kinds - manifest.kinds_by_terms), gflops), bandwidth, last_level_cache())
 
 
 def _least_seconds(run: Callable[[], None]) -> float:

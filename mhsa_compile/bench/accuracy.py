@@ -20,6 +20,7 @@ from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.semantics import visible_keys
 from mhsa_compile.verification.error_budget import budget, in_float64, max_error, share_of_budget
 from mhsa_compile.verification.oracle.evaluate import eager, oracle
+from mhsa_compile.verification.precision import Precision
 from mhsa_compile.verification.random_inputs import Arrays
 from mhsa_compile.verification.stored_model import stored_model
 
@@ -79,8 +80,9 @@ def returns_y_alone(artifact: Artifact) -> bool:
 def truth(artifact: Artifact, inputs: Arrays, weights: Arrays, seed: int = 0) -> Truth:
     """What an artifact's outputs must be on these inputs, and how far off they may be."""
     spec = artifact.manifest.spec
-    if spec is None or artifact.manifest.int8_weights or beyond_plain(spec):
-        return _whole(artifact, inputs)
+    precision = Precision.of(artifact.manifest)
+    if spec is None or not precision.is_plain or beyond_plain(spec):
+        return _whole(artifact, inputs, precision)
     query = inputs["q"] if "q" in inputs else inputs["x"]
     B, L = query.shape[0], query.shape[-2]
     entries = sorted({0, B - 1})
@@ -90,11 +92,11 @@ def truth(artifact: Artifact, inputs: Arrays, weights: Arrays, seed: int = 0) ->
     return Truth((expected,), (budget(expected, yardstick, spec.dtype),), entries, rows)
 
 
-def _whole(artifact: Artifact, inputs: Arrays) -> Truth:
+def _whole(artifact: Artifact, inputs: Arrays, precision: Precision) -> Truth:
     """The truth of all rows, by the oracle and the yardstick of `verify` themselves."""
     model = stored_model(artifact)
     expected = oracle(model, inputs)
-    yardstick = eager(model, inputs, int8_weights=artifact.manifest.int8_weights)
+    yardstick = eager(model, inputs, precision)
     budgets = [budget(e, y, str(y.dtype)) for e, y in zip(expected, yardstick, strict=True)]
     return Truth(tuple(expected), tuple(budgets), None, None)
 

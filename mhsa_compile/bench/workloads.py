@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.float32_products import Float32Request
 from mhsa_compile.spec.mask_patterns import BigBird, Longformer
 
 if TYPE_CHECKING:
@@ -107,11 +108,14 @@ def choose(words: list[str]) -> tuple[Workload, ...]:
     return tuple(w for w in WORKLOADS if {"all", w.group, w.name} & set(words))
 
 
-def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
+def compile_workload(
+    workload: Workload, *, symbolic: bool = False, float32_products: Float32Request = "auto"
+) -> Artifact:
     """A workload's block or core, compiled for this machine at the workload's sizes, or for any; weights are random."""
     from mhsa_compile.compiler.pipeline import compile
 
-    return compile(module_of(workload), dims=None if symbolic else workload.dims, cache=False)
+    dims = None if symbolic else workload.dims
+    return compile(module_of(workload), dims=dims, float32_products=float32_products, cache=False)
 
 
 def module_of(workload: Workload) -> nn.Module:

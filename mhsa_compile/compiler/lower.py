@@ -24,6 +24,7 @@ from mhsa_compile.compiler.epilogues import with_epilogues
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
 from mhsa_compile.compiler.own_operations import with_own_operations
+from mhsa_compile.compiler.selection.float32_products import Resolution, resolve
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
 from mhsa_compile.compiler.slow_operations import slow_operations
 from mhsa_compile.compiler.weight_binding import Bound, add_bind_functions
@@ -31,9 +32,10 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import BlockLinearOp, KvScatterOp, LinearOp, Op
+from mhsa_compile.kernels.interface.ops import BlockLinearOp, KvScatterOp, LinearOp, Op, float32_products_of
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
+from mhsa_compile.spec.float32_products import Float32Request
 
 MAIN = "main"
 
@@ -45,12 +47,19 @@ class _Chosen:
     emitted: Emitted
 
 
-def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet) -> LoweredModule:
+def schedule(
+    imported: ImportedModule, profile: TargetProfile, shelf: RecordSet, float32_products: Float32Request = "auto"
+) -> LoweredModule:
     """Gives every operation a kernel and a config: that of a record of `shelf`, else the kernel's default.
+
+    `float32_products` is what was asked for: an operation gets it where its kernel makes it.
 
     Raises ModelError where an operation of ours has no kernel on this target.
     """
     imported = prepare(imported, profile)
+    decide = functools.cache(lambda op: resolve(op, float32_products, profile))
+    resolutions = {name: decide(op) for name, op in imported.ops.items()}
+    imported = replace(imported, ops={name: resolution.op for name, resolution in resolutions.items()})
     choose = functools.cache(lambda op: _choose(op, profile, shelf))  # layers of a model are alike
     choice_of = {name: choose(op) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in choice_of.items() if isinstance(choice, _Chosen)}
@@ -72,7 +81,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     module = builder.get()
     if imported.derived:
         del module[DERIVE]
-    reports = [*(_report(name, imported.ops[name], choice) for name, choice in choice_of.items()), *reports, *fallbacks]
+    reports = [*(_report(name, resolutions[name], choice) for name, choice in choice_of.items()), *reports, *fallbacks]
     return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow)
 
 
@@ -118,13 +127,15 @@ def _choose(op: Op, profile: TargetProfile, shelf: RecordSet) -> _Chosen | str:
     raise ModelError(op.summary(), f"a {op.kind} that a kernel can do", "; ".join(reasons) or "no kernel")
 
 
-def _report(name: str, op: Op, outcome: _Chosen | str) -> OpReport:
+def _report(name: str, resolution: Resolution, outcome: _Chosen | str) -> OpReport:
+    op, reason = resolution.op, resolution.reason
     if isinstance(outcome, str):
         note = f"{op.summary()}; written out in TVM's operators: {outcome}"
-        return OpReport(name, op.kind, "plain", {}, "fallback", note)
+        return OpReport(name, op.kind, "plain", {}, "fallback", note, float32_reason=reason)
     choice = outcome.choice
     source: Literal["record", "default"] = "default" if choice.record is None else "record"
-    return OpReport(name, op.kind, choice.kernel.name, choice.config, source, op.summary(), choice.tuning)
+    word, kernel = float32_products_of(op), choice.kernel.name
+    return OpReport(name, op.kind, kernel, choice.config, source, op.summary(), choice.tuning, word, reason)
 
 
 def _write_out(module: Any, plain: dict[str, Op]) -> Any:

@@ -28,6 +28,7 @@ from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record, RecordSet
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MODEL, MODULE, SOURCE, WEIGHTS, Manifest
+from mhsa_compile.spec.float32_products import Float32Request, float32_request
 from mhsa_compile.spec.weight_words import Int4Weights, int4_weights, is_int8
 from mhsa_compile.version import __version__
 
@@ -57,6 +58,7 @@ def compile(
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     outputs: Sequence[str] | None = None,
     weights: str | None = None,
+    float32_products: Float32Request = "auto",
     in_place: bool = False,
     without_attention: WithoutAttention = "warn",
     records: str | Path | Iterable[Record] | None = None,
@@ -81,6 +83,9 @@ def compile(
                     "int4": the artifact has weights of four bits, a scale for each block of 32 terms, and linears
                     compute with them as they are, and with activations of eight bits (`spec/weight_words.py` has the
                     words for other blocks, zero points, and activations as they are)
+    float32_products  how linears, attention and other products multiply float32: "ieee"; by bfloat16 terms, where the
+                    target's kernels do, "bf16x6" (as exact), "bf16x3" or "bf16" (less); or "auto", which stays inside
+                    float32's error budget. `artifact.manifest.ops` says what each operation got, and why not that
     in_place        of an ONNX model: a call writes into the caches that it is given, and returns these arrays, wherever
                     the graph allows it: a TensorScatter, a GroupQueryAttention whose past and present have one length
     without_attention  what becomes of a model that holds no attention, which other compilers are made for: "warn"
@@ -105,6 +110,7 @@ def compile(
     """
     tell = progress or (lambda stage: None)
     few_bits = int4_weights(weights)
+    float32_products = float32_request(float32_products)
     if without_attention not in get_args(WithoutAttention):
         raise InputError("without_attention", '"warn", "accept" or "refuse"', repr(without_attention))
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
@@ -122,7 +128,7 @@ def compile(
     source, extra_outputs = with_outputs(as_module(source, example_inputs), outputs)
     if in_place:
         source = _in_place(source)
-    question = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked)
+    question = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked, float32_products)
     with CacheLookup(question if use_cache else None) as before:
         if example_inputs is None and dynamic_shapes is None:
             check_dims(dims)
@@ -140,11 +146,11 @@ def compile(
             read, weights = replace(read, original=canonical.model), None
         read, imported = _import(read, canonical, weights)
         tell("schedule")
-        code = _Code(canonical.model, profile, RecordSet(at_hand, profile), weights)
+        code = _Code(canonical.model, profile, RecordSet(at_hand, profile), weights, float32_products)
         scheduled = code.scheduled(imported)
         if dump is not None:
             _dump(Path(dump), read, imported, scheduled, profile)
-        manifest = _manifest(read, canonical, imported, scheduled, profile)
+        manifest = _manifest(read, canonical, imported, scheduled, profile, float32_products)
         with _temporary_folder() as owner:
             tell("build")
             with ThreadPoolExecutor(1) as beside:  # both take a second, and LLVM runs on one thread
@@ -157,6 +163,7 @@ def compile(
             if is_checked:
                 tell("check")
                 options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
+                options["float32_products"] = float32_products
                 again = partial(compile, target=profile, without_attention="accept", **options)
                 outcome = proof.check_source(read, unchecked, again, None if dump is None else Path(dump))
             artifact = unchecked.with_check(outcome, owner)
@@ -224,6 +231,7 @@ class _Code:
     profile: TargetProfile
     shelf: RecordSet
     weights: str | None
+    float32_products: Float32Request
 
     def scheduled(self, imported: ImportedModule) -> LoweredModule:
         """Its operations with kernels and configs. Raises BuildError and ModelError."""
@@ -245,7 +253,7 @@ class _Code:
     def _schedule(self, imported: ImportedModule) -> LoweredModule:
         from mhsa_compile.compiler import lower
 
-        return lower.schedule(imported, self.profile, self.shelf)
+        return lower.schedule(imported, self.profile, self.shelf, self.float32_products)
 
     @contextmanager
     def _node_named(self, expected: str, compiles: Callable[[onnx.ModelProto], object]) -> Iterator[None]:
@@ -322,7 +330,14 @@ def _temporary_folder() -> Iterator[Unfinished]:
         raise OutputError(place, "room for the artifact", str(error), hint) from error
 
 
-def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
+def _manifest(
+    read: Source,
+    canonical: Canonical,
+    imported: Any,
+    scheduled: Any,
+    profile: TargetProfile,
+    float32_products: Float32Request,
+) -> Manifest:
     from mhsa_compile.compiler.package import signature, weight_infos
     from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
 
@@ -336,6 +351,7 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
         in_place=imported.in_place,
         weights=weight_infos(read.model, scheduled.weights),
         int8_weights=any(isinstance(op, LinearOp) and op.int8_weights for op in imported.ops.values()),
+        float32_products=float32_products,
         semantics=tuple(semantics),
         spec=read.spec,
         target=profile,

@@ -42,6 +42,7 @@ def check_source(
     from mhsa_compile.verification import first_difference
     from mhsa_compile.verification.evaluators import Evaluators
     from mhsa_compile.verification.file_check import check_file
+    from mhsa_compile.verification.precision import Precision
     from mhsa_compile.verification.stored_model import stored_model
 
     manifest = artifact.manifest
@@ -56,9 +57,8 @@ def check_source(
     except MhsaError as error:
         return Check(note=f"it does not run here ({error})")
     file = artifact.path / SOURCE
-    evaluators = Evaluators(
-        read.original, read.model, file if file.exists() else None, int8_weights=manifest.int8_weights
-    )
+    beside = file if file.exists() else None
+    evaluators = Evaluators(read.original, read.model, beside, Precision.of(manifest))
     with reading(BuildError, "model", "code that takes what the model takes", _REPORT):
         outcome = check_file(evaluators, run, [info.name for info in manifest.outputs])
     if isinstance(outcome, Check):
@@ -66,9 +66,9 @@ def check_source(
     if dump is not None:
         first_difference.keep(dump, outcome)
 
-    def again(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Run]:
+    def again(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Run, Precision]:
         part = compile(model)
-        return stored_model(part), _runner(part)
+        return stored_model(part), _runner(part), Precision.of(part.manifest)
 
     place = first_difference.first_difference(read.original, outcome.name, again)
     if place is None:

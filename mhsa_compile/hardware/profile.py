@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import tomllib
 from pathlib import Path
@@ -260,6 +261,20 @@ def profile_of_gpu(capability: tuple[int, int]) -> CudaProfile | None:
     profiles = [profile for name in profile_names() if isinstance(profile := load_profile(name), CudaProfile)]
     fitting = [p for p in profiles if p.tvm.capability[0] == capability[0] and p.tvm.capability <= capability]
     return max(fitting, key=lambda p: p.tvm.capability, default=None)
+
+
+def shipped_relatives(profile: TargetProfile) -> list[TargetProfile]:
+    """The targets in targets/ of this one's family and architecture."""
+
+    def kind(target: TargetProfile) -> tuple[str, str]:
+        return target.family, target.tvm.mtriple.partition("-")[0]
+
+    return [target for target in _shipped() if kind(target) == kind(profile)]
+
+
+@functools.cache
+def _shipped() -> tuple[TargetProfile, ...]:
+    return tuple(load_profile(name) for name in profile_names() if name != NATIVE)
 
 
 def load_cpu_profile(name_or_path: str | Path, what: str) -> CpuProfile:

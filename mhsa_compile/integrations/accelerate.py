@@ -25,6 +25,7 @@ from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
+from mhsa_compile.integrations.call_table import TABLE
 from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayerForward, is_plain
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.torch_attention import LayerForward
@@ -32,8 +33,10 @@ from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
 from mhsa_compile.integrations.weight_state import ReplacedForward
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.float32_products import Float32Request, float32_request
 from mhsa_compile.spec.weight_words import Int4Weights, int4_weights
 
 NAME = "_mhsa_acceleration"
@@ -59,13 +62,16 @@ class AccelerationReport:
 
     `linears` has rows of its own, where linears were asked for. `calls`: reason -> how many calls of replaced layers
     PyTorch computed itself for it. `checked`: how many first calls of a kind were held against PyTorch's.
+    `float32_products` is how float32 was asked to be multiplied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, float32_products: Float32Request = "auto") -> None:
+        self.float32_products = float32_products
         self.rows: list[AccelerationRow] = []
         self.linears: list[AccelerationRow] = []
         self.calls: dict[str, int] = {}
         self.checked = 0
+        self._outcomes: dict[str, int] = {}
         self.undo: list[Callable[[], None]] = []  # what `restore` runs, the last first
         self.on_refresh: list[Callable[[], None]] = []
         self.registered: list[Any] = []  # what a copy in another process needs to be there
@@ -95,6 +101,16 @@ class AccelerationReport:
         """Counts a call that was held against PyTorch's."""
         self.checked += 1
 
+    def count_outcome(self, manifest: Manifest) -> None:
+        """Counts an artifact that a layer was given, by how it multiplies float32."""
+        if outcome := manifest.float32_outcome():
+            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+
+    def float32_outcomes(self) -> dict[str, int]:
+        """What layers got of `float32_products`, and why not what was asked for -> in how many artifacts: known from
+        their first calls on. Those of transformers' attention are the whole process's."""
+        return dict(Counter(self._outcomes) + Counter(TABLE.float32_outcomes() if self.registered else {}))
+
     def __repr__(self) -> str:
         lines = [f"{len(self.replaced)} of {len(self.rows)} attentions replaced"]
         width = max((len(row.name) for row in self.rows), default=0)
@@ -108,6 +124,10 @@ class AccelerationReport:
         if self.checked:
             lines.append(f"  {self.checked} first calls of a kind checked against PyTorch's")
         lines += [f"  {number} calls computed by PyTorch: {why}" for why, number in self.calls.items()]
+        outcomes = [f"{what}, in {number} artifacts" for what, number in self.float32_outcomes().items()]
+        if not outcomes and self.float32_products not in ("auto", "ieee"):
+            outcomes = [f"asked {self.float32_products}; first calls show what layers get"]
+        lines += [f"float32 products: {outcome}" for outcome in outcomes]
         return "\n".join(lines)
 
 
@@ -117,6 +137,7 @@ def accelerate(
     on_unsupported: Literal["keep", "raise"] = "keep",
     *,
     linears: bool | str = False,
+    float32_products: Float32Request = "auto",
     check: bool = True,
 ) -> AccelerationReport:
     """Lets the attention in `model` be computed by compiled artifacts, for inference, until `restore(model)`.
@@ -132,6 +153,7 @@ def accelerate(
                     short inputs, and a second copy of its weights. `report.linears` has a row for each. "int4", or a
                     word of `spec.weight_words` that begins so: with weights of four bits, an eighth of a copy, and
                     activations of eight bits, which is less exact
+    float32_products  how what is replaced multiplies float32, as in `compile`; the report says what layers got
     check           whether the first call of each kind (inputs, masks, single queries and others) of each layer is
                     held against PyTorch's: a layer that differs by more than rounding is PyTorch's from then on, and a
                     warning names it. In models of transformers so is a kind of attention, whatever layers call it
@@ -152,7 +174,7 @@ def accelerate(
     _check(model, on_unsupported)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     form = _checked_form(linears)
-    report = AccelerationReport()
+    report = AccelerationReport(float32_request(float32_products))
     try:
         with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
             _replace_in_transformers(model, profile, report, check)
@@ -207,42 +229,61 @@ def _check(model: nn.Module, on_unsupported: str) -> None:
 
 
 class _Artifacts:
-    """The artifacts of this process: one for each spec or kind of linear and target, whatever the number of layers and
-    models; weights are bound at load."""
+    """The artifacts of this process: one for each spec or kind of linear, target and word of `float32_products`,
+    whatever the number of layers and models; weights are bound at load."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[tuple[str, AttentionSpec | LinearKind], Artifact] = {}
+        self._found: dict[tuple[str, Float32Request, AttentionSpec | LinearKind], Artifact] = {}
 
-    def attention(
-        self, profile: TargetProfile, module: MultiHeadAttention, weights: Mapping[str, Any]
-    ) -> CompiledAttention:
-        """The layer that a module is, with these weights."""
-        return load(self._get(profile, module.spec, lambda: module), weights=weights)
-
-    def linear(self, profile: TargetProfile, kind: LinearKind, weights: Mapping[str, Any]) -> CompiledAttention:
-        """A linear of a kind, with these weights."""
-        word = None if kind.form is None else str(kind.form)
-        return load(self._get(profile, kind, lambda: torch_linear.graph_of(kind), word), weights=weights)
-
-    def __reduce__(self) -> str:  # a copy of a model, here or in another process, shares what is compiled there
-        return "_ARTIFACTS"
-
-    def _get(
+    def get(
         self,
         profile: TargetProfile,
+        products: Float32Request,
         what: AttentionSpec | LinearKind,
         source: Callable[[], Any],
         weights: str | None = None,
     ) -> Artifact:
-        key = (profile.to_toml(), what)
+        """That of what a source is; it is compiled where it is new."""
+        key = (profile.to_toml(), products, what)
         with self._lock:
             if key not in self._found:
-                self._found[key] = pipeline.compile(source(), profile, weights=weights, without_attention="accept")
+                options: dict[str, Any] = {"weights": weights, "float32_products": products}
+                self._found[key] = pipeline.compile(source(), profile, without_attention="accept", **options)
             return self._found[key]
+
+    def __reduce__(self) -> str:  # a copy of a model, here or in another process, shares what is compiled there
+        return "_ARTIFACTS"
 
 
 _ARTIFACTS = _Artifacts()
+
+
+class _Loader:
+    """Gives the layers of a model their artifacts, for a target, and notes in its report what they got."""
+
+    def __init__(self, profile: TargetProfile, report: AccelerationReport) -> None:
+        self._profile, self._report, self._artifacts = profile, report, _ARTIFACTS
+
+    def attention(self, module: MultiHeadAttention, weights: Mapping[str, Any]) -> CompiledAttention:
+        """The layer that a module is, with these weights."""
+        return self._load(module.spec, lambda: module, weights)
+
+    def linear(self, kind: LinearKind, weights: Mapping[str, Any]) -> CompiledAttention:
+        """A linear of a kind, with these weights."""
+        word = None if kind.form is None else str(kind.form)
+        return self._load(kind, lambda: torch_linear.graph_of(kind), weights, word)
+
+    def _load(
+        self,
+        what: AttentionSpec | LinearKind,
+        source: Callable[[], Any],
+        weights: Mapping[str, Any],
+        word: str | None = None,
+    ) -> CompiledAttention:
+        artifact = self._artifacts.get(self._profile, self._report.float32_products, what, source, word)
+        self._report.count_outcome(artifact.manifest)
+        return load(artifact, weights=weights)
 
 
 def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
@@ -258,7 +299,7 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
         if not why:
             layers.add(layer)
             first_calls = FirstCalls(name, check, report.count_check)
-            forward = LayerForward(layer, partial(_ARTIFACTS.attention, profile), report.count, first_calls)
+            forward = LayerForward(layer, _Loader(profile, report).attention, report.count, first_calls)
             _put_forward(layer, forward, report)
             if layer not in plain:  # where a hook is there, subclasses of nn.TransformerEncoderLayer call their parts
                 report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
@@ -297,7 +338,7 @@ def _replace_linears(
         report.linears.append(AccelerationRow(name, type(layer).__name__, why))
         if not why:
             first_calls = FirstCalls(name, check, report.count_check)
-            forward = LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count, first_calls, form)
+            forward = LinearForward(layer, _Loader(profile, report).linear, report.count, first_calls, form)
             _put_forward(layer, forward, report)
 
 
@@ -331,7 +372,7 @@ def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: A
         undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]
         why = _why_not_here(submodel)
         if not why:
-            report.registered.append(transformers_attention.Registration(profile, check))
+            report.registered.append(transformers_attention.Registration(profile, check, report.float32_products))
             report.undo += undo
             try:
                 submodel.set_attn_implementation(transformers_attention.NAME)

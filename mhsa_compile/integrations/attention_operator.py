@@ -68,7 +68,7 @@ def attend(
         return by_pytorch(operands)
     plan = CallPlan(compiled, call.kv_layout, q, k, v)
     y = plan.run(q, k, v, mask, sinks)
-    if TABLE.is_first(call, q, mask) and (why := why_wrong(y, operands)):
+    if TABLE.is_first(call, q, mask) and (why := why_wrong(y, operands, compiled.manifest.coarsest_products)):
         TABLE.leave(call, why)
         return by_pytorch(operands)
     if len(plans) >= _KNOWN_PLANS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Hashable
 
 import torch
@@ -19,6 +20,7 @@ from mhsa_compile.compiler import pipeline
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.integrations.attention_graph import AttentionCall, Layout, graph_of
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
+from mhsa_compile.spec.float32_products import Float32Request
 
 
 class CallPlan:
@@ -71,6 +73,7 @@ class CallTable:
 
     def __init__(self, target: str | TargetProfile = "native") -> None:
         self._target = target
+        self._products: Float32Request = "auto"
         self._lock = threading.Lock()
         self._loaded: dict[tuple[AttentionCall, bool], CompiledAttention] = {}
         self._asked: dict[tuple[AttentionCall, bool, bool, bool], CompiledAttention] = {}  # siblings of these are there
@@ -78,12 +81,15 @@ class CallTable:
         self._left: set[AttentionCall] = set()
         self.plans: dict[Hashable, CallPlan] = {}  # of calls that were right; let go of with what they stand on
 
-    def use(self, target: str | TargetProfile, *, check: bool = True) -> None:
-        """Sets the target that calls are compiled for from now on; what was compiled for another is let go. `check`:
-        whether first calls are held against PyTorch's."""
+    def use(
+        self, target: str | TargetProfile, *, check: bool = True, float32_products: Float32Request = "auto"
+    ) -> None:
+        """Sets the target that calls are compiled for from now on, and how float32 is to be multiplied; what was
+        compiled otherwise is let go. `check`: whether first calls are held against PyTorch's."""
         with self._lock:
-            if target != self._target:
+            if (target, float32_products) != (self._target, self._products):
                 self._target, self._loaded, self._asked = target, {}, {}
+                self._products = float32_products
                 self._checked, self._left, self.plans = set(), set(), {}
             elif check and not self._checks:
                 self.plans = {}
@@ -91,6 +97,11 @@ class CallTable:
 
     def __len__(self) -> int:
         return len(self._loaded)
+
+    def float32_outcomes(self) -> dict[str, int]:
+        """What became of `float32_products` -> of how many artifacts, where there is something to say."""
+        outcomes = Counter(compiled.manifest.float32_outcome() for compiled in list(self._loaded.values()))
+        return {outcome: number for outcome, number in outcomes.items() if outcome}
 
     def get(self, call: AttentionCall, *, one_query: bool, causal: bool, windowed: bool) -> CompiledAttention:
         """The artifact of a kind of call, which is compiled if it is new, together with all that differs from it by
@@ -102,7 +113,9 @@ class CallTable:
             for kind in siblings(call, causal=causal, windowed=windowed):
                 for variant, one in ((kind, False), (kind.of_one_query, True)):
                     if (variant, one) not in self._loaded:
-                        artifact = pipeline.compile(graph_of(variant, one_query=one), self._target)
+                        artifact = pipeline.compile(
+                            graph_of(variant, one_query=one), self._target, float32_products=self._products
+                        )
                         self._loaded[variant, one] = load(artifact)
             compiled = self._loaded[(call.of_one_query, True) if one_query else (call, False)]
             self._asked[key] = compiled

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mhsa_compile.nn.functional import attend, to_numpy
 from mhsa_compile.nn.score_features import EagerScoring
+from mhsa_compile.spec.float32_products import Float32Products
 from mhsa_compile.verification.error_budget import coarse_budget, max_error
 
 
@@ -28,12 +29,14 @@ class FirstCalls:
     is_on  whether anything is checked
     count  is told of each check
     wrong  why PyTorch computes all calls, once one differed
+    products  how the layer's artifacts multiply float32: the least exact of them
     """
 
     name: str
     is_on: bool
     count: Callable[[], None]
     wrong: str = ""
+    products: Float32Products = "ieee"
     _seen: set[Hashable] = field(default_factory=set)
 
     def check(self, kind: Hashable, ours: Sequence[Tensor], theirs: Callable[[], Sequence[Tensor]]) -> str:
@@ -43,22 +46,22 @@ class FirstCalls:
         self._seen.add(kind)
         self.count()
         with torch.no_grad():
-            self.wrong = difference(ours, theirs())
+            self.wrong = difference(ours, theirs(), self.products)
         if self.wrong:
             warnings.warn(f"{self.name or 'the model'}: {self.wrong}; PyTorch computes its calls", stacklevel=4)
         return self.wrong
 
 
-def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
-    """How results differ by more than rounding; "" if they do not. What is NaN in PyTorch, as rows that see no key
-    are, is left out."""
+def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor], products: Float32Products = "ieee") -> str:
+    """How results differ by more than rounding, that of our `products` of float32 included; "" if they do not. What is
+    NaN in PyTorch, as rows that see no key are, is left out."""
     for one, other in zip(ours, theirs, strict=True):
         dtype = str(other.dtype).removeprefix("torch.")
         result, expected = to_numpy(one.detach()), to_numpy(other.detach()).astype(np.float64)
         if result.shape == expected.shape:
             finite = np.isfinite(expected)
             result, expected = result[finite], expected[finite]
-        if not (off := max_error(expected, result)) <= (most := coarse_budget(expected, dtype)):
+        if not (off := max_error(expected, result)) <= (most := coarse_budget(expected, dtype, products)):
             return f"a result is off by {off:.1e} from PyTorch's, where rounding explains {most:.1e}"
     return ""
 
@@ -100,9 +103,9 @@ def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
     return y.to(q.dtype).transpose(1, 2)
 
 
-def why_wrong(y: Tensor, operands: Operands) -> str:
+def why_wrong(y: Tensor, operands: Operands, products: Float32Products = "ieee") -> str:
     """How y (B, L, H, F) differs from PyTorch's by more than rounding, in the first and the last batch entry and rows;
-    "" if it does not."""
+    "" if it does not. `products` is how it came to be."""
     q, k, v, mask = operands[:4]
     B, L = q.shape[0], q.shape[2]
     if not y.numel():
@@ -111,4 +114,4 @@ def why_wrong(y: Tensor, operands: Operands) -> str:
     rows = torch.arange(L) if L <= 2 * ROWS else torch.cat([torch.arange(ROWS), torch.arange(L - ROWS, L)])
     part = mask if mask is None or mask.shape[0] == 1 else mask[entries]
     some = operands._replace(q=q[entries], k=k[entries], v=v[entries], mask=part)
-    return difference([y[entries][:, rows]], [by_pytorch(some, rows)])
+    return difference([y[entries][:, rows]], [by_pytorch(some, rows)], products)

@@ -28,6 +28,7 @@ from mhsa_compile.integrations.captured_graph import CapturedGraph
 from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.integrations.weight_state import WeightStates
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
+from mhsa_compile.spec.float32_products import Float32Products, Float32Request, float32_request
 
 _SLOWER = 1.02
 """Times PyTorch's time that a graph may take; its turns differ by less on a quiet machine."""
@@ -47,18 +48,24 @@ class BackendOptions:
     is_strict  whether a graph that would stay with PyTorch is an error. "strict" in the options
     check      whether the first inputs' results are held against PyTorch's: a graph that differs by more than rounding
                stays with it
+    float32_products  how float32 is multiplied, as in `compile`; a warning says where a graph got another than was
+               asked for, and why
     """
 
     target: str = "native"
     threads: int | None = None
     is_strict: bool = False
     check: bool = True
+    float32_products: Float32Request = "auto"
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> BackendOptions:
-        fields = {"target": "target", "threads": "threads", "strict": "is_strict", "check": "check"}
+        """Raises InputError."""
+        words = ("target", "threads", "strict", "check", "float32_products")
+        fields = {word: "is_strict" if word == "strict" else word for word in words}
         if unknown := sorted(options.keys() - fields.keys()):
             raise InputError("options", f"any of {', '.join(fields)}", ", ".join(unknown))
+        float32_request(options.get("float32_products", "auto"))
         return cls(**{fields[name]: value for name, value in options.items()})
 
 
@@ -79,13 +86,15 @@ def compile_graph(
         return _left(graph, program, read)
     bound = _Bound(program, read)
     try:
-        bound.compiled(example_inputs)
+        manifest = bound.compiled(example_inputs).manifest
     except MhsaError as error:
         if read.is_strict:
             raise
         return _left(graph, f"{error.argument}: expected {error.expected}, got {error.got}", read)
+    if any(op.float32_reason for op in manifest.ops) and read.float32_products != "auto":
+        warnings.warn(f"torch.compile: float32_products: {manifest.float32_outcome()}", stacklevel=2)
     inputs = program.with_numbers(example_inputs)
-    if read.check and (why := _difference(graph, bound, inputs)):
+    if read.check and (why := _difference(graph, bound, inputs, manifest.coarsest_products)):
         return _left(graph, why, read)
     if (ratio := _time_by_eager(graph, bound, inputs)) > _SLOWER:
         return _left(graph, f"it takes {ratio:.2f} of PyTorch's time", read)
@@ -169,16 +178,17 @@ class _Bound:
                 example_inputs=examples,
                 dynamic_shapes={name: axes or None for name, axes in dims.items()},
                 without_attention="refuse",
+                float32_products=self.options.float32_products,
             )
         return load(artifact, threads=self.options.threads)
 
 
-def _difference(graph: fx.GraphModule, run: RunGraph, inputs: Sequence[Any]) -> str:
+def _difference(graph: fx.GraphModule, run: RunGraph, inputs: Sequence[Any], products: Float32Products) -> str:
     """How the results of a call differ from PyTorch's by more than rounding."""
     with torch.no_grad():
         results = zip(run(*inputs), graph.forward(*inputs), strict=True)
     pairs = [(ours, theirs) for ours, theirs in results if isinstance(theirs, Tensor)]
-    return difference([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+    return difference([ours for ours, _ in pairs], [theirs for _, theirs in pairs], products)
 
 
 def _time_by_eager(graph: fx.GraphModule, run: RunGraph, inputs: Sequence[Any]) -> float:

@@ -22,6 +22,7 @@ from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import attention_operator
 from mhsa_compile.integrations.call_context import why_not_a_call
 from mhsa_compile.integrations.call_table import TABLE
+from mhsa_compile.spec.float32_products import Float32Request, float32_request
 
 NAME = "mhsa"
 """The attn_implementation."""
@@ -49,22 +50,27 @@ HARMLESS = frozenset(
 """Keywords that models hand down to attention and that say nothing to it."""
 
 
-def register(target: str | TargetProfile = "native", *, check: bool = True) -> None:
+def register(
+    target: str | TargetProfile = "native", *, check: bool = True, float32_products: Float32Request = "auto"
+) -> None:
     """Makes "mhsa" an attention implementation of transformers, in this process.
 
     target   what to compile for: a name, a path of a profile, or a TargetProfile
     check    whether the first call of a kind is held against PyTorch's arithmetic: where it differs by more than
              rounding, PyTorch computes such calls from then on, and a warning says so
+    float32_products  how attention of float32 multiplies, as in `compile`
 
     The first call of a kind (heads, head dims, dtype, scale, mask or none, ...) compiles it, which takes seconds; no
-    batch and no length compiles anything. Raises TargetError, and InstallationError without transformers.
+    batch and no length compiles anything. Raises TargetError, InputError, and InstallationError without transformers.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise InstallationError("transformers", "version 5 or later", str(error), "pip install transformers") from error
-    TABLE.use(target if isinstance(target, TargetProfile) else load_profile(target), check=check)
+    word = float32_request(float32_products)
+    profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    TABLE.use(profile, check=check, float32_products=word)
     attention_operator.define()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # bool (B, 1, L, S), or None where `attention_forward` knows
@@ -73,12 +79,12 @@ def register(target: str | TargetProfile = "native", *, check: bool = True) -> N
 class Registration:
     """That "mhsa" is registered for a target: a copy that is unpickled in another process sees to it there."""
 
-    def __init__(self, target: TargetProfile, check: bool) -> None:
-        self._target, self._check = target, check
-        register(target, check=check)
+    def __init__(self, target: TargetProfile, check: bool, float32_products: Float32Request) -> None:
+        self._arguments = target, check, float32_products
+        register(target, check=check, float32_products=float32_products)
 
     def __reduce__(self) -> Any:
-        return type(self), (self._target, self._check)
+        return type(self), self._arguments
 
 
 def attention_forward(

@@ -25,6 +25,7 @@ from torch import Tensor
 from mhsa_compile.errors import OutputError
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
+from mhsa_compile.spec.float32_products import coarsest
 
 SAMPLES = 256
 """Numbers of one weight. An edit of a part p of the numbers, spread evenly, is missed with (1 - p) ** 256: of 2 %, in
@@ -192,9 +193,12 @@ class ReplacedForward(Generic[Kind, Result]):
 
     def _bound_or_why(self, kind: Kind) -> CompiledAttention | str:
         try:
-            return self._load(*self._source(kind))
+            compiled = self._load(*self._source(kind))
         except OutputError as error:
             why = no_room(error)
             rest = "PyTorch computes such calls until the weights change or report.refresh() is called"
             warnings.warn(f"{why}; {rest}. {error.next_step}", stacklevel=5)
             return why
+        checks = self._first_calls
+        checks.products = coarsest(checks.products, compiled.manifest.coarsest_products)
+        return compiled

@@ -29,6 +29,7 @@ from mhsa_compile.nn.score_features import EagerScoring
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
+from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
 
 ROWS = 64
 """Rows of the output that are checked; the first and the last are among them."""
@@ -101,7 +102,9 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
         return to_numpy(torch.cat(results, dim=-1))
 
     expected = product(torch.float64, False)
-    most = budget(expected, product(to_torch(x).dtype, op.int8_weights), op.dtype)
+    with products_by_terms(op.float32_products):
+        yardstick = product(to_torch(x).dtype, op.int8_weights)
+    most = budget(expected, yardstick, op.dtype)
     places = checked_rows[:, None] * op.pitch + np.arange(N)
     present = [bias for bias in biases if bias is not None]
     return MeasureJob(
@@ -147,6 +150,8 @@ class _AttentionJob:
             return to_numpy(attend(operands[0], operands[1], operands[2], scoring, op.scale))
 
         expected = at(torch.float64)
+        with products_by_terms(op.float32_products):
+            yardstick = at(to_torch(q[:1, :1, :1]).dtype)
         shape, places = self._places(entries, rows)
         return MeasureJob(
             inputs=(*inputs, *(array for own in extras for array in own)),
@@ -154,7 +159,7 @@ class _AttentionJob:
             output=(shape, op.dtype),
             checked=places.reshape(-1),
             expected=expected.reshape(-1),
-            budget=budget(expected, at(to_torch(q[:1, :1, :1]).dtype), op.dtype),
+            budget=budget(expected, yardstick, op.dtype),
             flops=2 * (op.head_dim + op.v_head_dim) * op.num_heads * self._pairs(),
             # A few queries read each key once; a benchmark of the whole takes as many sets in turn.
             sets=INPUT_SETS if self.L <= MOST_QUERIES else 1,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mhsa_compile.spec.float32_products import FACTOR_BITS, Float32Products
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,8 +17,9 @@ FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 def budget(expected: np.ndarray, eager_output: np.ndarray, dtype: str) -> float:
     """Largest error allowed: twice that of PyTorch's eager attention, plus one rounding step of the largest output.
 
-    The one place that decides. `expected` is the oracle's, `eager_output` has dtype `dtype`; non-finite values are
-    left to `max_error`. Whole numbers are exact.
+    The one place that decides. `expected` is the oracle's, `eager_output` has dtype `dtype`, of products that are made
+    as the code's in question: float32's by bfloat16 terms err by what these lose (`products_by_terms`).
+    Non-finite values are left to `max_error`. Whole numbers are exact.
     """
     if dtype not in FRACTION_BITS:
         return 0.0
@@ -29,13 +32,18 @@ def budget(expected: np.ndarray, eager_output: np.ndarray, dtype: str) -> float:
     return float(2 * eager_error + np.ldexp(1.0, int(exponent) - 1 - FRACTION_BITS[dtype]))
 
 
-def coarse_budget(expected: np.ndarray, dtype: str) -> float:
+def fraction_bits(dtype: str, products: Float32Products) -> int:
+    """Those of a dtype of floats, or fewer, where factors of products of float32 keep fewer."""
+    return min(FRACTION_BITS[dtype], FACTOR_BITS[products]) if dtype == "float32" else FRACTION_BITS[dtype]
+
+
+def coarse_budget(expected: np.ndarray, dtype: str, products: Float32Products = "ieee") -> float:
     """How near two evaluations are that mean the same, where none is known to be exact: half of the dtype's digits of
-    the largest output. It tells rounding from another meaning, and no more."""
+    the largest output, or of those of `products`. It tells rounding from another meaning, and no more."""
     if dtype not in FRACTION_BITS:
         return 0.0
     values = np.abs(expected[np.isfinite(expected)])
-    return float(values.max(initial=0.0) * 2.0 ** -(FRACTION_BITS[dtype] // 2))
+    return float(values.max(initial=0.0) * 2.0 ** -(fraction_bits(dtype, products) // 2))
 
 
 def share_of_budget(error: float, allowed: float) -> float:

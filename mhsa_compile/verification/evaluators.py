@@ -16,6 +16,7 @@ import onnx
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.hardware import environment
 from mhsa_compile.verification.oracle.evaluate import FLOATS, Reference
+from mhsa_compile.verification.precision import AS_STATED, Precision
 from mhsa_compile.verification.random_inputs import Arrays
 
 _MOST_BYTES = 1 << 30
@@ -32,13 +33,17 @@ class NotEvaluated(Exception):
 
 class Evaluators:
     """A file as its author wrote it (`original`), and the model that was read from it, in which attention is one
-    operator (`canonical`); `file` is where the original lies, with its weights beside it, if it does."""
+    operator (`canonical`); `file` is where the original lies, with its weights beside it, if it does. `precision` is
+    that of the code in question: ONNX Runtime, which knows no such choice, is asked where it is plain."""
 
     def __init__(
-        self, original: onnx.ModelProto, canonical: onnx.ModelProto, file: Path | None, *, int8_weights: bool = False
+        self,
+        original: onnx.ModelProto,
+        canonical: onnx.ModelProto,
+        file: Path | None,
+        precision: Precision = AS_STATED,
     ) -> None:
-        self.original, self.canonical, self._file = original, canonical, file
-        self._int8_weights = int8_weights
+        self.original, self.canonical, self._file, self.precision = original, canonical, file, precision
         self.names = [value.name for value in original.graph.output]
         self.used: dict[str, None] = {}
         self.last_refusal = ""
@@ -80,8 +85,8 @@ class Evaluators:
         return places or None
 
     def rounded(self, inputs: Arrays) -> list[np.ndarray] | None:
-        """ONNX Runtime's outputs; None where it is not installed, or refuses the file."""
-        if self._int8_weights or environment.installed_version("onnxruntime") is None:
+        """ONNX Runtime's outputs; None where it is not asked, not installed, or refuses the file."""
+        if not self.precision.is_plain or environment.installed_version("onnxruntime") is None:
             return None
         name = f"ONNX Runtime {environment.installed_version('onnxruntime')}"
         return self._attempt(name, lambda: [np.asarray(a) for a in self._session.run(self.names, dict(inputs))])
@@ -112,11 +117,11 @@ class Evaluators:
 
     @cached_property
     def _reference(self) -> Reference:
-        return Reference(self.original, int8_weights=self._int8_weights)
+        return Reference(self.original, self.precision)
 
     @cached_property
     def _of_canonical(self) -> Reference:
-        return Reference(self.canonical, int8_weights=self._int8_weights)
+        return Reference(self.canonical, self.precision)
 
     @cached_property
     def _session(self) -> Any:

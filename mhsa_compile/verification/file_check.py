@@ -18,7 +18,15 @@ import onnx
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.runtime.artifact.manifest import Check
 from mhsa_compile.runtime.symbolic_dims import is_expression
-from mhsa_compile.verification.error_budget import FRACTION_BITS, budget, coarse_budget, max_error, share_of_budget
+from mhsa_compile.spec.float32_products import Float32Products
+from mhsa_compile.verification.error_budget import (
+    FRACTION_BITS,
+    budget,
+    coarse_budget,
+    fraction_bits,
+    max_error,
+    share_of_budget,
+)
 from mhsa_compile.verification.evaluators import Evaluators, NotEvaluated
 from mhsa_compile.verification.parity import Draw, judge
 from mhsa_compile.verification.random_inputs import Arrays, drawn_elements, largest_sizes, random_inputs
@@ -36,7 +44,7 @@ _NUDGES, _MOST_NUDGES = 3, 24
 """How often inputs are nudged; further times as long as a place of whole numbers differs that has not jumped: of a tie
 between values, rounding decides each time anew which is the least."""
 _STEPS = 4
-"""Inputs are nudged by so many of their rounding steps to see what jumps."""
+"""Inputs are nudged by so many of their rounding steps, or of those of factors, to see what jumps."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +242,8 @@ class _FileCheck:
             if seed >= _NUDGES and not unexplained:
                 break
             rng = np.random.default_rng(seed)
-            neighbours = {name: _neighbour(array, rng) for name, array in inputs.items()}
+            word = self.evaluators.precision.float32_products
+            neighbours = {name: _neighbour(array, rng, word) for name, array in inputs.items()}
             moved = self.evaluators.exact(neighbours)
             moved = self.evaluators.exact_of_canonical(neighbours) if moved is None else moved
             if moved is None or any(m.shape != p.shape for m, p in zip(moved, places, strict=True)):
@@ -315,10 +324,10 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind == "f" and array.dtype.itemsize == 8 else array.astype(np.float64)
 
 
-def _neighbour(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _neighbour(array: np.ndarray, rng: np.random.Generator, products: Float32Products) -> np.ndarray:
     name = str(array.dtype)
     if name not in FRACTION_BITS:
         return array
-    step = np.ldexp(1.0, _STEPS.bit_length() - 1 - FRACTION_BITS[name])
+    step = np.ldexp(1.0, _STEPS.bit_length() - 1 - fraction_bits(name, products))
     with np.errstate(invalid="ignore"):
         return np.asarray(array.astype(np.float64) * (1 + step * rng.uniform(-1, 1, array.shape)))

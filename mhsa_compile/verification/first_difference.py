@@ -12,10 +12,11 @@ import onnx
 from mhsa_compile.files.atomic_write import atomic_file
 from mhsa_compile.verification.evaluators import Evaluators
 from mhsa_compile.verification.file_check import Difference, check_file
+from mhsa_compile.verification.precision import Precision
 from mhsa_compile.verification.repeated_runs import Run
 
-Compile = Callable[[onnx.ModelProto], tuple[onnx.ModelProto, Run]]
-"""A model -> what was read from it, and the compiled code of it."""
+Compile = Callable[[onnx.ModelProto], tuple[onnx.ModelProto, Run, Precision]]
+"""A model -> what was read from it, the compiled code of it, and how exact that is."""
 
 _SECONDS = 60.0
 _RIGHT, _WRONG, _ACQUITTED = "right", "wrong", "right, says ONNX Runtime"
@@ -89,8 +90,8 @@ def _differs(original: onnx.ModelProto, nodes: list[onnx.NodeProto], compile: Co
         inferred = onnx.shape_inference.infer_shapes(part)
         part.graph.ClearField("output")
         part.graph.output.extend(inferred.graph.output)
-        canonical, run = compile(part)
-        evaluators = Evaluators(part, canonical, None)
+        canonical, run, precision = compile(part)
+        evaluators = Evaluators(part, canonical, None, precision)
         outcome = check_file(evaluators, run, [value.name for value in part.graph.output])
     except Exception:  # a part that nobody compiles, or evaluates
         return None

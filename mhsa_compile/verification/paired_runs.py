@@ -85,7 +85,7 @@ class RunPairs:
         self.model = model = reference.model
         self.own = manifest.spec is not None
         probe = top_k_parity.in_weights(model)
-        self._judged = reference if probe is model else Reference(probe, int8_weights=manifest.int8_weights)
+        self._judged = reference if probe is model else Reference(probe, reference.precision)
         names = [value.name for value in model.graph.output]
         self._keys = {names.index(name): name for name in top_k_parity.key_outputs(model)}
 
@@ -149,7 +149,7 @@ class RunPairs:
         if not self._keys:
             return results
         keys = {name: results[i] for i, name in self._keys.items()}
-        triples = top_k_parity.weigh(self.model, inputs, keys, int8_weights=self.manifest.int8_weights)
+        triples = top_k_parity.weigh(self.model, inputs, keys, self.reference.precision)
         weights = {i: triples[name][2] for i, name in self._keys.items()}
         return [weights.get(i, array) for i, array in enumerate(results)]
 

@@ -11,6 +11,7 @@ import onnx
 from mhsa_compile.verification import top_k_parity
 from mhsa_compile.verification.error_budget import budget, max_error, share_of_budget
 from mhsa_compile.verification.oracle.evaluate import Reference
+from mhsa_compile.verification.precision import AS_STATED, Precision
 from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 
 Draw = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -54,22 +55,22 @@ def check(
     dims: Mapping[str, int],
     seed: int = 0,
     *,
-    int8_weights: bool = False,
+    precision: Precision = AS_STATED,
     reference: Reference | None = None,
 ) -> CaseResult:
     """One case: `run` (inputs by name -> outputs in the graph's order) against the oracle, on random inputs.
 
-    `int8_weights`: the yardstick's products with weights are of eight bits, as `run`'s are. The oracle's never.
-    `reference`: the evaluations of this model, where they are at hand.
+    `precision`: what the yardstick's products round, as `run`'s do. The oracle's never.
+    `reference`: the evaluations of this model at that precision, where they are at hand.
     """
-    evaluations = Reference(model, int8_weights=int8_weights) if reference is None else reference
+    evaluations = Reference(model, precision) if reference is None else reference
 
     shares: list[float] = []
 
     def draw(turn: int) -> list[Draw]:
         inputs = random_inputs(model, dims, seed + NEXT_DRAW * turn)
         results = list(zip(evaluations.oracle(inputs), evaluations.eager(inputs), run(inputs), strict=True))
-        results = top_k_parity.by_weight(model, inputs, results, int8_weights=int8_weights)
+        results = top_k_parity.by_weight(model, inputs, results, evaluations.precision)
         blurred = evaluations.blurred(inputs)
         if blurred is None or all(map(np.all, blurred)):
             return results

@@ -138,8 +138,7 @@ def _unseen_sizes(name: str, subject: SelfCheckInputs, pairs: RunPairs) -> SelfC
     for i, case in enumerate(cases):
         if not pairs.own:
             pairs.truth(random_inputs(pairs.model, case, subject.seed + i))
-        int8 = pairs.manifest.int8_weights
-        result = check(pairs.model, pairs.run, case, subject.seed + i, int8_weights=int8, reference=pairs.reference)
+        result = check(pairs.model, pairs.run, case, subject.seed + i, reference=pairs.reference)
         results.append(result)
     worst = max(results, key=lambda result: result.ratio)
     note = ", ".join(f"{symbol} {cases[0][symbol]} and {cases[1][symbol]}" for symbol in subject.free)

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.verification.oracle.evaluate import eager, oracle
+from mhsa_compile.verification.precision import Precision
 from mhsa_compile.verification.random_inputs import Arrays
 
 _INPUT, _OUTPUT = 9, mhsa_operator.FIRST + len(mhsa_operator.NAMES)
@@ -35,13 +36,12 @@ def by_weight(
     model: onnx.ModelProto,
     inputs: Arrays,
     results: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
-    *,
-    int8_weights: bool,
+    precision: Precision,
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(The oracle's, the yardstick's, the actual) of each output, with weights in place of keys."""
     names = [value.name for value in model.graph.output]
     keys = {name: results[names.index(name)][2] for name in key_outputs(model)}
-    triples = weigh(model, inputs, keys, int8_weights=int8_weights) if keys else {}
+    triples = weigh(model, inputs, keys, precision) if keys else {}
     return [triples.get(name, triple) for name, triple in zip(names, results, strict=True)]
 
 
@@ -62,7 +62,7 @@ def in_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def weigh(
-    model: onnx.ModelProto, inputs: Arrays, keys: Mapping[str, np.ndarray], *, int8_weights: bool
+    model: onnx.ModelProto, inputs: Arrays, keys: Mapping[str, np.ndarray], precision: Precision
 ) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Returns three arrays for each output that holds keys: the oracle's largest weights, those of PyTorch, and the
     weights that the oracle gives `keys`.
@@ -84,7 +84,7 @@ def weigh(
             probing.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, [None] * 4))
         node.output[_WEIGHTS] = node.output[_WEIGHTS] or f"{name}.largest"
     arrays = {**inputs, **{f"{name}.probe": keys[name] for name in nodes}}
-    exact, yardstick = oracle(probing, arrays), eager(probing, arrays, int8_weights=int8_weights)
+    exact, yardstick = oracle(probing, arrays), eager(probing, arrays, precision)
     return {
         name: (exact[2 * i], yardstick[2 * i], np.where(repetitions(keys[name]), np.nan, exact[2 * i + 1]))
         for i, name in enumerate(nodes)

@@ -16,6 +16,7 @@ from mhsa_compile.verification import self_checks as selfcheck
 from mhsa_compile.verification.oracle.evaluate import Reference, eager, oracle
 from mhsa_compile.verification.paired_runs import SelfCheck
 from mhsa_compile.verification.parity import CaseResult, check
+from mhsa_compile.verification.precision import Precision
 from mhsa_compile.verification.random_inputs import Arrays, default_cases, whole_masks
 from mhsa_compile.verification.repeated_runs import Run
 from mhsa_compile.verification.stored_model import stored_model
@@ -108,9 +109,6 @@ def verify_run(
     model = stored_model(artifact)
     manifest = artifact.manifest
     sizes = [{**case, **whole_masks(manifest, case)} for case in default_cases(model)] if cases is None else cases
-    int8 = manifest.int8_weights
-    reference = Reference(model, int8_weights=int8)
-    results = tuple(
-        check(model, run, dims, seed + i, int8_weights=int8, reference=reference) for i, dims in enumerate(sizes)
-    )
+    reference = Reference(model, Precision.of(manifest))
+    results = tuple(check(model, run, dims, seed + i, reference=reference) for i, dims in enumerate(sizes))
     return Verdict(results, selfcheck.self_checks(reference, manifest, run, seed) if self_checks else ())

@@ -181,7 +181,8 @@ def test_sampled_rows_are_those_of_the_module(module, fields):
     wide.load_state_dict({name: to_torch(array).double() for name, array in weights.items()})
     for dims in cases:
         inputs = draw(spec, core, **dims)
-        manifest = msgspec.defstruct("Stub", [("spec", mhsa.AttentionSpec), ("int8_weights", bool, False)])(spec)
+        fields = [("spec", mhsa.AttentionSpec), ("int8_weights", bool, False), ("coarsest_products", str, "ieee")]
+        manifest = msgspec.defstruct("Stub", fields)(spec)
         truth = accuracy.truth(msgspec.defstruct("Stub", ["manifest"])(manifest), inputs, weights)
         tensors = {
             n: t.double() if t.is_floating_point() else t for n, t in ((n, to_torch(a)) for n, a in inputs.items())

@@ -372,7 +372,9 @@ def small() -> Callable[[str], tuple[GpuProblem, Artifact]]:
             workload = Workload(name, kind, "small", spec, 3, 37, 37)
             torch.manual_seed(0)
             weights = {n: t.detach() for n, t in module_of(workload).state_dict().items()}
-            artifact: Any = SimpleNamespace(manifest=SimpleNamespace(spec=spec, int8_weights=False))
+            artifact: Any = SimpleNamespace(
+                manifest=SimpleNamespace(spec=spec, int8_weights=False, coarsest_products="ieee")
+            )
             made[name] = draw(workload, weights, "cpu", 1000), artifact
         return made[name]
 

@@ -78,7 +78,13 @@ def problem(tmp_path_factory) -> Callable[[str], Problem]:
         inputs = [random_inputs(model, {}, seed) for seed in range(2)]
         infos = [SimpleNamespace(name=name, dtype=str(array.dtype)) for name, array in inputs[0].items()]
         manifest = SimpleNamespace(
-            files={}, spec=module.spec, weights=weights, inputs=infos, outputs=[], int8_weights=False
+            files={},
+            spec=module.spec,
+            weights=weights,
+            inputs=infos,
+            outputs=[],
+            int8_weights=False,
+            coarsest_products="ieee",
         )
         stored = {"contents": partial(contents, folder), "weights": lambda: stored_weights(folder)}
         artifact = SimpleNamespace(path=folder, manifest=manifest, **stored)

@@ -19,6 +19,7 @@ from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.verification import top_k_parity
 from mhsa_compile.verification.oracle.evaluate import eager, oracle
 from mhsa_compile.verification.parity import Draw, judge
+from mhsa_compile.verification.precision import AS_STATED
 
 
 def flow_outcome(case: FlowCase) -> Outcome:
@@ -94,7 +95,7 @@ def _against_whole(model: onnx.ModelProto, x: np.ndarray, found: tuple[np.ndarra
     actual = [np.ascontiguousarray(array[np.newaxis]) for array in results]
     triples = list(zip(oracle(model, inputs), eager(model, inputs), actual, strict=True))
     assert [truth.shape for truth, _, _ in triples] == [array.shape for array in actual]
-    return top_k_parity.by_weight(model, inputs, triples, int8_weights=False)
+    return top_k_parity.by_weight(model, inputs, triples, AS_STATED)
 
 
 def _joined(entries: Sequence[list[Draw]]) -> list[Draw]:

@@ -66,6 +66,7 @@ def test_a_wrong_kind_is_pytorchs_from_then_on(table: CallTable, monkeypatch: py
             result: torch.Tensor = compiled(*inputs)
             return result * 1.5
 
+        run.manifest = compiled.manifest
         return run
 
     monkeypatch.setattr(table, "get", with_a_fault)

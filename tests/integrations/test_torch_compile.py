@@ -255,7 +255,10 @@ def test_both_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         pytest.param({"options": {"strict": True}}, "expected at least one attention", marks=pytest.mark.thorough),
-        ({"options": {"traget": "native"}}, "options: expected any of target, threads, strict, check, got traget"),
+        (
+            {"options": {"traget": "native"}},
+            "options: expected any of target, threads, strict, check, float32_products, got traget",
+        ),
         ({"mode": "max-autotune"}, "has no modes"),
     ],
 )

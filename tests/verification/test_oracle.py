@@ -16,6 +16,7 @@ from support.onnx_models import model_of
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle import attention
 from mhsa_compile.verification.parity import DECIDING_VALUES, MOST_DRAWS, CaseResult, judge
+from mhsa_compile.verification.precision import Precision
 from mhsa_compile.verification.random_inputs import default_cases, random_inputs
 from mhsa_compile.verification.verify import Verdict, check, eager, oracle
 
@@ -150,7 +151,7 @@ def test_eight_bits_are_a_scale_for_each_row_and_for_each_column(name: str, kind
     rng = np.random.default_rng(3)
     x, w = rng.standard_normal((5, 64)).astype(name), rng.standard_normal((64, 7)).astype(name)
     x[2], w[:, 3] = 0, 0
-    yardstick = eager(linear_model(kind, w), {"x": x}, int8_weights=True)[0]
+    yardstick = eager(linear_model(kind, w), {"x": x}, Precision(int8_weights=True))[0]
     x_step = np.abs(x.astype(np.float64)).max(axis=1, keepdims=True) / 127
     w_step = np.abs(w.astype(np.float64)).max(axis=0, keepdims=True) / 127
     with np.errstate(invalid="ignore"):

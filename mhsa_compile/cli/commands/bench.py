@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.files import places
 from mhsa_compile.hardware import data_paths, host
 from mhsa_compile.runtime.symbolic_dims import is_expression
+from mhsa_compile.spec.float32_products import float32_request
 
 if TYPE_CHECKING:
     from mhsa_bench.report import BenchReport, BenchRow
@@ -65,6 +66,7 @@ class BenchOptions:
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="WORD", help="With --predict: as of `mhsa compile`.")
     ] = None
+    float32_products: options.Float32ProductsWord = "auto"
     json: options.Json = False
 
 
@@ -88,7 +90,7 @@ def bench(
     if request.predict:
         return _predict(source, request, stated)
     peers = _check(source, request, stated)
-    attentions = _of_workloads(request, stated) if source is None else _of_source(source, request.dims, stated)
+    attentions = _of_workloads(request, stated) if source is None else _of_source(source, request, stated)
     sources.require_compiler()
     reports = _timed(attentions, peers, request)
     if request.json:
@@ -105,20 +107,22 @@ def _predict(source: Path | None, request: BenchOptions, stated: dict[str, int])
     from mhsa_compile.hardware.profile import load_cpu_profile
 
     words = request.workload or ([_DEFAULT_WORKLOAD] if source is None else [])
-    options = CaseOptions(source, words, request.dtype, stated, weights=request.weights)
+    products = float32_request(request.float32_products)
+    options = CaseOptions(source, words, request.dtype, stated, weights=request.weights, float32_products=products)
     profile = load_cpu_profile(request.target or data_paths.NATIVE, "predicting")
     options.check()
     llvm_mca.find(profile)  # what is missing is said before PyTorch is loaded
     sources.require_compiler()
     from mhsa_bench.static.predict import predict as predict_ops
     from mhsa_compile.compiler import pipeline
+    from mhsa_compile.compiler.selection.float32_products import resolved_ops
 
     predictions: dict[str, Prediction] = {}
     for case in options.cases():
         with output.stages() as stage:
             stage(f"predict {case.name}")
             ops = pipeline.import_source(case.source, dims=case.dims, weights=case.weights).ops
-            predictions[case.name] = predict_ops(ops, profile)
+            predictions[case.name] = predict_ops(resolved_ops(ops, case.float32_products, profile), profile)
         if not request.json:
             _show_prediction(f"{case.name} on {profile.name}", predictions[case.name])
     if request.json:
@@ -133,6 +137,7 @@ def _check(source: Path | None, request: BenchOptions, stated: dict[str, int]) -
         option = "--target" if request.target is not None else "--weights"
         hint = "What runs here is compiled for this machine; an artifact says the rest."
         raise InputError(option, "it with --predict", "it alone", hint)
+    float32_request(request.float32_products)
     host.thread_count(request.threads)
     peers = options.peers(request.against)
     if request.workload and (source is not None or stated):
@@ -162,13 +167,13 @@ def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], request: Ben
     return reports
 
 
-def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -> Iterator[_Compiled]:
+def _of_source(source: Path, request: BenchOptions, stated: dict[str, int]) -> Iterator[_Compiled]:
     """An artifact, or what is compiled for these dims."""
     if places.is_folder(source):
         from mhsa_compile.runtime.artifact.artifact import Artifact
 
         artifact = Artifact.open(source)
-        dims.check_symbols(artifact.manifest.inputs)
+        request.dims.check_symbols(artifact.manifest.inputs)
         symbols = {dim for info in artifact.manifest.inputs for dim in info.dims if isinstance(dim, str)}
         yield str(source), artifact, _sizes_of(symbols, stated) | stated
     else:
@@ -178,7 +183,8 @@ def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -
         sizes = _with_defaults(stated)
         if isinstance(spec_or_file, Path):
             sizes = _sizes_of(symbols_of(spec_or_file), stated) | stated
-        yield str(source), sources.compile_with_progress(source, {}, "native", dims=sizes, seed=0, cache=False), sizes
+        options: dict[str, Any] = {"seed": 0, "cache": False, "float32_products": request.float32_products}
+        yield str(source), sources.compile_with_progress(source, {}, "native", dims=sizes, **options), sizes
 
 
 def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
@@ -207,7 +213,8 @@ def _of_workloads(request: BenchOptions, stated: dict[str, int]) -> Iterator[_Co
     def compiled(workload: Workload) -> _Compiled:
         with output.stages() as stage:
             stage(f"compile {workload.name}")
-            return workload.name, compile_workload(workload), workload.dims
+            artifact = compile_workload(workload, float32_products=float32_request(request.float32_products))
+            return workload.name, artifact, workload.dims
 
     return map(compiled, workloads)
 

@@ -36,6 +36,7 @@ def compile_source(
     force: Annotated[bool, typer.Option("--force", help="Replace the folder if it exists.")] = False,
     dims: options.StatedDims,
     weights: options.WeightWord = None,
+    float32_products: options.Float32ProductsWord = "auto",
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Calls write into the caches that they are given: of an .onnx file.")
     ] = False,
@@ -73,6 +74,7 @@ def compile_source(
         dump=dump,
         seed=seed,
         weights=weights,
+        float32_products=float32_products,
         in_place=in_place,
         records=records,
         cache=cache,
@@ -89,6 +91,7 @@ def _report(out: Path, artifact: Artifact, seconds: float, stages: dict[str, flo
     if json:
         report = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
         report |= {"check": manifest.check, "slow": manifest.slow, "stages": stages}
+        report |= {"float32_products": manifest.float32_products}
         output.print_json(report | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
         return
     title = f"{out} for {manifest.target.name}, {seconds:.1f} s"
@@ -99,6 +102,8 @@ def _report(out: Path, artifact: Artifact, seconds: float, stages: dict[str, flo
     output.line(f"{fused} of {len(manifest.attention)} attention blocks fused")
     if manifest.check is not None and manifest.spec is None:
         output.line(manifest.check.sentence())
+    if outcome := manifest.float32_outcome():
+        output.line(f"float32 products: {outcome}")
     for operation in manifest.slow:
         output.line(f"slow: {operation.sentence()}")
     layers = list(enumerate(manifest.attention))

@@ -67,6 +67,8 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
     ]
     facts += [] if manifest.check is None else [("check", "outcome", manifest.check.sentence())]
     facts += [("linears", "weights", "int8, rounded when they are bound")] if manifest.int8_weights else []
+    facts += [("float32 products", "asked", manifest.float32_products)]
+    facts += [("float32 products", "outcome", manifest.float32_outcome() or "ieee everywhere")]
     facts += [
         ("spec", key, value) for key, value in (manifest.spec.to_dict() if manifest.spec is not None else {}).items()
     ]

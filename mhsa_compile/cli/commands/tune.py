@@ -17,6 +17,7 @@ from mhsa_compile.cli.common.cases import BUNDLE, LOCAL, Case, CaseOptions, spli
 from mhsa_compile.errors import InputError, RecordsError
 from mhsa_compile.files import places
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
+from mhsa_compile.spec.float32_products import float32_request
 
 if TYPE_CHECKING:
     from mhsa_compile.kernels.interface.ops import Op
@@ -120,6 +121,7 @@ class TuneOptions:
     around: Annotated[bool, typer.Option("--around", help="Also tune at half the lengths, and at twice them.")] = False
     dtype: Annotated[str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16.")] = None
     weights: options.WeightWord = None
+    float32_products: options.Float32ProductsWord = "auto"
     threads: options.Threads = None
     records: Annotated[
         Path | None, typer.Option("--records", metavar="FILE", help="Where records go, instead of your own file.")
@@ -150,6 +152,7 @@ class TuneOptions:
             symbolic=self.symbolic,
             around=self.around,
             weights=self.weights,
+            float32_products=float32_request(self.float32_products),
             seed=self.seed,
         )
 
@@ -256,7 +259,7 @@ def _bundle(case: Case, settings: Settings, out: Path) -> None:
     threads = 1 if isinstance(profile, CudaProfile) else settings.options.threads or profile.hardware.cores
     with output.stages() as stage:
         stage(f"import {case.name}")
-        ops = _operations(case)
+        ops = _operations(case, profile)
         count = offline_tuner.pack(ops, profile, threads, profile.name, settings.request(case), out, stage)
     if settings.options.json:
         output.print_json({"bundle": out, "candidates": count})
@@ -270,18 +273,24 @@ def _read_results(case: Case, settings: Settings, path: Path) -> TunedSource:
     from mhsa_compile.tuning.measure import work_results
 
     tune_view.show_device(work_results.read(path).device, settings.profile)
-    return TunedSource(offline_tuner.unpack(_operations(case), settings.profile, settings.request(case), path))
+    return TunedSource(
+        offline_tuner.unpack(_operations(case, settings.profile), settings.profile, settings.request(case), path)
+    )
 
 
-def _operations(case: Case) -> dict[str, Op]:
+def _operations(case: Case, profile: TargetProfile) -> dict[str, Op]:
+    """The operations of a case, as they are computed on a target."""
     from mhsa_compile.compiler import pipeline
+    from mhsa_compile.compiler.selection.float32_products import resolved_ops
 
-    return pipeline.import_source(case.source, dims=case.dims, weights=case.weights).ops
+    ops = pipeline.import_source(case.source, dims=case.dims, weights=case.weights).ops
+    return resolved_ops(ops, case.float32_products, profile)
 
 
 def _search(case: Case, settings: Settings, session: Session, peers: dict[str, float]) -> TunedSource:
     """Records from a session; `peers` are shown beside what it finds."""
     from mhsa_compile.compiler import lower, pipeline
+    from mhsa_compile.compiler.selection.float32_products import resolved_ops
     from mhsa_compile.hardware.profile import CpuProfile
     from mhsa_compile.tuning import fallback_jobs, metaschedule
     from mhsa_compile.tuning.tuner import tune
@@ -294,7 +303,9 @@ def _search(case: Case, settings: Settings, session: Session, peers: dict[str, f
     for_rest = REST_SHARE * options.seconds if any(not task.reason for task in tasks) else 0.0
     request = settings.request(case, options.seconds - for_rest)
     with tune_view.live(case.name, options.seconds - for_rest, peers) as watch:
-        report = tune(imported.ops, profile, session, request, watch=watch)
+        report = tune(
+            resolved_ops(imported.ops, case.float32_products, profile), profile, session, request, watch=watch
+        )
     if not isinstance(profile, CpuProfile):
         return TunedSource(report, None, peers)
     with output.stages() as stage:
@@ -329,7 +340,7 @@ def _default(
 
     with output.stages() as stage:
         stage(f"compile {case.name}")
-        artifact = compile(case.source, profile, dims=case.dims, weights=case.weights, records=(), cache=False)
+        artifact = compile(case.source, profile, **case.options(case.dims), records=(), cache=False)
         if not peers or not returns_y_alone(artifact):  # which is all that peers return
             return artifact, {}
         stage(f"time {', '.join(peers)}")
@@ -346,7 +357,7 @@ def _gain(case: Case, settings: Settings, default: Artifact, threads: int) -> Ga
         stage("compile with the records")
         records = sources.read_records([settings.records])
         dims, profile = case.dims, settings.profile
-        tuned = compile(case.source, profile, dims=dims, weights=case.weights, records=records, cache=False)
+        tuned = compile(case.source, profile, **case.options(dims), records=records, cache=False)
         stage("time it against the default")
         return gain(default, tuned, dims=_open(default, case.sizes), threads=threads, seconds=GAIN_SECONDS)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mhsa_compile.cli.common import sources
 from mhsa_compile.errors import DeviceError, InputError
 from mhsa_compile.files import places
+from mhsa_compile.spec.float32_products import Float32Request
 
 if TYPE_CHECKING:
     from mhsa_compile.tuning.measure.rpc_server import Address
@@ -27,6 +28,11 @@ class Case:
     dims: dict[str, int]
     sizes: dict[str, int]
     weights: str | None
+    float32_products: Float32Request = "auto"
+
+    def options(self, dims: dict[str, int]) -> dict[str, Any]:
+        """What `compile` takes beside the source and the target."""
+        return {"dims": dims, "weights": self.weights, "float32_products": self.float32_products}
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class CaseOptions:
     symbolic: bool = False
     around: bool = False
     weights: str | None = None
+    float32_products: Float32Request = "auto"
     seed: int = 0
 
     def check(self) -> None:
@@ -78,11 +85,13 @@ class CaseOptions:
             sizes = _DEFAULT_DIMS | self.stated
             sizes.setdefault("S", sizes["L"])
             dims = {} if self.symbolic else self.stated
-            yield Case(str(self.source), sources.resolve(self.source, {}), dims, sizes, self.weights)
+            source = sources.resolve(self.source, {})
+            yield Case(str(self.source), source, dims, sizes, self.weights, self.float32_products)
         for workload in choose(self.workloads):
             at_dtype = workload.at(self.dtype or workload.spec.dtype)
             dims = {} if self.symbolic else at_dtype.dims
-            yield Case(at_dtype.name, module_of(at_dtype), dims, at_dtype.dims, self.weights)
+            module = module_of(at_dtype)
+            yield Case(at_dtype.name, module, dims, at_dtype.dims, self.weights, self.float32_products)
 
 
 def _beside(case: Case) -> Iterator[Case]:

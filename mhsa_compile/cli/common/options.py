@@ -38,6 +38,9 @@ WeightWord = Annotated[
     str | None,
     typer.Option("--weights", metavar="WORD", help="Linears in few bits: int8, or int4:block=64,zeros and the like."),
 ]
+Float32ProductsWord = Annotated[
+    str, typer.Option("--float32-products", metavar="WORD", help="auto, ieee, bf16x6, bf16x3 or bf16.")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=_LARGEST_SEED, help="Seed of whatever is random.")]
 
 

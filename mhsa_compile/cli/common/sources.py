@@ -71,6 +71,7 @@ def compile_with_progress(
     dims: dict[str, int],
     seed: int,
     weights: str | None = None,
+    float32_products: str = "auto",
     in_place: bool = False,
     records: Path | None = None,
     dump: Path | None = None,
@@ -83,9 +84,11 @@ def compile_with_progress(
     Of a file only `fields["outputs"]` may be stated: what a call returns. `seconds` is told how long each stage took.
     """
     from mhsa_compile.hardware.profile import load_profile
+    from mhsa_compile.spec.float32_products import float32_request
     from mhsa_compile.spec.outputs import layer_words
 
     # What is mistyped is answered now, not after the seconds that importing PyTorch takes.
+    products = float32_request(float32_products)
     profile = load_profile(target)
     at_hand = read_records(profile.records() if records is None else [records])
     of_spec, outputs = dict(fields), None
@@ -109,6 +112,7 @@ def compile_with_progress(
             dims=dims,
             outputs=outputs,
             weights=weights,
+            float32_products=products,
             in_place=in_place,
             records=at_hand,
             progress=stage,

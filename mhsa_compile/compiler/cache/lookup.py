@@ -2,7 +2,7 @@
 
 What the bytes of an artifact hang on is one hash, its key. Of every source: the sources of this package, the versions
 of what exports, generates code and links, the target's profile, the tuned records at hand, whether weights have eight
-bits, and which outputs a graph gets beside its own. And then
+bits, how float32 is to be multiplied, and which outputs a graph gets beside its own. And then
 
 - of an ONNX model, or of any nn.Module as it was exported: the model's bytes, weights among them, and the dims to fix
 - of a module of ours whose state is as its class makes it: its class, its spec and the dims. Nothing but the file of
@@ -31,6 +31,7 @@ from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.records.record import Record, encoded
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
+from mhsa_compile.spec.float32_products import Float32Request
 
 if TYPE_CHECKING:
     import onnx
@@ -52,12 +53,13 @@ class CacheRequest:
     records: tuple[Record, ...]
     outputs: tuple[str, ...] = ()
     check: bool = False
+    float32_products: Float32Request = "auto"
 
     def key(self, *parts: bytes) -> str:
         """The key of a source, which is given as `parts`, compiled as asked."""
         versions = {name: environment.installed_version(name) for name in _DISTRIBUTIONS}
         versions |= cuda_compiler.versions(self.profile)
-        rest = _encoded([self.profile, self.weights, versions, self.outputs, self.check])
+        rest = _encoded([self.profile, self.weights, versions, self.outputs, self.check, self.float32_products])
         digest = hashlib.sha256()
         for part in (*parts, _sources(), *map(encoded, self.records), rest):
             digest.update(hashlib.sha256(part).digest())

@@ -86,6 +86,7 @@ def _linear_key(op: LinearOp) -> dict[str, Any]:
         "padding": op.padding,
         "dtype": op.dtype,
         "int8_weights": op.int8_weights,
+        **_products_key(op),
     }
 
 
@@ -104,7 +105,13 @@ def _attention_key(op: AttentionOp) -> dict[str, Any]:
         **{word: value for step in op.scores for word, value in step.key().items()},
         "extras": sorted(step.extra for step in op.scores if step.extra),
         "places": {name: _place(place) for name, place in places.items()},
+        **_products_key(op),
     }
+
+
+def _products_key(op: LinearOp | AttentionOp) -> dict[str, Any]:
+    """How float32 is multiplied, where it is not as in all records from before there was a choice."""
+    return {} if op.float32_products == "ieee" else {"float32_products": op.float32_products}
 
 
 def _place(place: HeadLayout) -> list[Any]:

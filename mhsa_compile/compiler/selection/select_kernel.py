@@ -7,8 +7,8 @@ from typing import Any
 
 from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.hardware.profile import TargetProfile
-from mhsa_compile.kernels.interface.kernel import Kernel
-from mhsa_compile.kernels.interface.ops import Op
+from mhsa_compile.kernels.interface.kernel import Kernel, products_of
+from mhsa_compile.kernels.interface.ops import Op, float32_products_of
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.records.record import Record, RecordSet, is_of_default
 
@@ -30,7 +30,9 @@ def kernels_for(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], list
     for kernel in kernels:
         if type(op) is not kernel.op_type:
             continue
-        reason = kernel.why_not(op, profile)
+        word = float32_products_of(op)
+        reason = None if word in products_of(kernel, op, profile) else f"it makes no products of float32 by {word}"
+        reason = kernel.why_not(op, profile) if reason is None else reason
         if reason is None:
             willing.append(kernel)
         else:

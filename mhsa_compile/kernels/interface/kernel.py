@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from mhsa_compile.kernels.interface.ops import Op
+from mhsa_compile.spec.float32_products import Float32Products
 
 Config = Mapping[str, int]
 CACHE_LINE = 64  # bytes, on every machine here
@@ -61,6 +62,26 @@ class Kernel(Protocol[OpT]):
         ...
 
     def emit(self, op: OpT, profile: Profile, config: Config) -> Emitted: ...
+
+
+@runtime_checkable
+class TermProducts(Protocol):
+    """What a kernel has beside, if it can multiply float32 numbers by bfloat16 terms. A kernel without it, or that
+    answers with nothing, multiplies them as IEEE has it. Neither answer hangs on the operation's own word."""
+
+    def float32_products(self, op: Any, profile: Profile) -> tuple[Float32Products, ...]:
+        """The words other than "ieee" with which it computes such an operation on this target; its `why_not` is asked
+        about the operation with the word, too."""
+        ...
+
+    def exact_products(self, op: Any, profile: Profile) -> tuple[Float32Products, ...]:
+        """Those of them that are known to stay inside float32's error budget."""
+        ...
+
+
+def products_of(kernel: Any, op: Op, profile: Profile) -> tuple[Float32Products, ...]:
+    """The words with which a kernel multiplies float32 numbers."""
+    return ("ieee", *kernel.float32_products(op, profile)) if isinstance(kernel, TermProducts) else ("ieee",)
 
 
 class Fixed:

@@ -13,10 +13,16 @@ import numpy as np
 
 from mhsa_compile.kernels.interface.epilogue import Epilogue
 from mhsa_compile.kernels.interface.score_step import ScoreStep, first
+from mhsa_compile.spec.float32_products import Float32Products
 from mhsa_compile.spec.semantics import Semantics
 
 Dim = int | str  # a fixed size, or the name of a symbolic one
 DType = Literal["float32", "bfloat16", "float16"]
+
+
+def products_summary(word: Float32Products) -> str:
+    """What a summary says of an operation's products."""
+    return "" if word == "ieee" else f", products {word}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class LinearOp:
     x, the weights, the biases and y are of `dtype`; sums are float32. `int8_weights` asks for weights that are rounded
     to eight bits, with a scale for each out-feature, when they are packed. Rows of y end with `padding` elements that
     nobody writes or reads. `epilogue` is what y becomes before it is written; its operands come behind the biases.
+    `float32_products` says how numbers are multiplied where `dtype` is float32.
     """
 
     kind: ClassVar[str] = "linear"
@@ -42,6 +49,7 @@ class LinearOp:
     int8_weights: bool = False
     padding: int = 0
     epilogue: Epilogue | None = None
+    float32_products: Float32Products = "ieee"
 
     @property
     def pitch(self) -> int:
@@ -54,7 +62,8 @@ class LinearOp:
 
     def summary(self) -> str:
         then = "" if self.epilogue is None else f", then {self.epilogue.summary()}"
-        return f"{self.in_features} -> {' + '.join(map(str, self.widths))}{then}"
+        how = products_summary(self.float32_products)
+        return f"{self.in_features} -> {' + '.join(map(str, self.widths))}{how}{then}"
 
 
 Byte = Literal["int8", "uint8"]
@@ -165,7 +174,7 @@ class ProductOp:
     """Y = A B, both computed in the call: A (batch, M, K), B (batch, K, N) -> Y (batch, M, N).
 
     M is `rows`, K `inner`, N `columns`. A is `left` and B is `right`, both of `dtype`; Y is of `result`; sums are
-    float32. Inputs: A, B.
+    float32, and `float32_products` says how numbers are multiplied where `dtype` is that. Inputs: A, B.
     """
 
     kind: ClassVar[str] = "product"
@@ -178,6 +187,7 @@ class ProductOp:
     right: ProductOperand
     dtype: DType = "float32"
     result: DType = "float32"
+    float32_products: Float32Products = "ieee"
 
     @property
     def is_flat(self) -> bool:
@@ -186,7 +196,8 @@ class ProductOp:
         return bool(self.batch) and self.right.is_shared and self.left.is_in_order
 
     def summary(self) -> str:
-        return f"{self.rows} x {self.inner} x {self.columns}" + (f", batch {list(self.batch)}" if self.batch else "")
+        batch = f", batch {list(self.batch)}" if self.batch else ""
+        return f"{self.rows} x {self.inner} x {self.columns}{batch}{products_summary(self.float32_products)}"
 
 
 @dataclass(frozen=True)
@@ -308,6 +319,7 @@ class AttentionOp:
     are dims; H, G, E, F fixed.
 
     Q, K, V and Y are of `dtype`; scores, statistics and sums are of `softmax`, where what asks for less gets float32.
+    `float32_products` says how numbers of Q and K, and weights and V, are multiplied where `dtype` is float32.
     What a query sees is what all steps let it see. Inputs: those of Q, K and V, then those of the steps, in order.
     """
 
@@ -328,6 +340,7 @@ class AttentionOp:
     dtype: DType = "float32"
     scores: tuple[ScoreStep, ...] = ()
     softmax: Literal["float32", "float64"] = "float32"
+    float32_products: Float32Products = "ieee"
 
     @property
     def window(self) -> WindowSpec | None:
@@ -351,7 +364,8 @@ class AttentionOp:
     def summary(self) -> str:
         grouped = "" if self.num_heads == self.num_kv_heads else f"/{self.num_kv_heads}"
         words = [words for step in self.scores if (words := step.summary())]
-        return ", ".join([f"{self.num_heads}{grouped} heads of {self.head_dim}", *words])
+        how = products_summary(self.float32_products)
+        return ", ".join([f"{self.num_heads}{grouped} heads of {self.head_dim}", *words]) + how
 
     def semantics(self, name: str) -> Semantics:
         """What this attention means, resolved."""
@@ -559,3 +573,8 @@ Op = (
     | RotaryOp
     | KvScatterOp
 )
+
+
+def float32_products_of(op: Op) -> Float32Products:
+    """How an operation multiplies float32; those without a choice do it as IEEE has it."""
+    return op.float32_products if isinstance(op, LinearOp | ProductOp | AttentionOp) else "ieee"

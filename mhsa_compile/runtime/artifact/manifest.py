@@ -16,6 +16,7 @@ from mhsa_compile.files.input_files import require_unique_keys
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import LARGEST
+from mhsa_compile.spec.float32_products import Float32Products, Float32Request, coarsest
 from mhsa_compile.spec.semantics import Semantics
 
 FORMAT_VERSION = 6
@@ -71,7 +72,7 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What computes one operation, and where its config comes from: `tuning` says which tuned record was used, or why
-    none was."""
+    none was. `float32_products` is how it multiplies float32, and `float32_reason` why not as was asked."""
 
     name: str
     op: str
@@ -80,6 +81,8 @@ class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: Literal["default", "record", "fallback"]
     note: str = ""
     tuning: str = ""
+    float32_products: Float32Products = "ieee"
+    float32_reason: str = ""
 
 
 class AttentionCoverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -167,6 +170,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in_place: dict[str, str] = {}  # output -> the input that a call turns into it
     weights: tuple[TensorInfo, ...]
     int8_weights: bool = False  # whether linears round them to eight bits when they are bound
+    float32_products: Float32Request = "auto"  # as asked for; each operation says what it got
     semantics: tuple[Semantics, ...]  # of each attention, as resolved
     spec: AttentionSpec | None  # where one was compiled
     target: TargetProfile
@@ -198,6 +202,32 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return any(op.source == "fallback" for op in self.ops)
 
     @property
+    def coarsest_products(self) -> Float32Products:
+        """How the least exact of the operations multiplies float32: what the error budget goes by."""
+        return coarsest(*(op.float32_products for op in self.ops))
+
+    @property
+    def kinds_by_terms(self) -> frozenset[str]:
+        """The kinds of operations of which some multiply float32 by bfloat16 terms, at another rate than float32's."""
+        return frozenset(op.op for op in self.ops if op.float32_products != "ieee")
+
+    def float32_outcome(self) -> str:
+        """What became of `float32_products`, where operations got other than IEEE's or other than was asked for; ""
+        where that is nothing to speak of."""
+        numbers: dict[tuple[str, str], int] = {}
+        for op in self.ops:
+            if op.float32_products != "ieee" or op.float32_reason:
+                key = op.float32_products, op.float32_reason
+                numbers[key] = numbers.get(key, 0) + 1
+        counts = {key: f"{n} operation{'s' * (n > 1)}" for key, n in numbers.items()}
+        parts = [f"{word} in {count}{reason and ': '}{reason}" for (word, reason), count in counts.items()]
+        if not parts:
+            if self.float32_products in ("auto", "ieee"):
+                return ""
+            parts = ["ieee: no operation has products of float32 to choose"]
+        return f"asked {self.float32_products}, got {'; '.join(parts)}"
+
+    @property
     def wants_cache_lines(self) -> bool:
         """Whether some of the code takes arrays to begin with a cache line, and reads copies of those that do not."""
         return self.format_version < _ANY_ADDRESS and self.has_fallbacks
@@ -213,8 +243,8 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 def _encode(manifest: Manifest) -> bytes:
     """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted.
 
-    `v_embed_dim`, `agreements`, `slow` and `check` are written where they are set: an artifact without them has the
-    bytes that it had before there were any.
+    `v_embed_dim`, `agreements`, `slow`, `check` and how float32 is multiplied are written where they are set: an
+    artifact without them has the bytes that it had before there were any.
     """
     stated = msgspec.to_builtins(manifest, order="deterministic")
     if manifest.check is None:
@@ -223,6 +253,13 @@ def _encode(manifest: Manifest) -> bytes:
         del stated["agreements"]
     if not manifest.slow:
         del stated["slow"]
+    if manifest.float32_products == "auto":
+        del stated["float32_products"]
+    for op in stated["ops"]:
+        if op["float32_products"] == "ieee":
+            del op["float32_products"]
+        if not op["float32_reason"]:
+            del op["float32_reason"]
     if manifest.spec is not None and manifest.spec.v_embed_dim is None:
         del stated["spec"]["v_embed_dim"]
     return msgspec.json.format(msgspec.json.encode(stated), indent=2) + b"\n"

@@ -23,6 +23,7 @@ from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_wei
 from mhsa_compile.verification.oracle.operators import REPAIRED, quantised_operators
 from mhsa_compile.verification.oracle.recurrent import RECURRENT
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
+from mhsa_compile.verification.precision import AS_STATED, Precision
 from mhsa_compile.verification.random_inputs import Arrays
 
 KEPT = 8
@@ -35,12 +36,12 @@ def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     return Reference(model).oracle(inputs)
 
 
-def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False) -> list[np.ndarray]:
+def eager(model: onnx.ModelProto, inputs: Arrays, precision: Precision = AS_STATED) -> list[np.ndarray]:
     """The graph's outputs at its own dtype, matrix products and attention by PyTorch: the yardstick of the budget.
 
-    `int8_weights`: products with a weight round it and the activations to eight bits first, see `product_in_int8`.
+    `precision`: what products round first.
     """
-    return Reference(model, int8_weights=int8_weights).eager(inputs)
+    return Reference(model, precision).eager(inputs)
 
 
 class Reference:
@@ -50,8 +51,8 @@ class Reference:
     that some weights may equal: of those that do, no other copy is made.
     """
 
-    def __init__(self, model: onnx.ModelProto, *, int8_weights: bool = False, wide: Arrays | None = None) -> None:
-        self.model, self._int8_weights, self._wide = model, int8_weights, wide or {}
+    def __init__(self, model: onnx.ModelProto, precision: Precision = AS_STATED, *, wide: Arrays | None = None) -> None:
+        self.model, self.precision, self._wide = model, precision, wide or {}
         self._kept: dict[tuple[str, str], list[np.ndarray]] = {}
         self._filled = False  # whether the last run of the oracle met rows that a finite fill hides whole
         self._with_filled: set[str] = set()
@@ -82,10 +83,7 @@ class Reference:
         if results is None:
             self._filled = False
             with np.errstate(all="ignore"):  # NaN and Inf may come, and are carried as IEEE says
-                if which == "oracle":
-                    outputs = self._exact.run(None, self._feeds(inputs))
-                else:
-                    outputs = self._rounded.run(None, dict(inputs))
+                outputs = self._run_exact(inputs) if which == "oracle" else self._run_rounded(inputs)
             results = [np.asarray(output) for output in outputs]
             if self._filled:
                 self._with_filled.add(digest)
@@ -125,12 +123,24 @@ class Reference:
         operators = [*_EXACT, *quantised_operators(self.model), *attention]
         return ReferenceEvaluator(self._wide_graph[0], new_ops=operators)
 
+    def _run_exact(self, inputs: Arrays) -> list[Any]:
+        return list(self._exact.run(None, self._feeds(inputs)))
+
+    def _run_rounded(self, inputs: Arrays) -> list[Any]:
+        from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
+
+        with products_by_terms(self.precision.float32_products):
+            return list(self._rounded.run(None, dict(inputs)))
+
     @cached_property
     def _rounded(self) -> ReferenceEvaluator:
         from mhsa_compile.verification.oracle.eager_operators import eager_operators  # PyTorch takes a second to load
+        from mhsa_compile.verification.oracle.products_by_terms import operators_by_terms
 
         own = (*REPAIRED, *RECURRENT, RoundedMatMulNBits, *quantised_operators(self.model))
-        return ReferenceEvaluator(self.model, new_ops=[*own, *eager_operators(self._int8_weights)])
+        operators = [*own, *eager_operators(self.precision.int8_weights)]
+        word = self.precision.float32_products
+        return ReferenceEvaluator(self.model, new_ops=operators_by_terms(self.model, operators, word))
 
 
 def _digest(inputs: Arrays) -> str:

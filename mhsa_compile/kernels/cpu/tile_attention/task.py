@@ -72,6 +72,12 @@ class TileAttentionTask:
         self.changes = any(step.elementwise or step.cpu_tile is not None for step in op.scores)
         """Whether scores are brought to units of log2, and changed, before they become probs."""
 
+    def _get(self, cell: int) -> Expr:
+        return self.state[T.int64(cell)]
+
+    def _set(self, cell: int, value: Expr) -> None:
+        store(self.state, [T.int64(cell)], value, 1)
+
     # ---- The task
 
     def begin(self) -> None:

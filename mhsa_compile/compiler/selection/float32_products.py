@@ -1,0 +1,85 @@
+"""Which products of float32 an operation gets: what was asked for, if the kernel that computes it makes them, else
+IEEE's, which are more exact, and the reason why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+from mhsa_compile.hardware.profile import TargetProfile, shipped_relatives
+from mhsa_compile.kernels.interface.kernel import Kernel, TermProducts, products_of
+from mhsa_compile.kernels.interface.ops import AttentionOp, BlockLinearOp, LinearOp, Op, ProductOp, QuantisedLinearOp
+from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.spec.float32_products import Float32Products, Float32Request
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """An operation with the word that it gets, and why it is not what was asked for; "" where it is."""
+
+    op: Op
+    reason: str = ""
+
+
+def resolve(op: Op, asked: Float32Request, profile: TargetProfile) -> Resolution:
+    """What an operation gets of what was asked for: the one place that decides."""
+    if asked == "ieee" or not multiplies_float32(op):
+        return Resolution(op)
+    offered = offers_products(op, profile)
+    if asked == "auto":
+        if "bf16x6" not in offered:
+            return Resolution(op)
+        if "bf16x6" in exact_products(op, profile):
+            return Resolution(replace(op, float32_products="bf16x6"))
+        return Resolution(op, "bf16x6 is not known to stay inside float32's error budget here")
+    if asked in offered:
+        return Resolution(replace(op, float32_products=asked))
+    return Resolution(op, _why_not(op, asked, profile))
+
+
+def resolved_ops(ops: Mapping[str, Op], asked: Float32Request, profile: TargetProfile) -> dict[str, Op]:
+    """Operations by their names, each with the word that it gets."""
+    return {name: resolve(op, asked, profile).op for name, op in ops.items()}
+
+
+def multiplies_float32(op: Op) -> TypeGuard[LinearOp | AttentionOp | ProductOp]:
+    """Whether an operation has products of float32 that can be made in several ways: not those of whole numbers."""
+    if not isinstance(op, LinearOp | AttentionOp | ProductOp) or op.dtype != "float32":
+        return False
+    if isinstance(op, LinearOp):
+        whole = op.int8_weights or isinstance(op, QuantisedLinearOp) or (isinstance(op, BlockLinearOp) and op.rounds_x)
+        return not whole
+    return True
+
+
+def offers_products(op: Op, profile: TargetProfile) -> tuple[Float32Products, ...]:
+    """The words other than "ieee" with which the kernel that comes first for an operation computes it on a target."""
+    return tuple(word for word in _first(op, profile)[1] if word != "ieee")
+
+
+def exact_products(op: Op, profile: TargetProfile) -> tuple[Float32Products, ...]:
+    """Those of `offers_products` that are known to stay inside float32's error budget."""
+    kernel, words = _first(op, profile)
+    exact = kernel.exact_products(op, profile) if isinstance(kernel, TermProducts) else ()
+    return tuple(word for word in words if word in exact)
+
+
+def _first(op: Op, profile: TargetProfile) -> tuple[Kernel[Any] | None, tuple[Float32Products, ...]]:
+    """The first kernel of the family that takes an operation with any word, and all words with which it does."""
+    if not multiplies_float32(op):
+        return None, ()
+    kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
+    for kernel in kernels:
+        if type(op) is kernel.op_type:
+            ops = {word: replace(op, float32_products=word) for word in products_of(kernel, op, profile)}
+            if words := tuple(word for word, other in ops.items() if kernel.why_not(other, profile) is None):
+                return kernel, words
+    return None, ()
+
+
+def _why_not(op: Op, asked: Float32Products, target: TargetProfile) -> str:
+    others = [other.name for other in shipped_relatives(target) if asked in offers_products(op, other)]
+    if not others:
+        return f"no kernel makes {asked} products of such an operation on any target"
+    return f"no matrix unit on target {target.name} makes {asked} products; compile for {' or '.join(others)}"
