@@ -47,8 +47,9 @@ from mhsa_bench.peers import numkong, openvino, registry, torch_linear
 from mhsa_bench.peers.onnxruntime import OnnxRuntimeOwnGraph
 from mhsa_bench.peers.peer import Peer, Problem
 from mhsa_bench.peers.registry import Compiled, Fastest
+from mhsa_bench.report import DISTURBED
 from mhsa_bench.roofline import Probe
-from mhsa_compile.bench.timing import INPUT_SETS, interleave, workers_apart
+from mhsa_compile.bench.timing import INPUT_SETS, interleave, spread, workers_apart
 from mhsa_compile.bench.workloads import Workload, choose, module_of
 from mhsa_compile.errors import InputError
 from mhsa_compile.hardware import host
@@ -115,6 +116,7 @@ class Row:
     tile_gflops   products of tiles in registers, all threads together, in the best round; None where there are none
     all_gflops    the same with all eight tiles in use, the median of the rounds: far below it the machine was disturbed
     fma_gflops    float32 multiply-adds in registers, in the best round
+    fma_spread    their interquartile range over the rounds, as a share of the median
     seconds       by candidate, the median call of each round or turn
     error_shares  by candidate, the largest error against float64 by the budget: above 1 is more than allowed
     forms         by candidate, which of a peer's forms was its fastest
@@ -129,6 +131,7 @@ class Row:
     tile_gflops: float | None = None
     all_gflops: float | None = None
     fma_gflops: float | None = None
+    fma_spread: float = 0.0
     seconds: dict[str, list[float]] = field(default_factory=dict)
     error_shares: dict[str, float] = field(default_factory=dict)
     forms: dict[str, str] = field(default_factory=dict)
@@ -156,7 +159,12 @@ class Row:
     def best_peer(self) -> str | None:
         """The fastest of the others that compute what ours does: not those that round a float32 model by themselves."""
         peers = [name for name in self.seconds if not name.startswith(("mhsa", *models.ROUNDED))]
-        return min(peers, key=self.of, default=None)
+        return min(peers, key=lambda name: self.ratio(name) or self.of(name), default=None)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something else took CPU time meanwhile; the figures then mean little."""
+        return self.fma_spread > DISTURBED
 
 
 @dataclass
@@ -279,6 +287,7 @@ def peaks(threads: int) -> Iterator[list[Probe]]:
 def note_peaks(row: Row, probes: Sequence[Probe], times: Sequence[Sequence[float]]) -> None:
     """A peak is what the machine did at best."""
     row.fma_gflops, *tiles = (probe.amount / min(one) / 1e9 for probe, one in zip(probes, times, strict=True))
+    row.fma_spread = spread(times[0])
     if tiles:
         row.tile_gflops, row.all_gflops = max(tiles), probes[-1].amount / median(times[-1]) / 1e9
 
@@ -434,11 +443,13 @@ def table(rows: Sequence[Row]) -> Table:
         if first.section == "models":
             rounded = row.ratio("openvino-default", "mhsa-bf16")
             cells.append("-" if rounded is None else f"{rounded:.2f}")
-        shown.add_row(row.name, *cells)
+        shown.add_row(row.name, *cells, style="red" if row.disturbed else "")
     ratios = [row.ratio(best) or 1.0 for row in rows if (best := row.best_peer()) and OWN in row.seconds]
     if ratios:
         mean = prod(ratios) ** (1 / len(ratios))
         shown.caption = f"Best peer / ours: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mean:.2f}."
+    if disturbed := [row.name for row in rows if row.disturbed]:
+        shown.caption = f"{shown.caption or ''} Disturbed, measure again: {', '.join(disturbed)}.".strip()
     return shown
 
 
