@@ -10,6 +10,7 @@ CUDA   := $(VENV)/.cuda
 RAY    := $(VENV)/.ray
 BROWSER := $(VENV)/.browser
 DECODERS := $(VENV)/.decoders
+NUMKONG := $(VENV)/numkong
 GPU_JOBS ?= 4
 AGAINST ?= HEAD
 ifdef PREPARED  # PREPARED=1: what runs on a GPU takes $(PYTHON) as it is, as where there is no network (docs/gpu.md)
@@ -20,7 +21,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-decoders accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -55,6 +56,14 @@ $(BROWSER): $(STAMP)
 $(DECODERS): $(STAMP)
 	@echo "== Installing onnxruntime-genai"
 	@$(PIP) --editable '.[decoders]'
+	@touch $@
+
+$(NUMKONG)/.installed: $(STAMP)
+	@echo "== Installing NumKong, and its sources, which alone have its attention"
+	@$(PIP) --editable '.[tiles-bench]'
+	@rm -rf $(NUMKONG) && mkdir $(NUMKONG)
+	@$(BIN)/python -m pip --disable-pip-version-check download --quiet --constraint constraints.txt --no-deps --no-binary numkong --dest $(NUMKONG) numkong
+	@tar -xzf $(NUMKONG)/numkong-*.tar.gz -C $(NUMKONG) --strip-components 1
 	@touch $@
 
 demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, and on decoders that generate
@@ -131,6 +140,9 @@ bench-models: $(STAMP)  ## Nine whole models of their real sizes, random weights
 
 bench-decoders: $(DECODERS)  ## A small decoder by format, prompts and tokens behind them, beside PyTorch and onnxruntime-genai: JSON and a table
 	@$(BIN)/python benchmarks/decoders.py --json build/decoders.json
+
+bench-tiles: $(NUMKONG)/.installed  ## On a CPU with AMX: linears, attention, blocks, models by the peak of its tiles, 1 thread and all; ONLY="linears blocks"; an hour
+	@$(BIN)/python benchmarks/tiles.py --numkong $(NUMKONG) --json build/tiles.json $(if $(ONLY),--only $(ONLY)) $(if $(THREADS),--threads $(THREADS))
 
 accuracy: $(STAMP)  ## What fewer bits cost a trained sentence encoder, beside ONNX Runtime's quantisers: a table; minutes
 	@$(BIN)/python benchmarks/accuracy.py --json build/accuracy.json

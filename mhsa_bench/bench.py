@@ -30,7 +30,7 @@ BEYOND_CACHE = 2
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class BenchCandidate:
     """One that runs, or `missing` says why it does not. `sole_workers` are threads whose caller only waits."""
 
     name: str
@@ -45,7 +45,7 @@ class _Candidate:
 class _Timed:
     """Every candidate, ours first; seconds a call in each round of those that ran, in order; and the limits."""
 
-    candidates: tuple[_Candidate, ...]
+    candidates: tuple[BenchCandidate, ...]
     times: Sequence[Sequence[float]]
     rounds: int
     peak_gflops: float
@@ -122,8 +122,8 @@ def _time(problem: Problem, peers: Iterable[Peer], dtype: str, threads: int, sec
     from mhsa_bench import roofline
 
     with ExitStack() as stack:
-        ours = _open(stack, Compiled(), problem, threads, problem.error_share)
-        others = [_attempt(stack, peer, problem, threads) for peer in peers]
+        ours = open_candidate(stack, Compiled(), problem, threads, problem.error_share)
+        others = [attempt(stack, peer, problem, threads) for peer in peers]
         running = [ours, *(other for other in others if other.missing is None)]
         peak = stack.enter_context(roofline.multiply_adds(detect(), threads, dtype))
         reading = stack.enter_context(roofline.reading(detect(), threads))
@@ -142,25 +142,25 @@ def _time(problem: Problem, peers: Iterable[Peer], dtype: str, threads: int, sec
     )
 
 
-def _open(
+def open_candidate(
     stack: ExitStack, peer: Peer, problem: Problem, threads: int, judge: Callable[[list[np.ndarray]], float]
-) -> _Candidate:
+) -> BenchCandidate:
     before = tasks()
     opened: Opened = stack.enter_context(peer.open(problem, threads))
     error_share = judge(opened.arrays(opened.calls[0]()))
     for call in opened.calls[1:]:
         call()
     sole = frozenset() if opened.caller_works else frozenset(tasks() - before)
-    return _Candidate(peer.name, opened.calls, opened.form, error_share, sole)
+    return BenchCandidate(peer.name, opened.calls, opened.form, error_share, sole)
 
 
-def _attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> _Candidate:
+def attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> BenchCandidate:
     """A peer, or why it is missing: whatever it raises, since what others refuse is not ours to foresee."""
     try:
-        return _open(stack, peer, problem, threads, problem.check)
+        return open_candidate(stack, peer, problem, threads, problem.check)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return _Candidate(peer.name, missing=lines[0][:300])
+        return BenchCandidate(peer.name, missing=lines[0][:300])
 
 
 def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
@@ -211,7 +211,7 @@ def _rows(timed: _Timed, floor: Floor | None) -> tuple[BenchRow, ...]:
 
 
 def _row(
-    candidate: _Candidate,
+    candidate: BenchCandidate,
     samples: Sequence[float],
     our_samples: Sequence[float],
     floor: Floor | None,

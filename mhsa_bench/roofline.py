@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import tvm
@@ -20,6 +18,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_bench.native_threads import together
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import CpuProfile, detect
 from mhsa_compile.kernels.common.buffers import argument
@@ -98,7 +97,7 @@ def multiply_adds(profile: CpuProfile, threads: int, dtype: str = "float32") -> 
         loop = _compiled(profile, _dot_loop(unit, accumulators))
         factors = tvm.runtime.tensor(np.zeros(2, unit.word))
     sums = [tvm.runtime.tensor(np.zeros(lanes, np.float32)) for _ in range(threads)]
-    with _together([partial(loop, factors, total, ROUNDS) for total in sums]) as run:
+    with together([partial(loop, factors, total, ROUNDS) for total in sums]) as run:
         yield Probe(run, 2 * unit.group * ROUNDS * accumulators * lanes * threads)
 
 
@@ -111,25 +110,8 @@ def reading(profile: CpuProfile, threads: int, least_bytes: int | None = None) -
     loop = _compiled(profile, _sum_loop(lanes, streams, count))
     arrays = [tvm.runtime.tensor(np.ones(count, np.float32)) for _ in range(threads)]
     sums = [tvm.runtime.tensor(np.zeros(lanes, np.float32)) for _ in range(threads)]
-    with _together([partial(loop, array, total) for array, total in zip(arrays, sums, strict=True)]) as run:
+    with together([partial(loop, array, total) for array, total in zip(arrays, sums, strict=True)]) as run:
         yield Probe(run, 4 * count * threads)
-
-
-@contextmanager
-def _together(calls: list[Callable[[], Any]]) -> Iterator[Callable[[], None]]:
-    """Native calls, each in a thread of its own, the first in the caller's.
-
-    The threads are Python's: TVM's pool belongs to the candidate and keeps its settings.
-    """
-    with ThreadPoolExecutor(max(1, len(calls) - 1), thread_name_prefix="limit") as pool:
-
-        def run() -> None:
-            others = [pool.submit(call) for call in calls[1:]]
-            calls[0]()
-            for other in others:
-                other.result()
-
-        yield run
 
 
 def _compiled(profile: CpuProfile, function: Expr) -> Callable[..., None]:

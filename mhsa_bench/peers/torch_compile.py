@@ -33,7 +33,8 @@ class Inductor:
 
     @contextmanager
     def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
-        with torch_threads(problem, threads):
+        _ = problem.spec
+        with torch_threads(threads):
             import torch
             from torch._inductor import config
 

@@ -33,7 +33,8 @@ class TorchEager:
 
     @contextmanager
     def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
-        with torch_threads(problem, threads):
+        _ = problem.spec
+        with torch_threads(threads):
             import torch
 
             with torch.inference_mode():  # entered once: it costs a microsecond
@@ -46,9 +47,8 @@ class TorchEager:
 
 
 @contextmanager
-def torch_threads(problem: Problem, threads: int) -> Iterator[None]:
-    """PyTorch is there, with so many threads, and the problem is one it can do."""
-    _ = problem.spec
+def torch_threads(threads: int) -> Iterator[None]:
+    """PyTorch is there, with so many threads."""
     environment.require("torch", extra="bench")
     import torch
 

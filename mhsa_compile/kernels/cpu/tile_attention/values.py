@@ -83,16 +83,16 @@ class ValueTiles:
     def _turn(self, row: Callable[[int], Expr], place: list[Expr], square: Expr, flag: Expr) -> None:
         infinite = splat(T.uint16(0x7F80), FEATURES)
         words: list[list[Expr]] = [[], []]
-        wrong = None
+        largest = None
         for key in range(0, KEYS, 2):
             pair = [let(row(key)), let(row(key + 1))]
             for elements in pair:
-                is_wrong = (elements & infinite) == infinite
-                wrong = is_wrong if wrong is None else let(T.Or(wrong, is_wrong))
+                exponents = elements & infinite
+                largest = exponents if largest is None else let(T.max(largest, exponents))
             for upper in range(2):
                 turns = [T.int32(i + 4 * upper) for i in _LOW]
                 words[upper].append(let(T.reinterpret("int32x16", T.Shuffle(pair, turns))))
-        with T.If(vectors.any_lane(wrong, FEATURES)), T.Then():
+        with T.If(vectors.any_lane(largest == infinite, FEATURES)), T.Then():
             store(flag, [T.int64(0)], T.int32(1), 1)
         for upper in range(2):
             for feature, column in zip(_FEATURES[upper], vectors.transpose(words[upper]), strict=True):
