@@ -57,7 +57,7 @@ class CpuTileLinearKernel:
         return unknown_knobs(config, ("block", "depth", "group"))
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 16, "depth": 24, "group": 1}
+        return {"block": 8, "depth": 24, "group": 1}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)

@@ -55,7 +55,13 @@ class TileAttentionTask:
     """
 
     def __init__(
-        self, operands: TaskOperands, visibility: TileMask, values: ValueTiles, place: list[Expr], unit: Tiles, keys: int
+        self,
+        operands: TaskOperands,
+        visibility: TileMask,
+        values: ValueTiles,
+        place: list[Expr],
+        unit: Tiles,
+        keys: int,
     ) -> None:
         op = operands.op
         self.operands, self.op, self.visibility, self.values, self.unit = operands, op, visibility, values, unit
@@ -89,9 +95,7 @@ class TileAttentionTask:
                 vectors.vector_type("int32", count), load(query.buffer, query.at(row, step * 2), 2 * count)
             )
 
-        vectors.pack_transposed(
-            self.q_t, self.queries, op.head_dim // 2, LANES, self.operands.query_rows, read
-        )
+        vectors.pack_transposed(self.q_t, self.queries, op.head_dim // 2, LANES, self.operands.query_rows, read)
         self.visibility.prepare()
         for first, lanes in self.visibility.columns:
             at = [T.int64(first)]
@@ -198,45 +202,36 @@ class TileAttentionTask:
             def left(r: int, step: int = step) -> None:
                 column = T.int64(step * self.unit.depth)
                 if group.hides:
-                    tiles.load_tile(4 + r, self.k, [T.int64(16 * r), column], op.head_dim)
+                    tiles.load_tile(tiles.LEFT, self.k, [T.int64(16 * r), column], op.head_dim)
                 else:
-                    tiles.load_tile(4 + r, key.buffer, key.at(group.rows[16 * r], column), pitch)
+                    tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[16 * r], column), pitch)
 
             def right(c: int, step: int = step) -> None:
                 at = [T.int64(step * self.unit.steps), T.int64(16 * c)]
-                tiles.load_tile(6 + c, self.q_t, at, self.queries)
+                tiles.load_tile(tiles.RIGHT, self.q_t, at, self.queries)
 
-            self._block(left, right)
+            self.unit.add_block(2, self.columns, left, right)
         for tile in range(2 * self.columns):
             tiles.store_tile(tile, self.s, [T.int64(tile), T.int64(0)], LANES)
-
-    def _block(self, left: Callable[[int], None], right: Callable[[int], None], rows: int = 2) -> None:
-        """C[r, c] += A[r] B[c], tile 2 c + r."""
-        for r in range(rows):
-            left(r)
-        for c in range(self.columns):
-            right(c)
-            for r in range(rows):
-                self.unit.product(2 * c + r, 4 + r, 6 + c)
 
     def _add_pending(self, first: Expr, end: Expr) -> None:
         """O^T += V^T P^T of the block that waits, for features first .. end, in tiles of them."""
         count, chunk, side = (materialize(self._get(cell)) for cell in (_COUNT, _FIRST, _SIDE))
         with T.If(count > 0), T.Then(), T.serial(first, end) as feature:
             for c in range(self.columns):
-                tiles.load_tile(2 * c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
+                tiles.load_tile(c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
             with T.serial(count) as step:
 
                 def left(_: int) -> None:
                     at = [*self.place, chunk + step, feature, T.int64(0), T.int64(0)]
-                    tiles.load_tile(4, self.values.tiles, at, KEYS)
+                    tiles.load_tile(tiles.LEFT, self.values.tiles, at, KEYS)
 
                 def right(c: int) -> None:
-                    tiles.load_tile(6 + c, self.p, [side, step, T.int64(c), T.int64(0)], LANES)
+                    tiles.load_tile(tiles.RIGHT, self.p, [side, step, T.int64(c), T.int64(0)], LANES)
 
-                self._block(left, right, 1)
+                self.unit.add_block(1, self.columns, left, right)
             for c in range(self.columns):
-                tiles.store_tile(2 * c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
+                tiles.store_tile(c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
 
     # ---- Scores and probs
 
@@ -250,10 +245,10 @@ class TileAttentionTask:
             with T.serial(T.int64(tiles.ROWS // _GROUP)) as part:
                 rows = [materialize(part * _GROUP + i) for i in range(_GROUP)]
                 tile = RegisterTile(_GROUP, self.visibility.columns)
-                tile.each(
-                    lambda i, c: load(self.s, self._score(rows[i], r, c), LANES) * constant(self.factor, LANES)
-                )
-                keys = [materialize(T.min(group.first_key + 16 * r + row, self.visibility.kv_length - 1)) for row in rows]
+                tile.each(lambda i, c: load(self.s, self._score(rows[i], r, c), LANES) * constant(self.factor, LANES))
+                keys = [
+                    materialize(T.min(group.first_key + 16 * r + row, self.visibility.kv_length - 1)) for row in rows
+                ]
                 base = group.base + 16 * r
                 self.visibility.score(tile, keys, materialize(base + rows[0]))
                 if group.hides:

@@ -49,7 +49,8 @@ class Tiles(Unit):
     steps = 16
 
     def is_on(self, profile: CpuProfile) -> bool:
-        return "amx_tile" in profile.hardware.features and super().is_on(profile)
+        needed = {"amx_tile", "avx512_bf16"}  # the second rounds what tiles leave
+        return needed <= set(profile.hardware.features) and super().is_on(profile)
 
     @property
     def word(self) -> str:
