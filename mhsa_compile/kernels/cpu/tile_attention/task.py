@@ -49,7 +49,7 @@ _COUNT, _FIRST, _SIDE, _FRESH = range(4)
 class TileAttentionTask:
     """Scratch is allocated where it is constructed: inside the loop over tasks, so per thread.
 
-    s (2 columns, PAGE / 4)        scores, a tile a row
+    s (2 columns, PAGE / 4)        scores of two chunks, a tile a row
     p (2, chunks, columns, 256)    words of probs, of this block and of the one before
     o (F / 16, columns, 256)       O^T in float32
     """
@@ -73,7 +73,7 @@ class TileAttentionTask:
         self.o = scratch((self.features, self.columns, 256))
         self.k = scratch((KEYS, op.head_dim), "uint16")
         self.reference, self.row_sum, self.chunk_sum = (scratch((self.queries,)) for _ in range(3))
-        self.state = T.alloc_buffer((4,), "int64")
+        self.state, self.factors = T.alloc_buffer((4,), "int64"), T.alloc_buffer((2,), "float32")
         self.factor = score_factor(op)
         self.changes = any(step.elementwise or step.cpu_tile is not None for step in op.scores)
         """Whether scores are brought to units of log2, and changed, before they become probs."""
@@ -140,29 +140,34 @@ class TileAttentionTask:
         pass
 
     def add_group(self, group: KeyGroup) -> None:
-        """A chunk: its scores, a share of the block before, its probs."""
+        """A chunk: its scores, among which the probs of the one before come, and a share of the block before."""
         chunk = materialize(T.truncdiv(group.base, T.int64(KEYS)))
-        self._multiply_keys(group)
+        self._multiply_keys(group, chunk)
         share = -(-self.features // self.chunks)
         first = materialize(T.min(chunk * share, T.int64(self.features)))
         self._add_pending(first, materialize(T.min(first + share, T.int64(self.features))))
         changed = self.changes or group.hides
         if changed:
-            self._change(group)
-        factor = 1.0 if changed else self.factor
+            self._change(group, chunk)
+        store(self.factors, [chunk & T.int64(1)], T.float32(1.0 if changed else self.factor), 1)
+        with T.If(chunk > 0), T.Then():
+            self._add_probs(materialize(chunk - 1))
+
+    def _add_probs(self, chunk: Expr) -> None:
+        """The probs of a chunk whose scores are there, and their sums."""
 
         def weigh() -> None:
-            self._weigh(chunk, factor)
+            self._weigh(chunk)
 
         fresh = self._get(_FRESH) != T.int64(0)
         with T.If(T.Not(fresh)), T.Then():
             weigh()
         with T.If(fresh):
             with T.Then():
-                self._raise(chunk, factor, weigh, fresh=True)
+                self._raise(chunk, weigh, fresh=True)
             with T.Else():
                 with T.If(self._exceeds()), T.Then():
-                    self._raise(chunk, factor, weigh, fresh=False)
+                    self._raise(chunk, weigh, fresh=False)
         self._set(_FRESH, T.int64(0))
         for first_lane, lanes in self.visibility.columns:
             at = [T.int64(first_lane)]
@@ -170,6 +175,7 @@ class TileAttentionTask:
 
     def end_block(self, block: VisitedBlock) -> None:
         """What is left of the block before; this one waits in its place."""
+        self._add_probs(materialize(block.groups - 1))
         share = -(-self.features // self.chunks)
         done = materialize(T.min(block.groups * share, T.int64(self.features)))
         self._add_pending(done, T.int64(self.features))
@@ -185,7 +191,7 @@ class TileAttentionTask:
 
     # ---- Products
 
-    def _multiply_keys(self, group: KeyGroup) -> None:
+    def _multiply_keys(self, group: KeyGroup, chunk: Expr) -> None:
         """Scores of a chunk, in units of the products."""
         op, key = self.op, self.operands.key
         if group.hides:
@@ -212,7 +218,7 @@ class TileAttentionTask:
 
             self.unit.add_block(2, self.columns, left, right)
         for tile in range(2 * self.columns):
-            tiles.store_tile(tile, self.s, [T.int64(tile), T.int64(0)], LANES)
+            tiles.store_tile(tile, self.s, [T.int64(tile), (chunk & T.int64(1)) * 256], LANES)
 
     def _add_pending(self, first: Expr, end: Expr) -> None:
         """O^T += V^T P^T of the block that waits, for features first .. end, in tiles of them."""
@@ -235,17 +241,17 @@ class TileAttentionTask:
 
     # ---- Scores and probs
 
-    def _score(self, row: Expr, r: int, c: int) -> list[Expr]:
+    def _score(self, chunk: Expr, row: Expr, r: int, c: int) -> list[Expr]:
         """Where the scores of key 16 r + row are, for a column of queries."""
-        return [T.int64(2 * c + r), row * LANES]
+        return [T.int64(2 * c + r), (chunk & T.int64(1)) * 256 + row * LANES]
 
-    def _change(self, group: KeyGroup) -> None:
+    def _change(self, group: KeyGroup, chunk: Expr) -> None:
         """Scores in units of log2, after all steps."""
         for r in range(2):
             with T.serial(T.int64(tiles.ROWS // _GROUP)) as part:
                 rows = [materialize(part * _GROUP + i) for i in range(_GROUP)]
                 tile = RegisterTile(_GROUP, self.visibility.columns)
-                tile.each(lambda i, c: load(self.s, self._score(rows[i], r, c), LANES) * constant(self.factor, LANES))
+                tile.each(lambda i, c: load(self.s, self._score(chunk, rows[i], r, c), LANES) * constant(self.factor, LANES))
                 keys = [
                     materialize(T.min(group.first_key + 16 * r + row, self.visibility.kv_length - 1)) for row in rows
                 ]
@@ -259,14 +265,17 @@ class TileAttentionTask:
                     )
                 for i in range(_GROUP):
                     for c in range(self.columns):
-                        store(self.s, self._score(rows[i], r, c), tile.get(i, c), LANES)
+                        store(self.s, self._score(chunk, rows[i], r, c), tile.get(i, c), LANES)
 
-    def _scores(self, row: Expr, r: int, c: int, factor: float) -> Expr:
-        score = load(self.s, self._score(row, r, c), LANES)
-        return score if factor == 1.0 else score * constant(factor, LANES)
+    def _scores(self, chunk: Expr, row: Expr, r: int, c: int, factor: Expr) -> Expr:
+        return load(self.s, self._score(chunk, row, r, c), LANES) * factor
 
-    def _weigh(self, chunk: Expr, factor: float) -> None:
+    def _factor(self, chunk: Expr) -> Expr:
+        return let(splat(self.factors[chunk & T.int64(1)], LANES))
+
+    def _weigh(self, chunk: Expr) -> None:
         """P^T = 2^(S^T - m) of a chunk, and its sums."""
+        factor = self._factor(chunk)
         sums = RegisterTile(1, self.visibility.columns)
         sums.fill(0.0)
         references = [let(load(self.reference, [T.int64(first)], lanes)) for first, lanes in self.visibility.columns]
@@ -278,7 +287,7 @@ class TileAttentionTask:
                         probs = []
                         for half in range(2):
                             row = part * 4 + 2 * pair + half
-                            score = self._scores(row, r, c, factor)
+                            score = self._scores(chunk, row, r, c, factor)
                             probs.append(let(powers.exp2(let(score - references[c]))))
                         sums.set(0, c, sums.get(0, c) + (probs[0] + probs[1]))
                         at = [side, chunk, T.int64(c), (part * 2 + (8 * r + pair)) * LANES]
@@ -295,17 +304,17 @@ class TileAttentionTask:
             beyond = own if beyond is None else T.Or(beyond, own)
         return vectors.any_lane(beyond, LANES)
 
-    def _raise(self, chunk: Expr, factor: float, weigh: Callable[[], None], *, fresh: bool) -> None:
+    def _raise(self, chunk: Expr, weigh: Callable[[], None], *, fresh: bool) -> None:
         """Makes the largest score of each row that exceeds its reference the new one, brings all sums so far to its
         measure, and weighs the chunk anew."""
-        side = self._get(_SIDE)
+        side, factor = self._get(_SIDE), self._factor(chunk)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             at = [T.int64(first)]
             top = RegisterTile(1, [(0, lanes)])
             top.fill(-math.inf)
             for r in range(2):
                 with T.serial(T.int64(tiles.ROWS)) as row:
-                    score = let(self._scores(row, r, c, factor))
+                    score = let(self._scores(chunk, row, r, c, factor))
                     top.set(0, 0, T.Select(score > top.get(0, 0), score, top.get(0, 0)))
             largest = let(top.get(0, 0))
             old = materialize(load(self.reference, at, lanes), "float32", lanes)
@@ -326,14 +335,12 @@ class TileAttentionTask:
                     words = let(load(self.p, place, LANES))
                     store(self.p, place, powers.pairs(*(half * shrink for half in powers.halves(words))), LANES)
         # A row that has still seen nothing has scores of -inf alone: of any finite reference its probs are zeros.
-        nothing = [T.int64(0)]
         kept = RegisterTile(1, self.visibility.columns)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             reference = let(load(self.reference, [T.int64(first)], lanes))
             kept.set(0, c, reference)
             value = T.Select(reference == constant(-math.inf, lanes), constant(0.0, lanes), reference)
             store(self.reference, [T.int64(first)], value, lanes)
-        del nothing
         weigh()
         for c, (first, lanes) in enumerate(self.visibility.columns):
             store(self.reference, [T.int64(first)], kept.get(0, c), lanes)
