@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
@@ -296,11 +297,12 @@ class TileAttentionTask:
             store(self.chunk_sum, [T.int64(first)], sums.get(0, c), lanes)
 
     def _exceeds(self) -> Expr:
-        """Whether the chunk's sum of any row is too large, or none."""
+        """Whether the chunk's sum of any row is too large, or NaN."""
         beyond = None
         for first, lanes in self.visibility.columns:
-            total = load(self.chunk_sum, [T.int64(first)], lanes)
-            own = T.Not(total <= constant(LIMIT, lanes))
+            # By their bits, of which those of NaN are the largest: TVM takes not (x <= y) to be x > y.
+            total = T.reinterpret(vectors.vector_type("uint32", lanes), load(self.chunk_sum, [T.int64(first)], lanes))
+            own = total > splat(T.uint32(int(np.float32(LIMIT).view(np.uint32))), lanes)
             beyond = own if beyond is None else T.Or(beyond, own)
         return vectors.any_lane(beyond, LANES)
 
