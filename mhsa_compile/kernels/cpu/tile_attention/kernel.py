@@ -64,7 +64,8 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
         return None
 
     def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
-        return {"queries": 32, "keys": 128}
+        # As many chunks of keys in a block as tiles of features: each chunk adds one of them for the block before.
+        return {"queries": 32, "keys": KEYS * min(8, max(2, op.v_head_dim // tiles.ROWS))}
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
         config = {**config, "key_tile": KEYS}

@@ -12,8 +12,10 @@ seen nothing has m = -inf, and whatever it sees then shows.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from tvm.ir import Expr
@@ -45,6 +47,8 @@ from mhsa_compile.kernels.cpu.units.tiles import Tiles
 LIMIT = float(1 << 13)
 _GROUP = 4  # rows of scores that are changed in registers
 _COUNT, _FIRST, _SIDE, _FRESH = range(4)
+_OUTPUT = 4
+"""The first tile of O^T, while scores are in the tiles before it."""
 
 
 class TileAttentionTask:
@@ -68,6 +72,7 @@ class TileAttentionTask:
         self.operands, self.op, self.visibility, self.values, self.unit = operands, op, visibility, values, unit
         self.queries, self.columns = visibility.queries, len(visibility.columns)
         self.place, self.chunks, self.features = place, keys // KEYS, op.v_head_dim // tiles.ROWS
+        self.share = -(-self.features // self.chunks)
         self.q_t = scratch((op.head_dim // 2, self.queries), "int32")
         self.s = scratch((2 * self.columns, tiles.PAGE // 4))
         self.p = scratch((2, self.chunks, self.columns, 256), "int32")
@@ -141,54 +146,82 @@ class TileAttentionTask:
         pass
 
     def add_group(self, group: KeyGroup) -> None:
-        """A chunk: its scores, among which the probs of the one before come, and a share of the block before."""
+        """A chunk: its scores, and meanwhile the probs of the one before and a share of the block before."""
         chunk = materialize(T.truncdiv(group.base, T.int64(KEYS)))
-        self._multiply_keys(group, chunk)
-        share = -(-self.features // self.chunks)
-        first = materialize(T.min(chunk * share, T.int64(self.features)))
-        self._add_pending(first, materialize(T.min(first + share, T.int64(self.features))))
+        first = materialize((chunk - 1) * self.share)
         changed = self.changes or group.hides
-        if changed:
-            self._change(group, chunk)
         store(self.factors, [chunk & T.int64(1)], T.float32(1.0 if changed else self.factor), 1)
-        with T.If(chunk > 0), T.Then():
-            self._add_probs(materialize(chunk - 1))
 
-    def _add_probs(self, chunk: Expr) -> None:
-        """The probs of a chunk whose scores are there, and their sums."""
+        def apart() -> None:
+            self._multiply_keys(group, chunk)
+            if changed:
+                self._change(group, chunk)
+            with T.If(chunk > 0), T.Then():
+                self._add_pending(first, materialize(T.min(first + self.share, T.int64(self.features))))
+                self._add_probs(materialize(chunk - 1))
 
-        def weigh() -> None:
-            self._weigh(chunk)
-
-        fresh = self._get(_FRESH) != T.int64(0)
-        with T.If(T.Not(fresh)), T.Then():
-            weigh()
-        with T.If(fresh):
+        if group.hides:
+            return apart()
+        with T.If(T.And(chunk > 0, self._fits(first))):
             with T.Then():
-                self._raise(chunk, weigh, fresh=True)
+                among = _in_turn(self._key_steps(group), self._value_steps(first))
+                self._weigh(materialize(chunk - 1), among)
+                self._store_scores(chunk)
+                if changed:
+                    self._change(group, chunk)
+                self._check(materialize(chunk - 1))
             with T.Else():
-                with T.If(self._exceeds()), T.Then():
-                    self._raise(chunk, weigh, fresh=False)
-        self._set(_FRESH, T.int64(0))
-        for first_lane, lanes in self.visibility.columns:
-            at = [T.int64(first_lane)]
-            store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.chunk_sum, at, lanes), lanes)
+                apart()
 
     def end_block(self, block: VisitedBlock) -> None:
         """What is left of the block before; this one waits in its place."""
-        self._add_probs(materialize(block.groups - 1))
-        share = -(-self.features // self.chunks)
-        done = materialize(T.min(block.groups * share, T.int64(self.features)))
-        self._add_pending(done, T.int64(self.features))
-        first = materialize(T.truncdiv(block.first_key, T.int64(KEYS)))
+        last = materialize(block.groups - 1)
+        first = materialize(T.min(last * self.share, T.int64(self.features)))
+        with T.If(self._fits(first)):
+            with T.Then():
+                self._weigh(last, self._value_steps(first))
+                self._check(last)
+                self._add_pending(materialize(first + self.share), T.int64(self.features))
+            with T.Else():
+                self._add_probs(last)
+                self._add_pending(first, T.int64(self.features))
+        chunk = materialize(T.truncdiv(block.first_key, T.int64(KEYS)))
         self._set(_COUNT, block.groups)
-        self._set(_FIRST, first)
+        self._set(_FIRST, chunk)
         self._set(_SIDE, T.int64(1) - self._get(_SIDE))
         if block.hides is None:
             return
-        with T.If(T.And(block.hides, self._holds_non_finite(first, block.groups))), T.Then():
+        with T.If(T.And(block.hides, self._holds_non_finite(chunk, block.groups))), T.Then():
             self._add_visible(block)
             self._set(_COUNT, T.int64(0))
+
+    def _fits(self, first: Expr) -> Expr:
+        """Whether the block before is a full one, with a whole share of features from `first` on, and no row is new."""
+        full = T.And(self._get(_COUNT) == T.int64(self.chunks), self._get(_FRESH) == T.int64(0))
+        return T.And(full, first + self.share <= T.int64(self.features))
+
+    def _add_probs(self, chunk: Expr) -> None:
+        """The probs of a chunk whose scores are there, and their sums."""
+        fresh = self._get(_FRESH) != T.int64(0)
+        with T.If(fresh):
+            with T.Then():
+                self._raise(chunk, fresh=True)
+                self._set(_FRESH, T.int64(0))
+                self._add_sums()
+            with T.Else():
+                self._weigh(chunk)
+                self._check(chunk)
+
+    def _check(self, chunk: Expr) -> None:
+        """Adds up the sums of a chunk, whose probs are computed anew if they exceed what they may."""
+        with T.If(self._exceeds()), T.Then():
+            self._raise(chunk, fresh=False)
+        self._add_sums()
+
+    def _add_sums(self) -> None:
+        for first, lanes in self.visibility.columns:
+            at = [T.int64(first)]
+            store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.chunk_sum, at, lanes), lanes)
 
     # ---- Products
 
@@ -201,25 +234,56 @@ class TileAttentionTask:
                 with T.serial(T.int64(op.head_dim // KEYS)) as part:
                     elements = load(key.buffer, key.at(row, part * KEYS), KEYS)
                     store(self.k, [T.int64(r), part * KEYS], T.reinterpret("uint16x32", elements), KEYS)
-        for tile in range(2 * self.columns):
-            tiles.zero(tile)
+        for step in self._key_steps(group):
+            step()
+        self._store_scores(chunk)
+
+    def _key_steps(self, group: KeyGroup) -> list[Callable[[], None]]:
+        """S^T += K Q^T, two products each."""
+        op, key = self.op, self.operands.key
         pitch = key.buffer.shape[-1]
-        for step in range(op.head_dim // self.unit.depth):
 
-            def left(r: int, step: int = step) -> None:
-                column = T.int64(step * self.unit.depth)
+        def multiply(step: int, c: int) -> None:
+            column = T.int64(step * self.unit.depth)
+            if step == 0:
+                for r in range(2):
+                    tiles.zero(2 * c + r)
+            at = [T.int64(step * self.unit.steps), T.int64(LANES * c)]
+            tiles.load_tile(tiles.RIGHT, self.q_t, at, self.queries)
+            for r in range(2):
                 if group.hides:
-                    tiles.load_tile(tiles.LEFT, self.k, [T.int64(16 * r), column], op.head_dim)
+                    tiles.load_tile(tiles.LEFT, self.k, [T.int64(tiles.ROWS * r), column], op.head_dim)
                 else:
-                    tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[16 * r], column), pitch)
+                    tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[tiles.ROWS * r], column), pitch)
+                self.unit.product(2 * c + r, tiles.LEFT, tiles.RIGHT)
 
-            def right(c: int, step: int = step) -> None:
-                at = [T.int64(step * self.unit.steps), T.int64(16 * c)]
-                tiles.load_tile(tiles.RIGHT, self.q_t, at, self.queries)
+        steps = range(op.head_dim // self.unit.depth)
+        return [partial(multiply, step, c) for step in steps for c in range(self.columns)]
 
-            self.unit.add_block(2, self.columns, left, right)
+    def _store_scores(self, chunk: Expr) -> None:
         for tile in range(2 * self.columns):
             tiles.store_tile(tile, self.s, [T.int64(tile), (chunk & T.int64(1)) * 256], LANES)
+
+    def _value_steps(self, first: Expr) -> list[Callable[[], None]]:
+        """O^T += V^T P^T of a full block that waits, for a share of the features; a chunk of keys each."""
+        chunk, side = (materialize(self._get(cell)) for cell in (_FIRST, _SIDE))
+
+        def multiply(number: int, step: int) -> None:
+            feature = first + number
+            places = [[feature, T.int64(c), T.int64(0)] for c in range(self.columns)]
+            if step == 0:
+                for c, place in enumerate(places):
+                    tiles.load_tile(_OUTPUT + c, self.o, place, LANES)
+            at = [*self.place, chunk + step, feature, T.int64(0), T.int64(0)]
+            tiles.load_tile(tiles.LEFT, self.values.tiles, at, KEYS)
+            for c in range(self.columns):
+                tiles.load_tile(tiles.RIGHT, self.p, [side, T.int64(step), T.int64(c), T.int64(0)], LANES)
+                self.unit.product(_OUTPUT + c, tiles.LEFT, tiles.RIGHT)
+            if step == self.chunks - 1:
+                for c, place in enumerate(places):
+                    tiles.store_tile(_OUTPUT + c, self.o, place, LANES)
+
+        return [partial(multiply, number, step) for number in range(self.share) for step in range(self.chunks)]
 
     def _add_pending(self, first: Expr, end: Expr) -> None:
         """O^T += V^T P^T of the block that waits, for features first .. end, in tiles of them."""
@@ -274,25 +338,36 @@ class TileAttentionTask:
     def _factor(self, chunk: Expr) -> Expr:
         return let(splat(self.factors[chunk & T.int64(1)], LANES))
 
-    def _weigh(self, chunk: Expr) -> None:
-        """P^T = 2^(S^T - m) of a chunk, and its sums."""
+    def _weigh(self, chunk: Expr, among: Sequence[Callable[[], None]] = ()) -> None:
+        """P^T = 2^(S^T - m) of a chunk, and its sums; `among` come between them."""
         factor = self._factor(chunk)
         sums = RegisterTile(1, self.visibility.columns)
         sums.fill(0.0)
         references = [let(load(self.reference, [T.int64(first)], lanes)) for first, lanes in self.visibility.columns]
         side = materialize(T.int64(1) - self._get(_SIDE))
-        for r in range(2):
-            with T.serial(T.int64(tiles.ROWS // 4)) as part:
-                for pair in range(2):
-                    for c in range(self.columns):
-                        probs = []
-                        for half in range(2):
-                            row = part * 4 + 2 * pair + half
-                            score = self._scores(chunk, row, r, c, factor)
-                            probs.append(let(powers.exp2(let(score - references[c]))))
-                        sums.set(0, c, sums.get(0, c) + (probs[0] + probs[1]))
-                        at = [side, chunk, T.int64(c), (part * 2 + (8 * r + pair)) * LANES]
-                        store(self.p, at, powers.positive_pairs(*probs), LANES)
+
+        def weigh(r: int, part: Expr | int, pair: int, c: int) -> None:
+            probs = []
+            for half in range(2):
+                score = self._scores(chunk, part * 4 + (2 * pair + half), r, c, factor)
+                probs.append(let(powers.exp2(let(score - references[c]))))
+            sums.set(0, c, sums.get(0, c) + (probs[0] + probs[1]))
+            at = [side, chunk, T.int64(c), part * (2 * LANES) + (8 * r + pair) * LANES]
+            store(self.p, at, powers.positive_pairs(*probs), LANES)
+
+        if among:
+            places = list(itertools.product(range(2), range(4), range(2)))
+            for number, (r, part, pair) in enumerate(places):
+                for c in range(self.columns):
+                    weigh(r, T.int64(part), pair, c)
+                borders = (len(among) * n // len(places) for n in (number, number + 1))
+                for step in among[slice(*borders)]:
+                    step()
+        else:
+            for r in range(2):
+                with T.serial(T.int64(tiles.ROWS // 4)) as part:
+                    for pair, c in itertools.product(range(2), range(self.columns)):
+                        weigh(r, part, pair, c)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             store(self.chunk_sum, [T.int64(first)], sums.get(0, c), lanes)
 
@@ -306,7 +381,7 @@ class TileAttentionTask:
             beyond = own if beyond is None else T.Or(beyond, own)
         return vectors.any_lane(beyond, LANES)
 
-    def _raise(self, chunk: Expr, weigh: Callable[[], None], *, fresh: bool) -> None:
+    def _raise(self, chunk: Expr, *, fresh: bool) -> None:
         """Makes the largest score of each row that exceeds its reference the new one, brings all sums so far to its
         measure, and weighs the chunk anew."""
         side, factor = self._get(_SIDE), self._factor(chunk)
@@ -343,7 +418,7 @@ class TileAttentionTask:
             kept.set(0, c, reference)
             value = T.Select(reference == constant(-math.inf, lanes), constant(0.0, lanes), reference)
             store(self.reference, [T.int64(first)], value, lanes)
-        weigh()
+        self._weigh(chunk)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             store(self.reference, [T.int64(first)], kept.get(0, c), lanes)
 
@@ -371,3 +446,9 @@ class TileAttentionTask:
                     at = [feature, c, f * LANES + q]
                     element = load_wide(value.buffer, value.at(block.first_key + row, feature * tiles.ROWS + f), 1)
                     store(self.o, at, self.o[tuple(at)] + prob * element, 1)
+
+
+def _in_turn(*lists: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+    """The steps of several lists, each spread over all."""
+    places = [(number / len(steps), step) for steps in lists for number, step in enumerate(steps)]
+    return [step for _, step in sorted(places, key=lambda place: place[0])]
