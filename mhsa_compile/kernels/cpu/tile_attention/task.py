@@ -346,28 +346,38 @@ class TileAttentionTask:
         references = [let(load(self.reference, [T.int64(first)], lanes)) for first, lanes in self.visibility.columns]
         side = materialize(T.int64(1) - self._get(_SIDE))
 
-        def weigh(r: int, part: Expr | int, pair: int, c: int) -> None:
+        def add(c: int, value: Expr) -> None:
+            sums.set(0, c, sums.get(0, c) + value)
+
+        def add_in_memory(c: int, value: Expr) -> None:
+            at = [T.int64(self.visibility.columns[c][0])]
+            store(self.chunk_sum, at, load(self.chunk_sum, at, LANES) + value, LANES)
+
+        def weigh(r: int, part: Expr | int, pair: int, c: int, add: Callable[[int, Expr], None] = add) -> None:
             probs = []
             for half in range(2):
                 score = self._scores(chunk, part * 4 + (2 * pair + half), r, c, factor)
                 probs.append(let(powers.exp2(let(score - references[c]))))
-            sums.set(0, c, sums.get(0, c) + (probs[0] + probs[1]))
+            add(c, probs[0] + probs[1])
             at = [side, chunk, T.int64(c), part * (2 * LANES) + (8 * r + pair) * LANES]
             store(self.p, at, powers.positive_pairs(*probs), LANES)
 
         if among:
+            # LLVM would leave all additions to the end, and keep the probs on the stack for them.
+            for first, lanes in self.visibility.columns:
+                store(self.chunk_sum, [T.int64(first)], constant(0.0, lanes), lanes)
             places = list(itertools.product(range(2), range(4), range(2)))
             for number, (r, part, pair) in enumerate(places):
                 for c in range(self.columns):
-                    weigh(r, T.int64(part), pair, c)
+                    weigh(r, T.int64(part), pair, c, add_in_memory)
                 borders = (len(among) * n // len(places) for n in (number, number + 1))
                 for step in among[slice(*borders)]:
                     step()
-        else:
-            for r in range(2):
-                with T.serial(T.int64(tiles.ROWS // 4)) as part:
-                    for pair, c in itertools.product(range(2), range(self.columns)):
-                        weigh(r, part, pair, c)
+            return
+        for r in range(2):
+            with T.serial(T.int64(tiles.ROWS // 4)) as part:
+                for pair, c in itertools.product(range(2), range(self.columns)):
+                    weigh(r, part, pair, c)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             store(self.chunk_sum, [T.int64(first)], sums.get(0, c), lanes)
 
