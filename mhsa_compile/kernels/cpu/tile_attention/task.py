@@ -164,9 +164,9 @@ class TileAttentionTask:
             return apart()
         with T.If(T.And(chunk > 0, self._fits(first))):
             with T.Then():
-                among = _in_turn(self._key_steps(group), self._value_steps(first))
-                self._weigh(materialize(chunk - 1), among)
-                self._store_scores(chunk)
+                # Scores first: they are waited for at the next chunk.
+                scores = [*self._key_steps(group), partial(self._store_scores, chunk)]
+                self._weigh(materialize(chunk - 1), [*scores, *self._value_steps(first)])
                 if changed:
                     self._change(group, chunk)
                 self._check(materialize(chunk - 1))
@@ -456,9 +456,3 @@ class TileAttentionTask:
                     at = [feature, c, f * LANES + q]
                     element = load_wide(value.buffer, value.at(block.first_key + row, feature * tiles.ROWS + f), 1)
                     store(self.o, at, self.o[tuple(at)] + prob * element, 1)
-
-
-def _in_turn(*lists: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
-    """The steps of several lists, each spread over all."""
-    places = [(number / len(steps), step) for steps in lists for number, step in enumerate(steps)]
-    return [step for _, step in sorted(places, key=lambda place: place[0])]
