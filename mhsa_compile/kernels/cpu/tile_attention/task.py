@@ -47,8 +47,8 @@ from mhsa_compile.kernels.cpu.units.tiles import Tiles
 LIMIT = float(1 << 13)
 _GROUP = 4  # rows of scores that are changed in registers
 _COUNT, _FIRST, _SIDE, _FRESH = range(4)
-_OUTPUT = 4
-"""The first tile of O^T, while scores are in the tiles before it."""
+_OUTPUT = 0
+"""The first tile of O^T. Where a core runs two threads, products slow down with each tile that holds something."""
 
 
 class TileAttentionTask:
@@ -162,14 +162,22 @@ class TileAttentionTask:
 
         if group.hides:
             return apart()
-        with T.If(T.And(chunk > 0, self._fits(first))):
-            with T.Then():
-                # Scores first: they are waited for at the next chunk.
-                scores = [*self._key_steps(group), partial(self._store_scores, chunk)]
-                self._weigh(materialize(chunk - 1), [*scores, *self._value_steps(first)])
-                if changed:
-                    self._change(group, chunk)
-                self._check(materialize(chunk - 1))
+
+        def together(values: Sequence[Callable[[], None]]) -> None:
+            # Scores first: they are waited for at the next chunk.
+            scores = [*self._key_steps(group), partial(self._store_scores, chunk)]
+            self._weigh(materialize(chunk - 1), [*scores, *values])
+            if changed:
+                self._change(group, chunk)
+            self._check(materialize(chunk - 1))
+
+        with T.If(T.And(chunk > 0, self._get(_FRESH) == T.int64(0))):
+            with T.Then(), T.If(self._fits(first)):
+                with T.Then():
+                    together(self._value_steps(first))
+                with T.Else():
+                    self._add_pending(first, materialize(T.min(first + self.share, T.int64(self.features))))
+                    together([])
             with T.Else():
                 apart()
 
