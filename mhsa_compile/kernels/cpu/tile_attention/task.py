@@ -54,7 +54,7 @@ _OUTPUT = 0
 class TileAttentionTask:
     """Scratch is allocated where it is constructed: inside the loop over tasks, so per thread.
 
-    s (2 columns, PAGE / 4)        scores of two chunks, a tile a row
+    s (2 columns, 2 * 256)         scores of two chunks, a tile a row
     p (2, chunks, columns, 256)    words of probs, of this block and of the one before
     o (F / 16, columns, 256)       O^T in float32
     """
@@ -74,7 +74,7 @@ class TileAttentionTask:
         self.place, self.chunks, self.features = place, keys // KEYS, op.v_head_dim // tiles.ROWS
         self.share = -(-self.features // self.chunks)
         self.q_t = scratch((op.head_dim // 2, self.queries), "int32")
-        self.s = scratch((2 * self.columns, tiles.PAGE // 4))
+        self.s = scratch((2 * self.columns, 2 * 256))
         self.p = scratch((2, self.chunks, self.columns, 256), "int32")
         self.o = scratch((self.features, self.columns, 256))
         self.k = scratch((KEYS, op.head_dim), "uint16")
