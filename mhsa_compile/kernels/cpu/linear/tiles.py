@@ -1,12 +1,11 @@
-"""Linears on matrix tiles: blocks of 32 rows by 32 columns, K in parts whose share of the weights the first cache holds.
+"""Linears on matrix tiles: blocks of 32 rows by 32 columns, K in parts whose share of the weights the first cache
+holds.
 
-A task is a panel of 32 features against a block of rows of x. For a group of tiles of rows and each part of K, two by two
-tiles sum up; what is summed waits in a scratch that the first cache holds as well, until a part adds to it.
-"""
+A task is a panel of 32 features against a block of rows of x. For a group of tiles of rows and each part of K, two by
+two tiles sum up; what is summed waits in a scratch that the first cache holds as well, until a part adds to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -15,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.formats.choice import FORMATS, store_narrow
+from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.microkernel import Product
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
@@ -127,8 +126,8 @@ class TileProduct(Product):
             self._ask((p + 1) * (layout.words * layout.panel) + slot * (ASKED * self._line), ASKED)
 
     def write(self, p: Expr, own: Expr, starts: list[Expr], sums: Sums, block: Expr) -> None:
-        """y[own ..., panel p] of a block's sums, of which some rows, up to `own`, are another block's. The last panel is
-        padded: only its real columns are written."""
+        """y[own ..., panel p] of a block's sums, of which some rows, up to `own`, are another block's. The last panel
+        is padded: only its real columns are written."""
         panel = self.layout.panel
         whole, rest = divmod(self.layout.op.out_features, panel)
 

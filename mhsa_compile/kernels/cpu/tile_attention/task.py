@@ -6,9 +6,8 @@
         P^T = 2^(S^T - m), l += sum P^T      vectors, down the columns: queries are lanes
         where a sum shows that m is too low: m = the maximum, and what was summed up before shrinks
 
-Nothing looks for a maximum unless the sum of a chunk exceeds LIMIT: a prob of 2^13 is as exact as one of 1. A row that has
-seen nothing has m = -inf, and whatever it sees then shows.
-"""
+Nothing looks for a maximum unless the sum of a chunk exceeds LIMIT: a prob of 2^13 is as exact as one of 1. A row that
+has seen nothing has m = -inf, and whatever it sees then shows."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
-from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
     constant,
@@ -40,7 +39,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.cpu.tile_attention import powers
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
-from mhsa_compile.kernels.cpu.tile_attention.values import KEYS, ValueTiles
+from mhsa_compile.kernels.cpu.tile_attention.values import KEYS, KeyValueTiles
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.tiles import Tiles
 
@@ -63,7 +62,7 @@ class TileAttentionTask:
         self,
         operands: TaskOperands,
         visibility: TileMask,
-        values: ValueTiles,
+        values: KeyValueTiles,
         place: list[Expr],
         unit: Tiles,
         keys: int,
@@ -77,7 +76,7 @@ class TileAttentionTask:
         self.s = scratch((2 * self.columns, 2 * 256))
         self.p = scratch((2, self.chunks, self.columns, 256), "int32")
         self.o = scratch((self.features, self.columns, 256))
-        self.k = scratch((KEYS, op.head_dim), "uint16")
+        self.k = scratch((KEYS, op.head_dim), "uint16") if values.keys is None else None
         self.reference, self.row_sum, self.chunk_sum = (scratch((self.queries,)) for _ in range(3))
         self.state, self.factors = T.alloc_buffer((4,), "int64"), T.alloc_buffer((2,), "float32")
         self.factor = score_factor(op)
@@ -96,10 +95,8 @@ class TileAttentionTask:
         """Packs Q^T; rows have seen nothing, or nothing but their sink."""
         op, query = self.op, self.operands.query
 
-        def read(row: Expr, step: Expr, count: int) -> Expr:
-            return T.reinterpret(
-                vectors.vector_type("int32", count), load(query.buffer, query.at(row, step * 2), 2 * count)
-            )
+        def read(row: Expr, step: Expr, _: int) -> Expr:
+            return T.reinterpret("int32x16", powers.row_of_bfloat16(query.buffer, query.at(row, step * 2)))
 
         vectors.pack_transposed(self.q_t, self.queries, op.head_dim // 2, LANES, self.operands.query_rows, read)
         self.visibility.prepare()
@@ -122,23 +119,26 @@ class TileAttentionTask:
     def end(self, output: HeadView) -> None:
         """Y = O / l, and zeros where a row saw nothing."""
         self._add_pending(T.int64(0), T.int64(self.features))
-        rows = materialize(T.min(T.int64(self.queries), self.visibility.q_length - self.visibility.first_query))
+        count = materialize(T.min(T.int64(self.queries), self.visibility.q_length - self.visibility.first_query))
         for c, (first, lanes) in enumerate(self.visibility.columns):
             total = let(load(self.row_sum, [T.int64(first)], lanes))
             zero = constant(0.0, lanes)
             inverse = let(T.Select(total == zero, zero, constant(1.0, lanes) / total))
-            with T.serial(T.int64(self.features // 2)) as pair:
-                words = []
-                for row in range(0, 32, 2):
-                    both = (
-                        load(self.o, [pair * 2 + r // 16, T.int64(c), T.int64(r % 16 * LANES)], LANES) * inverse
-                        for r in (row, row + 1)
-                    )
-                    words.append(let(powers.pairs(*both)))
-                for lane, line in enumerate(vectors.transpose(words)):
-                    with T.If(first + lane < rows), T.Then():
-                        index = output.at(self.visibility.first_query + first + lane, pair * 32)
-                        store(output.buffer, index, T.reinterpret("bfloat16x32", line), 32)
+            # So many features are a vector of the output, which becomes a square.
+            together = 2 if self.op.dtype == "bfloat16" else 1
+            with T.serial(T.int64(self.features // together)) as part:
+
+                def row(number: int) -> Expr:
+                    at = [part * together + number // LANES, T.int64(c), T.int64(number % LANES * LANES)]
+                    return load(self.o, at, LANES) * inverse
+
+                rows = [row(number) for number in range(LANES * together)]
+                words = rows if together == 1 else [powers.pairs(*rows[i : i + 2]) for i in range(0, 2 * LANES, 2)]
+                for lane, line in enumerate(vectors.transpose([let(word) for word in words])):
+                    with T.If(first + lane < count), T.Then():
+                        at = output.at(self.visibility.first_query + first + lane, part * (LANES * together))
+                        line = line if together == 1 else T.reinterpret("bfloat16x32", line)
+                        store(output.buffer, at, line, LANES * together)
 
     # ---- The visitor of keys
 
@@ -236,7 +236,7 @@ class TileAttentionTask:
     def _multiply_keys(self, group: KeyGroup, chunk: Expr) -> None:
         """Scores of a chunk, in units of the products."""
         op, key = self.op, self.operands.key
-        if group.hides:
+        if group.hides and self.k is not None:
             # Rows that are not there are the last one again.
             for r, row in enumerate(group.rows):
                 with T.serial(T.int64(op.head_dim // KEYS)) as part:
@@ -259,7 +259,11 @@ class TileAttentionTask:
             at = [T.int64(step * self.unit.steps), T.int64(LANES * c)]
             tiles.load_tile(tiles.RIGHT, self.q_t, at, self.queries)
             for r in range(2):
-                if group.hides:
+                if self.values.keys is not None:
+                    chunk = T.truncdiv(group.first_key, T.int64(KEYS))
+                    at = [*self.place, chunk, T.int64(tiles.ROWS * r), column]
+                    tiles.load_tile(tiles.LEFT, self.values.keys, at, op.head_dim)
+                elif group.hides:
                     tiles.load_tile(tiles.LEFT, self.k, [T.int64(tiles.ROWS * r), column], op.head_dim)
                 else:
                     tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[tiles.ROWS * r], column), pitch)
@@ -324,7 +328,9 @@ class TileAttentionTask:
             with T.serial(T.int64(tiles.ROWS // _GROUP)) as part:
                 rows = [materialize(part * _GROUP + i) for i in range(_GROUP)]
                 tile = RegisterTile(_GROUP, self.visibility.columns)
-                tile.each(lambda i, c: load(self.s, self._score(chunk, rows[i], r, c), LANES) * constant(self.factor, LANES))
+                tile.each(
+                    lambda i, c: load(self.s, self._score(chunk, rows[i], r, c), LANES) * constant(self.factor, LANES)
+                )
                 keys = [
                     materialize(T.min(group.first_key + 16 * r + row, self.visibility.kv_length - 1)) for row in rows
                 ]
