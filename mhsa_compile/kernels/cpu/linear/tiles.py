@@ -26,10 +26,11 @@ from mhsa_compile.kernels.cpu.units.tiles import Tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 
-ROWS, COLUMNS = 2, 3
-"""Tiles of the sums: with two by three, A and B are loaded from the second cache fast enough, with two by two not."""
+ROWS, COLUMNS = 1, 2
+"""Tiles of the sums. Where another thread of the core multiplies as well, a tile that is loaded waits the longer the more
+tiles hold something: with four of them loads take half the time that they take with eight."""
 HEIGHT = ROWS * tiles.ROWS
-ASKED, SHARES = 3, 16
+ASKED, SHARES = 2, 16
 """Cache lines of the next panel that a step asks for, and how many blocks of rows ask for all of it."""
 
 
@@ -56,7 +57,7 @@ class CpuTileLinearKernel:
         return unknown_knobs(config, ("block", "depth", "group"))
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 8, "depth": 24, "group": 1}
+        return {"block": 16, "depth": 12, "group": 8}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)

@@ -46,8 +46,6 @@ from mhsa_compile.kernels.cpu.units.tiles import Tiles
 LIMIT = float(1 << 13)
 _GROUP = 4  # rows of scores that are changed in registers
 _COUNT, _FIRST, _SIDE, _FRESH = range(4)
-_OUTPUT = 0
-"""The first tile of O^T. Where a core runs two threads, products slow down with each tile that holds something."""
 
 
 class TileAttentionTask:
@@ -165,8 +163,7 @@ class TileAttentionTask:
 
         def together(values: Sequence[Callable[[], None]]) -> None:
             # Scores first: they are waited for at the next chunk.
-            scores = [*self._key_steps(group), partial(self._store_scores, chunk)]
-            self._weigh(materialize(chunk - 1), [*scores, *values])
+            self._weigh(materialize(chunk - 1), [*self._key_steps(group, chunk), *values])
             if changed:
                 self._change(group, chunk)
             self._check(materialize(chunk - 1))
@@ -242,39 +239,36 @@ class TileAttentionTask:
                 with T.serial(T.int64(op.head_dim // KEYS)) as part:
                     elements = load(key.buffer, key.at(row, part * KEYS), KEYS)
                     store(self.k, [T.int64(r), part * KEYS], T.reinterpret("uint16x32", elements), KEYS)
-        for step in self._key_steps(group):
+        for step in self._key_steps(group, chunk):
             step()
-        self._store_scores(chunk)
 
-    def _key_steps(self, group: KeyGroup) -> list[Callable[[], None]]:
+    def _key_steps(self, group: KeyGroup, chunk: Expr) -> list[Callable[[], None]]:
         """S^T += K Q^T, two products each."""
         op, key = self.op, self.operands.key
         pitch = key.buffer.shape[-1]
 
-        def multiply(step: int, c: int) -> None:
+        def multiply(r: int, step: int) -> None:
             column = T.int64(step * self.unit.depth)
             if step == 0:
-                for r in range(2):
-                    tiles.zero(2 * c + r)
-            at = [T.int64(step * self.unit.steps), T.int64(LANES * c)]
-            tiles.load_tile(tiles.RIGHT, self.q_t, at, self.queries)
-            for r in range(2):
-                if self.values.keys is not None:
-                    chunk = T.truncdiv(group.first_key, T.int64(KEYS))
-                    at = [*self.place, chunk, T.int64(tiles.ROWS * r), column]
-                    tiles.load_tile(tiles.LEFT, self.values.keys, at, op.head_dim)
-                elif group.hides:
-                    tiles.load_tile(tiles.LEFT, self.k, [T.int64(tiles.ROWS * r), column], op.head_dim)
-                else:
-                    tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[tiles.ROWS * r], column), pitch)
-                self.unit.product(2 * c + r, tiles.LEFT, tiles.RIGHT)
+                for c in range(self.columns):
+                    tiles.zero(c)
+            if self.values.keys is not None:
+                at = [*self.place, T.truncdiv(group.first_key, T.int64(KEYS)), T.int64(tiles.ROWS * r), column]
+                tiles.load_tile(tiles.LEFT, self.values.keys, at, op.head_dim)
+            elif group.hides:
+                tiles.load_tile(tiles.LEFT, self.k, [T.int64(tiles.ROWS * r), column], op.head_dim)
+            else:
+                tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[tiles.ROWS * r], column), pitch)
+            for c in range(self.columns):
+                at = [T.int64(step * self.unit.steps), T.int64(LANES * c)]
+                tiles.load_tile(tiles.RIGHT, self.q_t, at, self.queries)
+                self.unit.product(c, tiles.LEFT, tiles.RIGHT)
+            if step == steps - 1:
+                for c in range(self.columns):
+                    tiles.store_tile(c, self.s, self._score(chunk, T.int64(0), r, c), LANES)
 
-        steps = range(op.head_dim // self.unit.depth)
-        return [partial(multiply, step, c) for step in steps for c in range(self.columns)]
-
-    def _store_scores(self, chunk: Expr) -> None:
-        for tile in range(2 * self.columns):
-            tiles.store_tile(tile, self.s, [T.int64(tile), (chunk & T.int64(1)) * 256], LANES)
+        steps = op.head_dim // self.unit.depth
+        return [partial(multiply, r, step) for r in range(2) for step in range(steps)]
 
     def _value_steps(self, first: Expr) -> list[Callable[[], None]]:
         """O^T += V^T P^T of a full block that waits, for a share of the features; a chunk of keys each."""
@@ -285,15 +279,15 @@ class TileAttentionTask:
             places = [[feature, T.int64(c), T.int64(0)] for c in range(self.columns)]
             if step == 0:
                 for c, place in enumerate(places):
-                    tiles.load_tile(_OUTPUT + c, self.o, place, LANES)
+                    tiles.load_tile(c, self.o, place, LANES)
             at = [*self.place, chunk + step, feature, T.int64(0), T.int64(0)]
             tiles.load_tile(tiles.LEFT, self.values.tiles, at, KEYS)
             for c in range(self.columns):
                 tiles.load_tile(tiles.RIGHT, self.p, [side, T.int64(step), T.int64(c), T.int64(0)], LANES)
-                self.unit.product(_OUTPUT + c, tiles.LEFT, tiles.RIGHT)
+                self.unit.product(c, tiles.LEFT, tiles.RIGHT)
             if step == self.chunks - 1:
                 for c, place in enumerate(places):
-                    tiles.store_tile(_OUTPUT + c, self.o, place, LANES)
+                    tiles.store_tile(c, self.o, place, LANES)
 
         return [partial(multiply, number, step) for number in range(self.share) for step in range(self.chunks)]
 
