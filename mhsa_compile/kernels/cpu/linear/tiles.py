@@ -51,13 +51,16 @@ class CpuTileLinearKernel:
         return TileLayout(op, format_of(op), tiles.BFLOAT16, COLUMNS)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return {"block": (2, 4, 8, 16, 32), "depth": (4, 8, 12, 16, 24, 48), "group": (1, 2, 4, 8)}
+        return {"block": (4, 8, 16, 32, 64), "depth": (4, 8, 12, 16, 24, 48), "group": (1, 2, 4, 8)}
 
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         return unknown_knobs(config, ("block", "depth", "group"))
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 16, "depth": 12, "group": 8}
+        """Rows of x that the second cache holds beside the weights; parts of K and sums that the first one does."""
+        row_bytes = self.layout(op).tiles * tiles.ROW_BYTES
+        block = profile.hardware.l2_kib * 1024 * 3 // 8 // (HEIGHT * row_bytes)
+        return {"block": max(4, min(32, block)), "depth": 12, "group": 8}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)
