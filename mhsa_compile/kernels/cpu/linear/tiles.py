@@ -27,8 +27,8 @@ from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 ROWS, COLUMNS = 1, 2
-"""Tiles of the sums. Where another thread of the core multiplies as well, a tile that is loaded waits the longer the more
-tiles hold something: with four of them loads take half the time that they take with eight."""
+"""Tiles of the sums. Where another thread of the core multiplies as well, a tile that is loaded waits the longer the
+more tiles hold something: with four of them loads take half the time that they take with eight."""
 HEIGHT = ROWS * tiles.ROWS
 ASKED, SHARES = 2, 16
 """Cache lines of the next panel that a step asks for, and how many blocks of rows ask for all of it."""
