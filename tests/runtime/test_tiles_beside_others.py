@@ -1,5 +1,5 @@
-"""An artifact with matrix tiles beside what a process can do to them: other libraries that configure tiles, small signal
-stacks, forks, and machines that a program only believes in."""
+"""An artifact with matrix tiles beside what a process can do to them: other libraries that configure tiles, small
+signal stacks, forks, and machines that a program only believes in."""
 
 from __future__ import annotations
 

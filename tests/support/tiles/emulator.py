@@ -1,7 +1,7 @@
 """Builds `emulator.c`, and installs its handler of SIGILL in this process.
 
-With MHSA_EMULATED_TILES=1 a whole run of pytest has tiles that are emulated, whatever CPU it is on: `conftest.py` begins
-with `refuse`, and `support.this_cpu` counts them among what is here.
+With MHSA_EMULATED_TILES=1 a whole run of pytest has tiles that are emulated, whatever CPU it is on: `conftest.py`
+begins with `refuse`, and `support.this_cpu` counts them among what is here.
 """
 
 from __future__ import annotations
