@@ -11,6 +11,7 @@ RAY    := $(VENV)/.ray
 BROWSER := $(VENV)/.browser
 DECODERS := $(VENV)/.decoders
 NUMKONG := $(VENV)/numkong
+TILE_TESTS := $(addprefix tests/kernels/cpu/test_tile_,attention.py code.py emulation.py)
 GPU_JOBS ?= 4
 AGAINST ?= HEAD
 ifdef PREPARED  # PREPARED=1: what runs on a GPU takes $(PYTHON) as it is, as where there is no network (docs/gpu.md)
@@ -21,7 +22,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -79,6 +80,10 @@ test: $(STAMP)  ## The suite, two processes, five minutes; the last lines count 
 
 test-arm: $(STAMP)  ## On an emulated ARM machine: every target and kernel, an example, tuning; what test-all adds are more cases
 	@$(BIN)/python -m pytest -m 'arm and not thorough' -n 2 --dist worksteal
+
+test-tiles: $(STAMP)  ## Kernels on matrix tiles: all of their tests where the CPU has tiles, then parity on emulated ones, which needs AVX512-BF16; minutes
+	@$(BIN)/python -m pytest -m '' -n 2 --dist worksteal $(TILE_TESTS) tests/runtime/test_tiles_beside_others.py
+	@MHSA_EMULATED_TILES=1 $(BIN)/python -m pytest -m '' -n 2 --dist worksteal $(TILE_TESTS)
 
 test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU is needed, a missing compiler fails
 	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m 'cuda and not thorough' -n 2 --dist worksteal --durations 20
@@ -156,8 +161,8 @@ bench-serve-ray: $(RAY)  ## The same model on Ray Serve, with 1 and 2 replicas u
 bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pictures, in most of an hour
 	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build
 
-fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; half an hour
-	@PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2
+fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; DTYPE=bfloat16 MACHINE=tiles: these alone; half an hour
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 $(if $(DTYPE),--dtype $(DTYPE)) $(if $(MACHINE),--machine $(MACHINE))
 
 fuzz-files: $(STAMP)  ## 100,000 damaged files of every kind into what reads them: no traceback, crash or hang; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.files --inputs 100000 --workers 2

@@ -35,6 +35,19 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.load_profile("repeatable")
 
 
+if os.environ.get("MHSA_EMULATED_TILES") == "1":
+    from support.tiles import emulator
+
+    emulator.refuse()
+
+    @pytest.fixture(scope="session", autouse=True)
+    def tiles_emulated() -> Iterator[None]:
+        """pytest's own handler of SIGILL is there by now, and this one comes before it."""
+        emulator.install()
+        yield
+        assert not emulator.held()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def exporter_prepared_once() -> None:
     """torch.onnx.export prepares for each graph anew what does not depend on it, more than half of its work on a small

@@ -1,6 +1,7 @@
 """Random specs, shapes, masks and dtypes against float64 until so many are right, or one is wrong: `make fuzz-parity`.
 
     python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 --seed 7
+    python -m fuzz.campaign --dtype bfloat16 --machine tiles
 
 Kernels run through the JIT, in a second or less each; flows are whole compilations, verified with their self-checks.
 Hypothesis draws the cases and, where one is over its budget, shrinks it; what is printed then is a Python program.
@@ -23,6 +24,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fuzz.cases import MACHINES
+from fuzz.narrowing import ANY, Narrowing
+
+DTYPES = ("float32", "bfloat16", "float16")
 ROUND = 25
 """Cases that hypothesis draws from one seed. It varies what it has drawn: many rounds are more varied than one."""
 EVERY = 15.0
@@ -55,7 +60,7 @@ class Tally:
             yield f"{group:10}{name:26}{int(specs):>8,}{int(calls):>8,}{share:>28.2f}"
 
 
-def rounds(what: str, count: int, seed: int, tell: Callable[[Any], None]) -> str | None:
+def rounds(what: str, count: int, seed: int, tell: Callable[[Any], None], narrowing: Narrowing = ANY) -> str | None:
     """Runs `count` different cases of "kernels" or "flows". The text of what is wrong, shrunk, or None."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
@@ -74,7 +79,7 @@ def rounds(what: str, count: int, seed: int, tell: Callable[[Any], None]) -> str
         seen.add(repr(case))
         tell(outcome)
 
-    strategy = {"kernels": kernel_cases, "flows": flow_cases}[what]()
+    strategy = {"kernels": kernel_cases, "flows": flow_cases}[what]().map(narrowing)
     quiet = settings(
         max_examples=min(ROUND, count), deadline=None, database=None, phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck), print_blob=False, report_multiple_bugs=False,
@@ -87,17 +92,22 @@ def rounds(what: str, count: int, seed: int, tell: Callable[[Any], None]) -> str
     return None
 
 
-def worker(shares: dict[str, int], seed: int, results: Any) -> None:
+def worker(shares: dict[str, int], seed: int, narrowing: Narrowing, results: Any) -> None:
     """One process: its share of the cases, told one by one, then None; or the text of what is wrong."""
     os.environ["TVM_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")  # other libraries', about themselves; the suite has them as errors
+    if os.environ.get("MHSA_EMULATED_TILES") == "1":
+        from support.tiles import emulator
+
+        emulator.refuse()
+        emulator.install()
     logging.disable(logging.WARNING)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # hypothesis prints the falsifying example; we print a program
     for what, count in shares.items():
         if not count:
             continue
         try:
-            wrong = rounds(what, count, seed, results.put)
+            wrong = rounds(what, count, seed, results.put, narrowing)
         except BaseException as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None:
@@ -105,7 +115,7 @@ def worker(shares: dict[str, int], seed: int, results: Any) -> None:
     results.put(None)
 
 
-def campaign(kernels: int, flows: int, workers: int, seed: int) -> int:
+def campaign(kernels: int, flows: int, workers: int, seed: int, narrowing: Narrowing) -> int:
     """Runs the cases in several processes, and returns the exit code."""
     print(f"{kernels:,} kernels and {flows:,} whole compilations, seed {seed}, {workers} processes", flush=True)
     context = multiprocessing.get_context("spawn")
@@ -113,7 +123,7 @@ def campaign(kernels: int, flows: int, workers: int, seed: int) -> int:
     processes = []
     for i in range(workers):
         shares = {"kernels": len(range(i, kernels, workers)), "flows": len(range(i, flows, workers))}
-        process = context.Process(target=worker, args=(shares, seed * 1000 + i, results), daemon=True)
+        process = context.Process(target=worker, args=(shares, seed * 1000 + i, narrowing, results), daemon=True)
         process.start()
         processes.append(process)
     tally, wrong, started, told = Tally(), [], time.monotonic(), 0.0
@@ -156,9 +166,11 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="of the cases; by default one of its own, printed")
+    parser.add_argument("--dtype", choices=DTYPES, default=None, help="of all cases (default: any)")
+    parser.add_argument("--machine", choices=MACHINES, default=None, help="that kernels are for (default: any)")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(1_000_000) if given.seed is None else given.seed
-    return campaign(given.kernels, given.flows, given.workers, seed)
+    return campaign(given.kernels, given.flows, given.workers, seed, Narrowing(given.dtype, given.machine))
 
 
 if __name__ == "__main__":

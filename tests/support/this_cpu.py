@@ -6,6 +6,7 @@ the root of the file system, as it is there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ CPUINFO = {
      "avx512vl", "bmi2", "cx16", "f16c", "fma", "gfni", "movbe", "popcnt", "sse4a", "ssse3", "xsave")}  # fmt: skip
 _LLVM = {name: feature for feature, name in CPUINFO.items()}
 
+TILES = frozenset({"amx_bf16", "amx_int8", "amx_tile"})
+EMULATED = TILES if os.environ.get("MHSA_EMULATED_TILES") == "1" else frozenset[str]()
+"""What `support.tiles.emulator` does in this run."""
+
 with_tiles = pytest.mark.skipif(
     "amx_tile" not in host.usable_features(), reason="this CPU has no matrix tiles, or the system grants none"
 )
@@ -39,7 +44,7 @@ def attributes(features: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"+{_LLVM[feature]}" for feature in features)
 
 
-def lacking(config: Mapping[str, Any], root: Path = host.ROOT, *, beside: frozenset[str] = frozenset()) -> str | None:
+def lacking(config: Mapping[str, Any], root: Path = host.ROOT, *, beside: frozenset[str] = EMULATED) -> str | None:
     """Why this CPU cannot run code for a target (the argument of `tvm.target.Target`, with its `mtriple`); None where
     it can. `beside`: features that an emulator adds."""
     from tvm.target import Target, codegen

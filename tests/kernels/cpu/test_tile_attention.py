@@ -1,5 +1,5 @@
-"""Attention on matrix tiles, on a CPU that has them: every feature of scores and every tail against float64, what hidden
-places hold, scores and values at the ends of their range, and any number of threads."""
+"""Attention and linears on matrix tiles, where these are or are emulated: every feature of scores and every tail
+against float64, what hidden places hold, scores and values at the ends of their range, and any number of threads."""
 
 from __future__ import annotations
 

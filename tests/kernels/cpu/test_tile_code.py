@@ -1,5 +1,5 @@
-"""What kernels on matrix tiles become, compiled on any machine for one that has them: loads for each product, registers,
-calls while a tile holds something, and tiles that a task would leave configured."""
+"""What kernels on matrix tiles become, compiled on any machine for one that has them: loads for each product,
+registers, calls while a tile holds something, and tiles that a task would leave configured."""
 
 from __future__ import annotations
 

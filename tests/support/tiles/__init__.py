@@ -1,1 +1,2 @@
-"""Matrix tiles (AMX) where there are none: an emulator of their instructions, the same functions in plain LLVM IR, and what runs on both."""
+"""Matrix tiles (AMX) where there are none: an emulator of their instructions, the same functions in plain LLVM IR, and
+what runs on both."""

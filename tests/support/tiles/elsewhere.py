@@ -2,8 +2,7 @@
 
     python -m support.tiles.elsewhere emulated RESULTS.npz "attention, causal" ...
 
-The permission for tiles is never taken back, and where it is held nothing faults; so what asks for it is replaced before
-anything is imported that does. Prints how many instructions were emulated.
+Prints how many instructions were emulated.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from mhsa_compile.hardware import tile_permission
+from support.tiles import emulator
 
 How = Literal["emulated", "soft"]
 
@@ -31,16 +30,16 @@ def results(how: How, names: list[str], file: Path) -> tuple[dict[str, list[np.n
 
 
 def main(how: How, file: str, *names: str) -> None:
-    tile_permission.refusal = lambda: "tiles are to fault"
+    emulator.refuse()
     from mhsa_compile.kernels.cpu.units import tiles
-    from support.tiles import emulator, runs, soft
+    from support.tiles import runs, soft
 
-    handler = emulator.install() if how == "emulated" else None
+    handler = emulator.install()
     if how == "soft":
         tiles._text = soft.text
     arrays = {f"{name}/{i}": array for name in names for i, array in enumerate(runs.CASES[name]())}
     np.savez(file, **arrays)
-    print(0 if handler is None else handler.tiles_emulated())
+    print(handler.tiles_emulated())
 
 
 if __name__ == "__main__":

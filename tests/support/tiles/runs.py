@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -23,17 +22,15 @@ from support import this_cpu
 from support.attention_ops import attention_of
 from support.kernel_runs import built, vector_machine
 
-TILES = frozenset({"amx_bf16", "amx_int8", "amx_tile"})
-MACHINE = vector_machine(512, 32, "x86-64-v4", (*sorted(TILES), "avx512_bf16"))
+MACHINE = vector_machine(512, 32, "x86-64-v4", (*sorted(this_cpu.TILES), "avx512_bf16"))
 BFLOAT16 = ml_dtypes.bfloat16
 DRAWS = 200
 """Products of each kind of numbers."""
 
 
-def lacking(root: Path | None = None) -> str | None:
+def lacking() -> str | None:
     """Why this CPU cannot run these cases, even where tiles are emulated."""
-    places = () if root is None else (root,)
-    return this_cpu.lacking(MACHINE.tvm_config(), *places, beside=TILES)
+    return this_cpu.lacking(MACHINE.tvm_config(), beside=this_cpu.TILES)
 
 
 # ---- Single products

@@ -1,9 +1,9 @@
-"""The functions of `mhsa_compile.kernels.cpu.units.tiles` in plain LLVM IR, on memory: the same names and signatures, so
-the same kernels run on tiles that are none.
+"""The functions of `mhsa_compile.kernels.cpu.units.tiles` in plain LLVM IR, on memory: the same names and signatures,
+so the same kernels run on tiles that are none.
 
 Zig compiles them to a library, and kernels call what it has by its address: what kernels import LLVM inlines, and a
-product is long. Loads and stores take their rows and bytes from the config block; products multiply whole tiles, of which
-loads have filled the rest with zeros.
+product is long. Loads and stores take their rows and bytes from the config block; products multiply whole tiles, of
+which loads have filled the rest with zeros.
 """
 
 from __future__ import annotations
