@@ -1,0 +1,448 @@
+"""Linears of float32 on matrix tiles, by bfloat16 terms: the products that `spec/float32_products.py` lists.
+
+Rows of x are split once a call, by vectors, into tiles of 16 rows by 32 of K that lie side by side with their lower terms;
+weights when they are packed. A task is a panel of 48 features against a block of rows of x: two by three tiles of sums
+take all products of a step along K, the small ones first.
+
+A chain of float32 sums drifts. That of bf16x6 starts anew after CHAIN of K; vectors add what it gave to the total while
+tiles multiply the next part. The coarse words lose more by their terms than by a chain.
+
+Rows that hold Inf, NaN or numbers from 2^60 on, or none but zeros and numbers below 2^-50, are computed in float32, with
+all others of their 32; so are features, with all of their panel, whose weights lie there as they are. What remains has
+products of the largest by the largest between 2^-100 and 2^120: nothing overflows but what does in float32, and of six
+products what denormals lose is below 2^-24 of that product. Of x, numbers below 2^-126 in a row of ordinary ones are zero,
+as the unit has them anyway, and lower terms too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.ir import Expr
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
+from mhsa_compile.kernels.common.op_args import packed_arguments, weight_arguments
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
+from mhsa_compile.kernels.cpu.formats.floats import bfloat16_bits
+from mhsa_compile.kernels.cpu.linear.activations import PackedRows
+from mhsa_compile.kernels.cpu.linear.kernel import product_function
+from mhsa_compile.kernels.cpu.linear.microkernel import Product
+from mhsa_compile.kernels.cpu.linear.pack_weights import Feature, each_column
+from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, HEIGHT, ROWS, Sums, TileLayout, each_panel
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
+from mhsa_compile.kernels.cpu.units import tiles
+from mhsa_compile.kernels.cpu.units.tiles import Tiles
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.interface.ops import LinearOp
+from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products, is_coarse
+
+CHAIN, COARSE_CHAIN = 4, 32
+"""Tiles of K after which a chain of sums starts anew: 128 numbers, and 1024 where products are coarse."""
+TOTAL, PART = 0, 1
+"""Of the two places of a block's sums: the total, and the part that is added to it next."""
+LARGE, SMALL = 0x5D800000, 0x26800000
+"""Bits of 2^60 and of 2^-50: the largest magnitude of a row is ordinary between them."""
+LANES, DEPTH = tiles.ROWS, 32
+TILE = tiles.ROWS * DEPTH
+PLAIN_ROWS = 4
+"""Of a register tile where products are float32's."""
+
+
+class CpuFloat32TileLinearKernel:
+    """Packed-weight matrix product of float32 by bfloat16 terms."""
+
+    name = "cpu.float32_linear_on_tiles"
+    op_type: type[LinearOp] = LinearOp
+
+    def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
+        if op.int8_weights or op.dtype != "float32":
+            return f"float32, not {'weights in eight bits' if op.int8_weights else op.dtype}"
+        if op.float32_products not in TERM_PRODUCTS:
+            return "products of bfloat16 terms, not IEEE's"
+        if not tiles.BFLOAT16.is_on(profile):
+            return "a CPU with amx_bf16"
+        return None
+
+    def float32_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
+        plain = op.dtype == "float32" and not op.int8_weights
+        return tuple(TERM_PRODUCTS) if plain and tiles.BFLOAT16.is_on(profile) else ()
+
+    def exact_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
+        return ("bf16x6",)
+
+    def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return {"block": (1, 2, 4, 8, 16, 32)}
+
+    def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
+        return unknown_knobs(config, ("block",))
+
+    def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
+        return {"block": 4}
+
+    def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
+        layout = TermLayout(op, FORMATS["bfloat16"], tiles.BFLOAT16, COLUMNS)
+        run = product_function("linear", layout, profile, config, rows=split_rows, product=TermProduct, deal=_tasks)
+        return Emitted(run, pack_terms(layout), layout.packed)
+
+
+@dataclass(frozen=True)
+class TermLayout(TileLayout):
+    """Weights (P, tiles of K, terms, 16 words, panel); a panel of extraordinary ones has, in the place of the first two
+    terms of a pair along K, its numbers as they are. Behind the biases, whether a panel is one."""
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Terms of x and of the weights that are multiplied, the smallest products first."""
+        return TERM_PRODUCTS[self.op.float32_products][::-1]
+
+    @property
+    def terms(self) -> int:
+        return 1 + max(max(pair) for pair in self.pairs)
+
+    @property
+    def chain(self) -> int:
+        return COARSE_CHAIN if is_coarse(self.op.float32_products) else CHAIN
+
+    @property
+    def words(self) -> int:
+        return self.terms * self.steps
+
+    @property
+    def has_plain_panels(self) -> bool:
+        """Whether there is room for a pair of numbers as they are."""
+        return self.terms > 1
+
+    @property
+    def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        return (*super().packed, ((self.panels, 1), "int32"))
+
+    def place(self, tile: Expr, term: int, word: Expr | int = 0) -> Expr:
+        """The word of a panel's column."""
+        return (tile * self.terms + term) * tiles.ROWS + word
+
+
+# ---- Splitting
+
+
+@dataclass(frozen=True)
+class TermRows(PackedRows):
+    """`data` (tiles of rows, tiles of K, terms, 16 * 32), the bits of bfloat16; `x` as it came; `extraordinary` (tiles of
+    rows,), 1 where a row of the tile is."""
+
+    x: Expr = None
+    extraordinary: Expr = None
+
+
+def split_rows(layout: TermLayout, x: Expr, count: Expr, size: Expr) -> TermRows:
+    """The terms of x (count, K), after the loop that writes them. What rows behind the last hold nobody reads."""
+    heights, width = ceil_div(size, tiles.ROWS), layout.op.in_features
+    data = T.alloc_buffer((heights, T.int64(layout.tiles), T.int64(layout.terms), T.int64(TILE)), "uint16")
+    flags = T.alloc_buffer((heights,), "int32")
+    with T.parallel(materialize(ceil_div(count, tiles.ROWS))) as height:
+        store(flags, [height], T.int32(0), 1)
+        with T.serial(T.min(T.int64(tiles.ROWS), count - height * tiles.ROWS)) as i:
+            row, largest = materialize(height * tiles.ROWS + i), T.alloc_buffer((LANES,), "uint32")
+            store(largest, [T.int64(0)], splat(T.uint32(0), LANES), LANES)
+
+            def split(tile: Expr, halves: list[Expr]) -> None:
+                for half in halves:
+                    bits = T.reinterpret("uint32x16", half) & splat(T.uint32(0x7FFFFFFF), LANES)
+                    store(largest, [T.int64(0)], T.max(load(largest, [T.int64(0)], LANES), bits), LANES)
+                for term, bits in enumerate(_terms(halves, layout.terms)):
+                    store(data, [height, tile, T.int64(term), i * DEPTH], bits, DEPTH)
+
+            with T.serial(T.int64(width // DEPTH)) as tile:
+                split(tile, [let(load(x, [row, tile * DEPTH + start], LANES)) for start in (0, LANES)])
+            if rest := width % DEPTH:
+                last = T.alloc_buffer((DEPTH,), "float32")
+                store(last, [T.int64(0)], splat(T.float32(0), DEPTH), DEPTH)
+                for offset, lanes in vectors.chunks(rest, LANES):
+                    store(last, [T.int64(offset)], load(x, [row, T.int64(width - rest + offset)], lanes), lanes)
+                halves = [let(load(last, [T.int64(start)], LANES)) for start in (0, LANES)]
+                split(T.int64(width // DEPTH), halves)
+            most = T.call_llvm_pure_intrin("uint32", "llvm.vector.reduce.umax", load(largest, [T.int64(0)], LANES))
+            with T.If(_is_extraordinary(let(most))), T.Then():
+                store(flags, [height], T.int32(1), 1)
+    return TermRows(layout, data, x=x, extraordinary=flags)
+
+
+def _terms(halves: list[Expr], count: int) -> list[Expr]:
+    """The terms of 32 numbers, each to nearest even of what those before it leave."""
+    terms: list[Expr] = []
+    for _ in range(count):
+        if terms:
+            low = [T.Shuffle([terms[-1]], [T.int32(start + i) for i in range(LANES)]) for start in (0, LANES)]
+            wide = [T.cast(bits, "uint32x16") << splat(T.uint32(16), LANES) for bits in low]
+            halves = [let(half - T.reinterpret("float32x16", b)) for half, b in zip(halves, wide, strict=True)]
+        terms.append(let(tiles.narrowed_pair(*halves)))
+    return terms
+
+
+def _is_extraordinary(largest: Expr) -> Expr:
+    """Of the bits of the largest magnitude of a row."""
+    return T.Or(largest >= T.uint32(LARGE), T.And(largest < T.uint32(SMALL), largest > T.uint32(0)))
+
+
+# ---- Packing
+
+
+def pack_terms(layout: TermLayout) -> Expr:
+    """The PrimFunc (weights..., biases...) -> `layout.packed`."""
+    op = layout.op
+    with prim_func("pack_linear") as builder:
+        weights, biases = weight_arguments(op)
+        packed = packed_arguments(layout.packed)
+
+        def feature(number: int | None, index: Expr) -> Feature:
+            if number is None:
+                return Feature(None, index, False, None)
+            return Feature(weights[number], index, op.transposed[number], biases[number])
+
+        def mark(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
+            with T.If(column == 0), T.Then():
+                store(packed[2], [panel, T.int64(0)], T.int32(0), 1)
+            with T.If(_is_extraordinary(_largest(op, feature(number, index)))), T.Then():
+                store(packed[2], [panel, T.int64(0)], T.int32(1), 1)
+
+        def write(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
+            this = feature(number, index)
+            bias = T.float32(0) if this.bias is None else load_wide(this.bias, [index], 1)
+            store(packed[1], [panel, column], bias, 1)
+            _write_terms(layout, packed, this, [panel, column])
+
+        each_column(layout, mark)
+        each_column(layout, write)
+    return builder.get()
+
+
+def _largest(op: LinearOp, feature: Feature) -> Expr:
+    """The bits of a feature's largest magnitude."""
+    largest = T.alloc_buffer((1,), "uint32")
+    store(largest, [T.int64(0)], T.uint32(0), 1)
+    with T.serial(T.int64(op.in_features)) as k:
+        bits = T.reinterpret("uint32", feature.wide(k)) & T.uint32(0x7FFFFFFF)
+        store(largest, [T.int64(0)], T.max(largest[0], bits), 1)
+    return let(largest[0])
+
+
+def _write_terms(layout: TermLayout, packed: list[Expr], feature: Feature, at: list[Expr]) -> None:
+    """A column of a panel."""
+    (panel, column), group = at, layout.unit.group
+    with T.serial(T.int64(layout.steps)) as step:
+        tile, word = materialize(T.truncdiv(step, T.int64(Tiles.steps))), T.truncmod(step, T.int64(Tiles.steps))
+        pair = []
+        for i in range(group):
+            k = materialize(step * group + i)
+            # Not a select: of what lies beyond K nothing may be read.
+            pair.append(materialize(T.if_then_else(k < layout.op.in_features, feature.wide(k), T.float32(0)), "float32"))
+
+        def put(term: int, bits: Expr) -> None:
+            store(packed[0], [panel, layout.place(tile, term, word), column], bits, 1)
+
+        def split() -> None:
+            low, high = (_element_terms(number, layout.terms) for number in pair)
+            for term in range(layout.terms):
+                put(term, T.reinterpret("int32", low[term] | (high[term] << T.uint32(16))))
+
+        if not layout.has_plain_panels:
+            split()
+            return
+        with T.If(packed[2][panel, T.int64(0)] == 0):
+            with T.Then():
+                split()
+            with T.Else():
+                for term in range(layout.terms):
+                    put(term, T.reinterpret("int32", pair[term]) if term < group else T.int32(0))
+
+
+def _element_terms(number: Expr, count: int) -> list[Expr]:
+    """The terms of a number as bits of bfloat16, denormals and all; of Inf and NaN nothing but the first."""
+    terms: list[Expr] = []
+    is_number = (T.reinterpret("uint32", number) & T.uint32(0x7FFFFFFF)) < T.uint32(0x7F800000)
+    for _ in range(count):
+        bits = bfloat16_bits(number, 1)
+        terms.append(materialize(T.Select(T.Or(is_number, not terms), bits, T.uint32(0)), "uint32"))
+        number = materialize(number - T.reinterpret("float32", terms[-1] << T.uint32(16)), "float32")
+    return terms
+
+
+# ---- Multiplying
+
+
+@dataclass(frozen=True)
+class TermProduct(Product):
+    """What is multiplied by terms."""
+
+    def add_terms(self, p: Expr, heights: list[Expr], tile: Expr, between: Callable[[int], None] | None = None) -> None:
+        """The sums += all products of tile `tile` of K, of tiles of rows and panel p. between(number) comes behind those
+        of each pair of terms."""
+        layout, data = self.layout, self.rows.data
+        for number, (i, j) in enumerate(layout.pairs):
+
+            def left(r: int) -> None:
+                tiles.load_tile(tiles.LEFT, data, [heights[r], tile, T.int64(i), T.int64(0)], DEPTH)
+
+            def right(c: int) -> None:
+                at = [p, layout.place(tile, j), T.int64(c * layout.lanes)]
+                tiles.load_tile(tiles.RIGHT, self.packed[0], at, layout.panel)
+
+            layout.unit.add_block(len(heights), COLUMNS, left, right)
+            if between is not None:
+                between(number)
+
+    def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, words: tuple[Expr, Expr]) -> None:
+        """The sums of rows += the products of float32 of these words along K and of panel p."""
+        whole = self.layout.op.in_features // 2
+
+        def products(word: Expr, count: int, as_they_are: bool) -> None:
+            for i, weights in enumerate(self._numbers(p, word, as_they_are)[:count]):
+                k = materialize(word * 2 + i)
+                tile.outer_product(lambda r: self.rows.x[rows[r], k], weights.__getitem__)
+
+        def both(as_they_are: bool) -> None:
+            with T.serial(words[0], T.min(words[1], T.int64(whole))) as word:
+                products(word, 2, as_they_are)
+            if self.layout.op.in_features % 2:
+                with T.If(words[1] > whole), T.Then():
+                    products(T.int64(whole), 1, as_they_are)
+
+        if not self.layout.has_plain_panels:
+            both(False)
+            return
+        with T.If(self.packed[2][p, T.int64(0)] == 0):
+            with T.Then():
+                both(False)
+            with T.Else():
+                both(True)
+
+    def _numbers(self, p: Expr, word: Expr, as_they_are: bool) -> list[list[Expr]]:
+        """Both numbers of a word along K, each for all columns of a panel."""
+        layout = self.layout
+        tile, place = T.truncdiv(word, T.int64(Tiles.steps)), T.truncmod(word, T.int64(Tiles.steps))
+
+        def bits(term: int, column: int) -> Expr:
+            at = [p, layout.place(tile, term, place), T.int64(column * LANES)]
+            return let(T.reinterpret("uint32x16", load(self.packed[0], at, LANES)))
+
+        def number(i: int, column: int) -> Expr:
+            if as_they_are:
+                return T.reinterpret("float32x16", bits(i, column))
+            halves = [bits(term, column) for term in range(layout.terms)]
+            shift, upper = splat(T.uint32(16), LANES), splat(T.uint32(0xFFFF0000), LANES)
+            terms = [T.reinterpret("float32x16", half & upper if i else half << shift) for half in halves]
+            total = terms.pop()
+            while terms:
+                total = total + terms.pop()
+            return total
+
+        return [[let(number(i, column)) for column in range(COLUMNS)] for i in range(2)]
+
+    def write(self, p: Expr, height: Expr, sums: Sums, parts: int) -> None:
+        """y[rows of a height, panel p]. The last panel is padded: only its real columns are written."""
+        layout, first = self.layout, materialize(height * HEIGHT)
+        whole, rest = divmod(layout.op.out_features, layout.panel)
+        rows = materialize(T.min(T.int64(HEIGHT), self.count - first))
+        tall = materialize(ceil_div(rows, tiles.ROWS))
+
+        def columns(width: int, column: Expr) -> None:
+            with T.serial(rows) as i:
+                for c, (offset, lanes) in enumerate(self.columns):
+                    tile = T.truncdiv(i, T.int64(tiles.ROWS)) + tall * c
+                    places = [sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, parts))]
+                    total, *part = (load(sums.data, place, lanes) for place in places)
+                    value = let(sum(part, total) + load(self.packed[1], [p, T.int64(offset)], lanes))
+                    for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
+                        piece = vectors.part(value, start, size, lanes)
+                        store(self.y, [first + i, column + offset + start], piece, size)
+
+        if rest == 0:
+            columns(layout.panel, p * layout.panel)
+        else:
+            with T.If(p < whole):
+                with T.Then():
+                    columns(layout.panel, p * layout.panel)
+                with T.Else():
+                    columns(rest, T.int64(whole * layout.panel))
+        self.apply_epilogue(p, first, first + rows)
+
+
+def _tasks(task: TermProduct, cores: int, config: Config) -> None:
+    layout, flags = task.layout, task.rows.extraordinary
+    parts = -(-layout.tiles // layout.chain)
+    depth = -(-layout.tiles // parts)
+    tall = materialize(ceil_div(task.count, tiles.ROWS))
+
+    def each_part(body: Callable[[Expr, Expr, Expr], None]) -> None:
+        with T.serial(T.int64(parts)) as number:
+            start = materialize(number * depth)
+            body(number, start, materialize(T.min(start + depth, T.int64(layout.tiles))))
+
+    def by_terms(p: Expr, heights: list[Expr], sums: Sums) -> None:
+        count = len(heights) * COLUMNS
+
+        def part(number: Expr, start: Expr, end: Expr) -> None:
+            for tile in range(count):
+                tiles.zero(tile)
+            if parts > 2:
+                with T.If(number > 1):
+                    with T.Then():
+                        task.add_terms(p, heights, start, lambda pair: _add_part(sums, pair, count, len(layout.pairs)))
+                    with T.Else():
+                        task.add_terms(p, heights, start)
+            with T.serial(start + 1 if parts > 2 else start, end) as tile:
+                task.add_terms(p, heights, tile)
+            sums.store(T.min(number, T.int64(PART)), len(heights))
+
+        each_part(part)
+
+    def plainly(p: Expr, height: Expr, sums: Sums) -> None:
+        first = materialize(height * HEIGHT)
+        count = materialize(ceil_div(T.min(T.int64(HEIGHT), task.count - first), tiles.ROWS))
+
+        def part(number: Expr, start: Expr, end: Expr) -> None:
+            with T.serial(count * (tiles.ROWS // PLAIN_ROWS)) as i:
+                rows = [materialize(T.min(first + i * PLAIN_ROWS + r, task.count - 1)) for r in range(PLAIN_ROWS)]
+                tile = RegisterTile(PLAIN_ROWS, task.columns)
+                tile.fill(0.0)
+                task.add_plain(p, rows, tile, (start * Tiles.steps, end * Tiles.steps))
+                place, row = materialize(T.truncdiv(i, T.int64(4))), materialize(T.truncmod(i, T.int64(4)) * PLAIN_ROWS)
+                for r in range(PLAIN_ROWS):
+                    for c in range(COLUMNS):
+                        total, last = (sums.at(slot, place + count * c, row + r) for slot in (TOTAL, PART))
+                        with T.If(number > 1), T.Then():
+                            store(sums.data, total, load(sums.data, total, LANES) + load(sums.data, last, LANES), LANES)
+                        at = sums.at(T.min(number, T.int64(PART)), place + count * c, row + r)
+                        store(sums.data, at, tile.get(r, c), LANES)
+
+        each_part(part)
+
+    def body(p: Expr, first: Expr, end: Expr) -> None:
+        sums = Sums.of(2)
+        tiles.configure(T.min(task.count, T.int64(tiles.ROWS)))
+        with T.serial(first, end) as height:
+            pair = [materialize(height * ROWS), materialize(T.min(height * ROWS + 1, tall - 1))]
+            flag = task.packed[2][p, T.int64(0)] | flags[pair[0]] | flags[pair[1]]
+            with T.If(flag == 0):
+                with T.Then(), T.If(pair[0] == pair[1]):
+                    with T.Then():
+                        by_terms(p, pair[:1], sums)
+                    with T.Else():
+                        by_terms(p, pair, sums)
+                with T.Else():
+                    plainly(p, height, sums)
+            task.write(p, height, sums, parts)
+        tiles.release()
+
+    each_panel(task, cores, config, body)
+
+
+def _add_part(sums: Sums, number: int, count: int, shares: int) -> None:
+    """Share `number` of adding the last part of `count` tiles to the total."""
+    for tile in range(number * count // shares, (number + 1) * count // shares):
+        for row in range(tiles.ROWS):
+            total, part = (sums.at(place, tile, row) for place in (TOTAL, PART))
+            store(sums.data, total, load(sums.data, total, LANES) + load(sums.data, part, LANES), LANES)
