@@ -16,8 +16,10 @@ as the unit has them anyway, and lower terms too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -31,15 +33,23 @@ from mhsa_compile.kernels.cpu.linear.activations import PackedRows
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.microkernel import Product
 from mhsa_compile.kernels.cpu.linear.pack_weights import Feature, each_column
-from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, HEIGHT, ROWS, Sums, TileLayout, each_panel
+from mhsa_compile.kernels.cpu.linear.tiles import HEIGHT, ROWS, Sums, TileLayout, each_panel
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.tiles import Tiles
-from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products, is_coarse
 
+COLUMNS = 2
+"""Tiles of the sums beside ROWS: two of A and two of B have registers of their own, and stay while terms change."""
+ORDER: dict[Float32Products, tuple[tuple[int, int], ...]] = {
+    "bf16x6": ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)),
+    "bf16x3": ((1, 0), (0, 0), (0, 1)),
+    "bf16": ((0, 0),),
+}
+"""The pairs of TERM_PRODUCTS, of which each has a term in common with the one before it."""
 CHAIN, COARSE_CHAIN = 4, 32
 """Tiles of K after which a chain of sums starts anew: 128 numbers, and 1024 where products are coarse."""
 TOTAL, PART = 0, 1
@@ -75,13 +85,13 @@ class CpuFloat32TileLinearKernel:
         return ("bf16x6",)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return {"block": (1, 2, 4, 8, 16, 32)}
+        return {"block": (1, 2, 4, 8, 16, 32), "depth": (8, 16, 24, 32, 48)}
 
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
-        return unknown_knobs(config, ("block",))
+        return unknown_knobs(config, ("block", "depth"))
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 4}
+        return {"block": 4, "depth": 24}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = TermLayout(op, FORMATS["bfloat16"], tiles.BFLOAT16, COLUMNS)
@@ -96,8 +106,8 @@ class TermLayout(TileLayout):
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Terms of x and of the weights that are multiplied, the smallest products first."""
-        return TERM_PRODUCTS[self.op.float32_products][::-1]
+        """Terms of x and of the weights that are multiplied."""
+        return ORDER[self.op.float32_products]
 
     @property
     def terms(self) -> int:
@@ -274,25 +284,69 @@ def _element_terms(number: Expr, count: int) -> list[Expr]:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """Tiles first .. end of K, of pass `number`: y is the sum of all passes."""
+
+    number: Expr
+    first: Expr
+    end: Expr
+
+
+@dataclass(frozen=True)
 class TermProduct(Product):
     """What is multiplied by terms."""
+
+    config: Config = field(default_factory=dict)
 
     def add_terms(self, p: Expr, heights: list[Expr], tile: Expr, between: Callable[[int], None] | None = None) -> None:
         """The sums += all products of tile `tile` of K, of tiles of rows and panel p. between(number) comes behind those
         of each pair of terms."""
-        layout, data = self.layout, self.rows.data
+        layout, held = self.layout, dict[int, tuple[int, int]]()
+
+        def left(r: int, i: int) -> None:
+            if held.get(tiles.LEFTS[r]) != (r, i):
+                tiles.load_tile(tiles.LEFTS[r], self.rows.data, [heights[r], tile, T.int64(i), T.int64(0)], DEPTH)
+            held[tiles.LEFTS[r]] = (r, i)
+
+        def right(c: int, j: int) -> None:
+            if held.get(tiles.RIGHTS[c]) != (c, j):
+                at = [p, layout.place(tile, j), T.int64(c * LANES)]
+                tiles.load_tile(tiles.RIGHTS[c], self.packed[0], at, layout.panel)
+            held[tiles.RIGHTS[c]] = (c, j)
+
+        asked = iter(self._next_lines(p, heights, tile))
+        products = len(layout.pairs) * len(heights) * COLUMNS
+        share = -(-len(self._next_lines(p, heights, tile)) // products)
         for number, (i, j) in enumerate(layout.pairs):
-
-            def left(r: int) -> None:
-                tiles.load_tile(tiles.LEFT, data, [heights[r], tile, T.int64(i), T.int64(0)], DEPTH)
-
-            def right(c: int) -> None:
-                at = [p, layout.place(tile, j), T.int64(c * layout.lanes)]
-                tiles.load_tile(tiles.RIGHT, self.packed[0], at, layout.panel)
-
-            layout.unit.add_block(len(heights), COLUMNS, left, right)
+            for r, c in itertools.product(range(len(heights)), range(COLUMNS)):
+                left(r, i)
+                right(c, j)
+                layout.unit.product(r + len(heights) * c, tiles.LEFTS[r], tiles.RIGHTS[c])
+                for ask in itertools.islice(asked, share):
+                    ask()
             if between is not None:
                 between(number)
+
+    def _next_lines(self, p: Expr, heights: list[Expr], tile: Expr) -> list[Callable[[], None]]:
+        """What asks for a line each: all of the next tile of K, and of the next panel a share, into the second cache."""
+        layout = self.layout
+        lines = layout.terms * tiles.ROWS
+        size = layout.panels * layout.words * layout.panel
+        flat = T.decl_buffer((T.int64(size),), "int32", data=self.packed[0].data)
+        line = CACHE_LINE // 4
+        asks: list[Callable[[], None]] = []
+        for height in heights:
+            asks += [
+                partial(vectors.prefetch, self.rows.data, [height, tile + 1, T.int64(0), T.int64(n * DEPTH)])
+                for n in range(lines)
+            ]
+        here = materialize(p * (layout.words * layout.panel) + (tile + 1) * (lines * layout.panel))
+        asks += [partial(vectors.prefetch, flat, [here + n * line]) for n in range(lines * COLUMNS)]
+        share = -(-lines * COLUMNS // self.config["block"])
+        slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(self.config["block"])) * layout.tiles + tile
+        there = materialize((p + 1) * (layout.words * layout.panel) + slot * (share * line))
+        asks += [partial(vectors.prefetch, flat, [there + n * line], soon=False) for n in range(share)]
+        return asks
 
     def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, words: tuple[Expr, Expr]) -> None:
         """The sums of rows += the products of float32 of these words along K and of panel p."""
@@ -341,7 +395,7 @@ class TermProduct(Product):
 
         return [[let(number(i, column)) for column in range(COLUMNS)] for i in range(2)]
 
-    def write(self, p: Expr, height: Expr, sums: Sums, parts: int) -> None:
+    def write(self, p: Expr, height: Expr, sums: Sums, parts: int, part: Pass, passes: int) -> None:
         """y[rows of a height, panel p]. The last panel is padded: only its real columns are written."""
         layout, first = self.layout, materialize(height * HEIGHT)
         whole, rest = divmod(layout.op.out_features, layout.panel)
@@ -353,11 +407,16 @@ class TermProduct(Product):
                 for c, (offset, lanes) in enumerate(self.columns):
                     tile = T.truncdiv(i, T.int64(tiles.ROWS)) + tall * c
                     places = [sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, parts))]
-                    total, *part = (load(sums.data, place, lanes) for place in places)
-                    value = let(sum(part, total) + load(self.packed[1], [p, T.int64(offset)], lanes))
+                    total, *last = (load(sums.data, place, lanes) for place in places)
+                    value, bias = sum(last, total), load(self.packed[1], [p, T.int64(offset)], lanes)
+                    zero = splat(T.float32(0), lanes)
+                    value = let(value + (bias if passes == 1 else T.Select(part.number == passes - 1, bias, zero)))
                     for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
-                        piece = vectors.part(value, start, size, lanes)
-                        store(self.y, [first + i, column + offset + start], piece, size)
+                        at, piece = [first + i, column + offset + start], vectors.part(value, start, size, lanes)
+                        if passes > 1:
+                            before = load(self.y, at, size)
+                            piece = piece + T.Select(part.number > 0, before, splat(T.float32(0), size))
+                        store(self.y, at, piece, size)
 
         if rest == 0:
             columns(layout.panel, p * layout.panel)
@@ -367,21 +426,23 @@ class TermProduct(Product):
                     columns(layout.panel, p * layout.panel)
                 with T.Else():
                     columns(rest, T.int64(whole * layout.panel))
-        self.apply_epilogue(p, first, first + rows)
+        with T.If(part.number == passes - 1), T.Then():
+            self.apply_epilogue(p, first, first + rows)
 
 
 def _tasks(task: TermProduct, cores: int, config: Config) -> None:
-    layout, flags = task.layout, task.rows.extraordinary
-    parts = -(-layout.tiles // layout.chain)
-    depth = -(-layout.tiles // parts)
+    task, layout, flags = replace(task, config=config), task.layout, task.rows.extraordinary
+    passes = -(-layout.tiles // config["depth"])
+    parts = -(-(-(-layout.tiles // passes)) // layout.chain)
     tall = materialize(ceil_div(task.count, tiles.ROWS))
 
-    def each_part(body: Callable[[Expr, Expr, Expr], None]) -> None:
+    def each_part(of: Pass, body: Callable[[Expr, Expr, Expr], None]) -> None:
+        size = of.end - of.first
         with T.serial(T.int64(parts)) as number:
-            start = materialize(number * depth)
-            body(number, start, materialize(T.min(start + depth, T.int64(layout.tiles))))
+            start, end = (of.first + T.truncdiv(n * size, T.int64(parts)) for n in (number, number + 1))
+            body(number, materialize(start), materialize(end))
 
-    def by_terms(p: Expr, heights: list[Expr], sums: Sums) -> None:
+    def by_terms(p: Expr, heights: list[Expr], sums: Sums, of: Pass) -> None:
         count = len(heights) * COLUMNS
 
         def part(number: Expr, start: Expr, end: Expr) -> None:
@@ -395,11 +456,13 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
                         task.add_terms(p, heights, start)
             with T.serial(start + 1 if parts > 2 else start, end) as tile:
                 task.add_terms(p, heights, tile)
-            sums.store(T.min(number, T.int64(PART)), len(heights))
+            place = materialize(T.min(number, T.int64(PART)))
+            for tile in range(count):
+                tiles.store_tile(tile, sums.data, sums.at(place, tile), tiles.ROWS)
 
-        each_part(part)
+        each_part(of, part)
 
-    def plainly(p: Expr, height: Expr, sums: Sums) -> None:
+    def plainly(p: Expr, height: Expr, sums: Sums, of: Pass) -> None:
         first = materialize(height * HEIGHT)
         count = materialize(ceil_div(T.min(T.int64(HEIGHT), task.count - first), tiles.ROWS))
 
@@ -418,9 +481,9 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
                         at = sums.at(T.min(number, T.int64(PART)), place + count * c, row + r)
                         store(sums.data, at, tile.get(r, c), LANES)
 
-        each_part(part)
+        each_part(of, part)
 
-    def body(p: Expr, first: Expr, end: Expr) -> None:
+    def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
         sums = Sums.of(2)
         tiles.configure(T.min(task.count, T.int64(tiles.ROWS)))
         with T.serial(first, end) as height:
@@ -429,15 +492,17 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
             with T.If(flag == 0):
                 with T.Then(), T.If(pair[0] == pair[1]):
                     with T.Then():
-                        by_terms(p, pair[:1], sums)
+                        by_terms(p, pair[:1], sums, of)
                     with T.Else():
-                        by_terms(p, pair, sums)
+                        by_terms(p, pair, sums, of)
                 with T.Else():
-                    plainly(p, height, sums)
-            task.write(p, height, sums, parts)
+                    plainly(p, height, sums, of)
+            task.write(p, height, sums, parts, of, passes)
         tiles.release()
 
-    each_panel(task, cores, config, body)
+    with T.serial(T.int64(passes)) as number:
+        ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(passes))) for n in (number, number + 1)]
+        each_panel(task, cores, config, partial(body, Pass(number, *ends)))
 
 
 def _add_part(sums: Sums, number: int, count: int, shares: int) -> None:

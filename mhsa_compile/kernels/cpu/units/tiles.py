@@ -32,6 +32,8 @@ ROWS, ROW_BYTES = 16, 64
 LEFT, RIGHT = 6, 7
 """Where a tile of A and one of B are, beside six of C: a tile that is loaded anew gets other registers while products of
 the one before still wait."""
+LEFTS, RIGHTS = (4, LEFT), (5, RIGHT)
+"""Two of each, beside four of C."""
 SUMS = range(6)
 PAGE = 4096
 """Bytes. A load waits for a store before it whose address ends in the same 12 bits: what sums are stored to should end in
@@ -135,6 +137,8 @@ def _call(name: str, *arguments: Expr) -> None:
     T.evaluate(T.call_extern("void", f"mhsa_{name}", *arguments))
 
 
+_TRIPLES = sorted({*itertools.product(SUMS, (LEFT,), (RIGHT,)), *itertools.product(range(4), LEFTS, RIGHTS)})
+"""Tiles of C, A and B that are multiplied together."""
 _PRODUCTS = ("tdpbf16ps", "tdpbssd", "tdpbusd", "tdpbsud", "tdpbuud")
 
 
@@ -161,7 +165,7 @@ def _text() -> str:
         ]
     for product in _PRODUCTS:
         lines.append(f"declare void @llvm.x86.{product}(i8 immarg, i8 immarg, i8 immarg)")
-        for c, a, b in itertools.product(SUMS, (LEFT,), (RIGHT,)):
+        for c, a, b in _TRIPLES:
             lines.append(
                 f"define void @mhsa_{product}_{c}_{a}_{b}() {inlined} "
                 f"{{ call void @llvm.x86.{product}(i8 {c}, i8 {a}, i8 {b}) ret void }}"
