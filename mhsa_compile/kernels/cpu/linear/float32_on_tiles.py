@@ -33,7 +33,7 @@ from mhsa_compile.kernels.cpu.linear.activations import PackedRows
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.microkernel import Product
 from mhsa_compile.kernels.cpu.linear.pack_weights import Feature, each_column
-from mhsa_compile.kernels.cpu.linear.tiles import HEIGHT, ROWS, Sums, TileLayout, each_panel
+from mhsa_compile.kernels.cpu.linear.tiles import HEIGHT, ROWS, TileLayout, each_panel
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
@@ -152,29 +152,36 @@ def split_rows(layout: TermLayout, x: Expr, count: Expr, size: Expr) -> TermRows
     heights, width = ceil_div(size, tiles.ROWS), layout.op.in_features
     data = T.alloc_buffer((heights, T.int64(layout.tiles), T.int64(layout.terms), T.int64(TILE)), "uint16")
     flags = T.alloc_buffer((heights,), "int32")
+    whole, rest = divmod(width, DEPTH)
     with T.parallel(materialize(ceil_div(count, tiles.ROWS))) as height:
+        rows = materialize(T.min(T.int64(tiles.ROWS), count - height * tiles.ROWS))
+        largest = vectors.scratch((tiles.ROWS, LANES), "uint32")
         store(flags, [height], T.int32(0), 1)
-        with T.serial(T.min(T.int64(tiles.ROWS), count - height * tiles.ROWS)) as i:
-            row, largest = materialize(height * tiles.ROWS + i), T.alloc_buffer((LANES,), "uint32")
-            store(largest, [T.int64(0)], splat(T.uint32(0), LANES), LANES)
+        with T.serial(rows) as i:
+            store(largest, [i, T.int64(0)], splat(T.uint32(0), LANES), LANES)
 
-            def split(tile: Expr, halves: list[Expr]) -> None:
-                for half in halves:
-                    bits = T.reinterpret("uint32x16", half) & splat(T.uint32(0x7FFFFFFF), LANES)
-                    store(largest, [T.int64(0)], T.max(load(largest, [T.int64(0)], LANES), bits), LANES)
-                for term, bits in enumerate(_terms(halves, layout.terms)):
-                    store(data, [height, tile, T.int64(term), i * DEPTH], bits, DEPTH)
+        def split(tile: Expr, i: Expr, halves: list[Expr]) -> None:
+            most = load(largest, [i, T.int64(0)], LANES)
+            for half in halves:
+                most = T.max(most, T.reinterpret("uint32x16", half) & splat(T.uint32(0x7FFFFFFF), LANES))
+            store(largest, [i, T.int64(0)], most, LANES)
+            for term, bits in enumerate(_terms(halves, layout.terms)):
+                store(data, [height, tile, T.int64(term), i * DEPTH], bits, DEPTH)
 
-            with T.serial(T.int64(width // DEPTH)) as tile:
-                split(tile, [let(load(x, [row, tile * DEPTH + start], LANES)) for start in (0, LANES)])
-            if rest := width % DEPTH:
-                last = T.alloc_buffer((DEPTH,), "float32")
-                store(last, [T.int64(0)], splat(T.float32(0), DEPTH), DEPTH)
+        # Tile by tile, so that what is written lies side by side.
+        with T.serial(T.int64(whole)) as tile, T.serial(rows) as i:
+            at = [height * tiles.ROWS + i, tile * DEPTH]
+            split(tile, i, [let(load(x, [at[0], at[1] + start], LANES)) for start in (0, LANES)])
+        if rest:
+            last = T.alloc_buffer((DEPTH,), "float32")
+            store(last, [T.int64(0)], splat(T.float32(0), DEPTH), DEPTH)
+            with T.serial(rows) as i:
                 for offset, lanes in vectors.chunks(rest, LANES):
-                    store(last, [T.int64(offset)], load(x, [row, T.int64(width - rest + offset)], lanes), lanes)
-                halves = [let(load(last, [T.int64(start)], LANES)) for start in (0, LANES)]
-                split(T.int64(width // DEPTH), halves)
-            most = T.call_llvm_pure_intrin("uint32", "llvm.vector.reduce.umax", load(largest, [T.int64(0)], LANES))
+                    at = [height * tiles.ROWS + i, T.int64(whole * DEPTH + offset)]
+                    store(last, [T.int64(offset)], load(x, at, lanes), lanes)
+                split(T.int64(whole), i, [let(load(last, [T.int64(start)], LANES)) for start in (0, LANES)])
+        with T.serial(rows) as i:
+            most = T.call_llvm_pure_intrin("uint32", "llvm.vector.reduce.umax", load(largest, [i, T.int64(0)], LANES))
             with T.If(_is_extraordinary(let(most))), T.Then():
                 store(flags, [height], T.int32(1), 1)
     return TermRows(layout, data, x=x, extraordinary=flags)
@@ -284,6 +291,31 @@ def _element_terms(number: Expr, count: int) -> list[Expr]:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """TOTAL and PART of the tiles of a block."""
+
+    data: Expr
+
+    @staticmethod
+    def allocated() -> Sums:
+        shape = (2 * ROWS * COLUMNS * tiles.ROWS, LANES)
+        return Sums(T.decl_buffer(shape, "float32", data=vectors.scratch(shape).data))
+
+    def at(self, place: Expr | int, tile: Expr | int, row: Expr | int = 0) -> list[Expr]:
+        return [T.int64(0) + (place * (ROWS * COLUMNS) + tile) * tiles.ROWS + row, T.int64(0)]
+
+    def add_part(self, number: int, shares: int, count: int) -> None:
+        """Share `number` of adding the part of `count` tiles to the total."""
+        for tile in range(number * count // shares, (number + 1) * count // shares):
+            for row in range(tiles.ROWS):
+                self.add(tile, row)
+
+    def add(self, tile: Expr | int, row: Expr | int) -> None:
+        total, part = (self.at(place, tile, row) for place in (TOTAL, PART))
+        store(self.data, total, load(self.data, total, LANES) + load(self.data, part, LANES), LANES)
+
+
+@dataclass(frozen=True)
 class Pass:
     """Tiles first .. end of K, of pass `number`: y is the sum of all passes."""
 
@@ -298,7 +330,9 @@ class TermProduct(Product):
 
     config: Config = field(default_factory=dict)
 
-    def add_terms(self, p: Expr, heights: list[Expr], tile: Expr, between: Callable[[int], None] | None = None) -> None:
+    def add_terms(
+        self, p: Expr, heights: list[Expr], of: Pass, tile: Expr, between: Callable[[int], None] | None = None
+    ) -> None:
         """The sums += all products of tile `tile` of K, of tiles of rows and panel p. between(number) comes behind those
         of each pair of terms."""
         layout, held = self.layout, dict[int, tuple[int, int]]()
@@ -314,9 +348,8 @@ class TermProduct(Product):
                 tiles.load_tile(tiles.RIGHTS[c], self.packed[0], at, layout.panel)
             held[tiles.RIGHTS[c]] = (c, j)
 
-        asked = iter(self._next_lines(p, heights, tile))
-        products = len(layout.pairs) * len(heights) * COLUMNS
-        share = -(-len(self._next_lines(p, heights, tile)) // products)
+        asks = self._asks(p, heights, of, tile)
+        share, asked = -(-len(asks) // (len(layout.pairs) * len(heights) * COLUMNS)), iter(asks)
         for number, (i, j) in enumerate(layout.pairs):
             for r, c in itertools.product(range(len(heights)), range(COLUMNS)):
                 left(r, i)
@@ -327,24 +360,28 @@ class TermProduct(Product):
             if between is not None:
                 between(number)
 
-    def _next_lines(self, p: Expr, heights: list[Expr], tile: Expr) -> list[Callable[[], None]]:
-        """What asks for a line each: all of the next tile of K, and of the next panel a share, into the second cache."""
+    def _asks(self, p: Expr, heights: list[Expr], of: Pass, tile: Expr) -> list[Callable[[], None]]:
+        """What asks for a line each: for those of the next step, and for a share of the next panel, into the second
+        cache."""
         layout = self.layout
         lines = layout.terms * tiles.ROWS
         size = layout.panels * layout.words * layout.panel
         flat = T.decl_buffer((T.int64(size),), "int32", data=self.packed[0].data)
         line = CACHE_LINE // 4
         asks: list[Callable[[], None]] = []
+        ends = tile + 1 == of.end
+        following = materialize(T.Select(ends, of.first, tile + 1))
         for height in heights:
+            row = materialize(height + T.Select(ends, T.int64(len(heights)), T.int64(0)))
             asks += [
-                partial(vectors.prefetch, self.rows.data, [height, tile + 1, T.int64(0), T.int64(n * DEPTH)])
+                partial(vectors.prefetch, self.rows.data, [row, following, T.int64(0), T.int64(n * DEPTH)])
                 for n in range(lines)
             ]
-        here = materialize(p * (layout.words * layout.panel) + (tile + 1) * (lines * layout.panel))
+        here = materialize((p * layout.words + following * lines) * layout.panel)
         asks += [partial(vectors.prefetch, flat, [here + n * line]) for n in range(lines * COLUMNS)]
         share = -(-lines * COLUMNS // self.config["block"])
-        slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(self.config["block"])) * layout.tiles + tile
-        there = materialize((p + 1) * (layout.words * layout.panel) + slot * (share * line))
+        slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(self.config["block"]))
+        there = materialize(((p + 1) * layout.words + tile * lines) * layout.panel + slot * (share * line))
         asks += [partial(vectors.prefetch, flat, [there + n * line], soon=False) for n in range(share)]
         return asks
 
@@ -394,6 +431,13 @@ class TermProduct(Product):
             return total
 
         return [[let(number(i, column)) for column in range(COLUMNS)] for i in range(2)]
+
+    def ask_for_y(self, p: Expr, height: Expr) -> None:
+        """Asks for what `write` writes."""
+        first = materialize(height * HEIGHT)
+        with T.serial(T.min(T.int64(HEIGHT), self.count - first)) as i:
+            for offset, _ in self.columns:
+                vectors.prefetch(self.y, [first + i, p * self.layout.panel + offset], write=True)
 
     def write(self, p: Expr, height: Expr, sums: Sums, parts: int, part: Pass, passes: int) -> None:
         """y[rows of a height, panel p]. The last panel is padded: only its real columns are written."""
@@ -451,11 +495,11 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
             if parts > 2:
                 with T.If(number > 1):
                     with T.Then():
-                        task.add_terms(p, heights, start, lambda pair: _add_part(sums, pair, count, len(layout.pairs)))
+                        task.add_terms(p, heights, of, start, lambda i: sums.add_part(i, len(layout.pairs), count))
                     with T.Else():
-                        task.add_terms(p, heights, start)
+                        task.add_terms(p, heights, of, start)
             with T.serial(start + 1 if parts > 2 else start, end) as tile:
-                task.add_terms(p, heights, tile)
+                task.add_terms(p, heights, of, tile)
             place = materialize(T.min(number, T.int64(PART)))
             for tile in range(count):
                 tiles.store_tile(tile, sums.data, sums.at(place, tile), tiles.ROWS)
@@ -475,19 +519,19 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
                 place, row = materialize(T.truncdiv(i, T.int64(4))), materialize(T.truncmod(i, T.int64(4)) * PLAIN_ROWS)
                 for r in range(PLAIN_ROWS):
                     for c in range(COLUMNS):
-                        total, last = (sums.at(slot, place + count * c, row + r) for slot in (TOTAL, PART))
                         with T.If(number > 1), T.Then():
-                            store(sums.data, total, load(sums.data, total, LANES) + load(sums.data, last, LANES), LANES)
+                            sums.add(place + count * c, row + r)
                         at = sums.at(T.min(number, T.int64(PART)), place + count * c, row + r)
                         store(sums.data, at, tile.get(r, c), LANES)
 
         each_part(of, part)
 
     def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
-        sums = Sums.of(2)
+        sums = Sums.allocated()
         tiles.configure(T.min(task.count, T.int64(tiles.ROWS)))
         with T.serial(first, end) as height:
             pair = [materialize(height * ROWS), materialize(T.min(height * ROWS + 1, tall - 1))]
+            task.ask_for_y(p, height)
             flag = task.packed[2][p, T.int64(0)] | flags[pair[0]] | flags[pair[1]]
             with T.If(flag == 0):
                 with T.Then(), T.If(pair[0] == pair[1]):
@@ -504,10 +548,3 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
         ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(passes))) for n in (number, number + 1)]
         each_panel(task, cores, config, partial(body, Pass(number, *ends)))
 
-
-def _add_part(sums: Sums, number: int, count: int, shares: int) -> None:
-    """Share `number` of adding the last part of `count` tiles to the total."""
-    for tile in range(number * count // shares, (number + 1) * count // shares):
-        for row in range(tiles.ROWS):
-            total, part = (sums.at(place, tile, row) for place in (TOTAL, PART))
-            store(sums.data, total, load(sums.data, total, LANES) + load(sums.data, part, LANES), LANES)
