@@ -528,7 +528,7 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
 
     def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
         sums = Sums.allocated()
-        tiles.configure(T.min(task.count, T.int64(tiles.ROWS)))
+        tiles.configure(T.min(task.count, T.int64(tiles.ROWS)), right=tiles.RIGHTS)
         with T.serial(first, end) as height:
             pair = [materialize(height * ROWS), materialize(T.min(height * ROWS + 1, tall - 1))]
             task.ask_for_y(p, height)

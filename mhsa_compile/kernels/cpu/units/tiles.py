@@ -87,15 +87,16 @@ class Tiles(Unit):
                 self.product(row + rows * column, LEFT, RIGHT)
 
 
-def configure(rows: Expr | None = None) -> None:
-    """Gives a thread's tiles their shapes, from here to `release`: 16 rows of 64 bytes, fewer of A and C if `rows` are."""
+def configure(rows: Expr | None = None, *, right: Sequence[int] = (RIGHT,)) -> None:
+    """Gives a thread's tiles their shapes, from here to `release`: 16 rows of 64 bytes, fewer of A and C if `rows` are.
+    `right` are tiles of B."""
     state = T.alloc_buffer((64,), "uint8")
     block = [1] + [0] * 63  # the palette, then the first row
     for tile in range(8):
         block[16 + 2 * tile], block[48 + tile] = ROW_BYTES, ROWS
     for at, byte in enumerate(block):
         T.buffer_store(state, T.uint8(byte), [T.int64(at)])
-    for tile in () if rows is None else (*SUMS, LEFT):
+    for tile in () if rows is None else (tile for tile in range(8) if tile not in right):
         T.buffer_store(state, T.cast(rows, "uint8"), [T.int64(48 + tile)])
     _call("ldtilecfg", T.address_of(state[T.int64(0)]))
 
