@@ -1,17 +1,20 @@
 """Linears of float32 on matrix tiles, by bfloat16 terms: the products that `spec/float32_products.py` lists.
 
-Rows of x are split once a call, by vectors, into tiles of 16 rows by 32 of K that lie side by side with their lower terms;
-weights when they are packed. A task is a panel of 48 features against a block of rows of x: two by three tiles of sums
-take all products of a step along K, the small ones first.
+Rows of x are split once a call, into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step
+reads lines that lie side by side; weights are split when they are packed. A task is a panel of 32 features against a
+block of rows of x: two by two tiles of sums take all products of a step, and a tile that the next product needs too
+stays in its register, so that 24 products load 14 tiles. Where K is long, parts of it pass over all tasks, and y takes
+their sums.
 
-A chain of float32 sums drifts. That of bf16x6 starts anew after CHAIN of K; vectors add what it gave to the total while
+A chain of float32 sums drifts. That of bf16x6 starts anew after CHAIN; vectors add what it gave to the total while
 tiles multiply the next part. The coarse words lose more by their terms than by a chain.
 
-Rows that hold Inf, NaN or numbers from 2^60 on, or none but zeros and numbers below 2^-50, are computed in float32, with
-all others of their 32; so are features, with all of their panel, whose weights lie there as they are. What remains has
-products of the largest by the largest between 2^-100 and 2^120: nothing overflows but what does in float32, and of six
-products what denormals lose is below 2^-24 of that product. Of x, numbers below 2^-126 in a row of ordinary ones are zero,
-as the unit has them anyway, and lower terms too.
+What terms would make something else of is computed in float32: blocks of 32 rows of which one holds Inf, NaN or a
+number from 2^60 on, or none but zeros and numbers below 2^-50; panels with such a feature, whose weights lie there as
+they are. What remains has a largest product between 2^-100 and 2^120 for each row and feature: nothing overflows that
+does not in float32, and what the unit loses below 2^-126 is less than 2^-24 of that product. Beside larger numbers of
+its row, one below 2^-102 loses its last term, and one below 2^-126 is zero. Of bf16, such weights are rounded all the
+same; of bf16x3, too, where only x asks for float32.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -55,7 +59,10 @@ CHAIN, COARSE_CHAIN = 4, 32
 TOTAL, PART = 0, 1
 """Of the two places of a block's sums: the total, and the part that is added to it next."""
 LARGE, SMALL = 0x5D800000, 0x26800000
-"""Bits of 2^60 and of 2^-50: the largest magnitude of a row is ordinary between them."""
+"""Bits of 2^60 and of 2^-50: the largest magnitude of a row or a feature is ordinary between them."""
+WORTH_SPLITTING = 24
+"""Rows from which on six products take no longer than float32's. A single row takes as much longer as its weights are
+larger: 6 bytes to 4."""
 LANES, DEPTH = tiles.ROWS, 32
 TILE = tiles.ROWS * DEPTH
 PLAIN_ROWS = 4
@@ -82,7 +89,9 @@ class CpuFloat32TileLinearKernel:
         return tuple(TERM_PRODUCTS) if plain and tiles.BFLOAT16.is_on(profile) else ()
 
     def exact_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
-        return ("bf16x6",)
+        fixed = [dim for dim in op.rows if isinstance(dim, int)]
+        few = len(fixed) == len(op.rows) and prod(fixed) < WORTH_SPLITTING
+        return () if few else ("bf16x6",)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {"block": (1, 2, 4, 8, 16, 32), "depth": (8, 16, 24, 32, 48)}
@@ -91,7 +100,8 @@ class CpuFloat32TileLinearKernel:
         return unknown_knobs(config, ("block", "depth"))
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 4, "depth": 24}
+        """A block's terms of a pass, 1.2 MB, stay in the second cache while panels pass."""
+        return {"block": 8, "depth": 24} if op.in_features <= 24 * DEPTH else {"block": 16, "depth": 12}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = TermLayout(op, FORMATS["bfloat16"], tiles.BFLOAT16, COLUMNS)
@@ -140,8 +150,8 @@ class TermLayout(TileLayout):
 
 @dataclass(frozen=True)
 class TermRows(PackedRows):
-    """`data` (tiles of rows, tiles of K, terms, 16 * 32), the bits of bfloat16; `x` as it came; `extraordinary` (tiles of
-    rows,), 1 where a row of the tile is."""
+    """`data` (tiles of rows, tiles of K, terms, 16 * 32), the bits of bfloat16; `x` as it came; `extraordinary` (tiles
+    of rows,), 1 where a row of the tile is."""
 
     x: Expr = None
     extraordinary: Expr = None
@@ -255,7 +265,9 @@ def _write_terms(layout: TermLayout, packed: list[Expr], feature: Feature, at: l
         for i in range(group):
             k = materialize(step * group + i)
             # Not a select: of what lies beyond K nothing may be read.
-            pair.append(materialize(T.if_then_else(k < layout.op.in_features, feature.wide(k), T.float32(0)), "float32"))
+            pair.append(
+                materialize(T.if_then_else(k < layout.op.in_features, feature.wide(k), T.float32(0)), "float32")
+            )
 
         def put(term: int, bits: Expr) -> None:
             store(packed[0], [panel, layout.place(tile, term, word), column], bits, 1)
@@ -328,13 +340,15 @@ class Pass:
 class TermProduct(Product):
     """What is multiplied by terms."""
 
+    layout: TermLayout
+    rows: TermRows
     config: Config = field(default_factory=dict)
 
     def add_terms(
         self, p: Expr, heights: list[Expr], of: Pass, tile: Expr, between: Callable[[int], None] | None = None
     ) -> None:
-        """The sums += all products of tile `tile` of K, of tiles of rows and panel p. between(number) comes behind those
-        of each pair of terms."""
+        """The sums += all products of a tile of K, of tiles of rows and panel p. between(number) comes behind those of
+        each pair of terms."""
         layout, held = self.layout, dict[int, tuple[int, int]]()
 
         def left(r: int, i: int) -> None:
@@ -354,7 +368,7 @@ class TermProduct(Product):
             for r, c in itertools.product(range(len(heights)), range(COLUMNS)):
                 left(r, i)
                 right(c, j)
-                layout.unit.product(r + len(heights) * c, tiles.LEFTS[r], tiles.RIGHTS[c])
+                tiles.BFLOAT16.product(r + len(heights) * c, tiles.LEFTS[r], tiles.RIGHTS[c])
                 for ask in itertools.islice(asked, share):
                     ask()
             if between is not None:
@@ -450,7 +464,9 @@ class TermProduct(Product):
             with T.serial(rows) as i:
                 for c, (offset, lanes) in enumerate(self.columns):
                     tile = T.truncdiv(i, T.int64(tiles.ROWS)) + tall * c
-                    places = [sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, parts))]
+                    places = [
+                        sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, parts))
+                    ]
                     total, *last = (load(sums.data, place, lanes) for place in places)
                     value, bias = sum(last, total), load(self.packed[1], [p, T.int64(offset)], lanes)
                     zero = splat(T.float32(0), lanes)
@@ -477,7 +493,8 @@ class TermProduct(Product):
 def _tasks(task: TermProduct, cores: int, config: Config) -> None:
     task, layout, flags = replace(task, config=config), task.layout, task.rows.extraordinary
     passes = -(-layout.tiles // config["depth"])
-    parts = -(-(-(-layout.tiles // passes)) // layout.chain)
+    deepest = -(-layout.tiles // passes)
+    parts = -(-deepest // layout.chain)
     tall = materialize(ceil_div(task.count, tiles.ROWS))
 
     def each_part(of: Pass, body: Callable[[Expr, Expr, Expr], None]) -> None:
@@ -547,4 +564,3 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
     with T.serial(T.int64(passes)) as number:
         ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(passes))) for n in (number, number + 1)]
         each_panel(task, cores, config, partial(body, Pass(number, *ends)))
-
