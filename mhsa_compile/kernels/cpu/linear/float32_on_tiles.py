@@ -36,7 +36,7 @@ from mhsa_compile.kernels.cpu.formats.floats import bfloat16_bits
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.microkernel import Product
-from mhsa_compile.kernels.cpu.linear.pack_weights import Feature, each_column
+from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, each_column
 from mhsa_compile.kernels.cpu.linear.tiles import HEIGHT, ROWS, TileLayout, each_panel
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
@@ -224,10 +224,10 @@ def pack_terms(layout: TermLayout) -> Expr:
         weights, biases = weight_arguments(op)
         packed = packed_arguments(layout.packed)
 
-        def feature(number: int | None, index: Expr) -> Feature:
+        def feature(number: int | None, index: Expr) -> OutputFeature:
             if number is None:
-                return Feature(None, index, False, None)
-            return Feature(weights[number], index, op.transposed[number], biases[number])
+                return OutputFeature(None, index, False, None)
+            return OutputFeature(weights[number], index, op.transposed[number], biases[number])
 
         def mark(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
             with T.If(column == 0), T.Then():
@@ -246,7 +246,7 @@ def pack_terms(layout: TermLayout) -> Expr:
     return builder.get()
 
 
-def _largest(op: LinearOp, feature: Feature) -> Expr:
+def _largest(op: LinearOp, feature: OutputFeature) -> Expr:
     """The bits of a feature's largest magnitude."""
     largest = T.alloc_buffer((1,), "uint32")
     store(largest, [T.int64(0)], T.uint32(0), 1)
@@ -256,7 +256,7 @@ def _largest(op: LinearOp, feature: Feature) -> Expr:
     return let(largest[0])
 
 
-def _write_terms(layout: TermLayout, packed: list[Expr], feature: Feature, at: list[Expr]) -> None:
+def _write_terms(layout: TermLayout, packed: list[Expr], feature: OutputFeature, at: list[Expr]) -> None:
     """A column of a panel."""
     (panel, column), group = at, layout.unit.group
     with T.serial(T.int64(layout.steps)) as step:
@@ -303,15 +303,15 @@ def _element_terms(number: Expr, count: int) -> list[Expr]:
 
 
 @dataclass(frozen=True)
-class Sums:
+class BlockSums:
     """TOTAL and PART of the tiles of a block."""
 
     data: Expr
 
     @staticmethod
-    def allocated() -> Sums:
+    def allocated() -> BlockSums:
         shape = (2 * ROWS * COLUMNS * tiles.ROWS, LANES)
-        return Sums(T.decl_buffer(shape, "float32", data=vectors.scratch(shape).data))
+        return BlockSums(T.decl_buffer(shape, "float32", data=vectors.scratch(shape).data))
 
     def at(self, place: Expr | int, tile: Expr | int, row: Expr | int = 0) -> list[Expr]:
         return [T.int64(0) + (place * (ROWS * COLUMNS) + tile) * tiles.ROWS + row, T.int64(0)]
@@ -453,7 +453,7 @@ class TermProduct(Product):
             for offset, _ in self.columns:
                 vectors.prefetch(self.y, [first + i, p * self.layout.panel + offset], write=True)
 
-    def write(self, p: Expr, height: Expr, sums: Sums, parts: int, part: Pass, passes: int) -> None:
+    def write(self, p: Expr, height: Expr, sums: BlockSums, parts: int, part: Pass, passes: int) -> None:
         """y[rows of a height, panel p]. The last panel is padded: only its real columns are written."""
         layout, first = self.layout, materialize(height * HEIGHT)
         whole, rest = divmod(layout.op.out_features, layout.panel)
@@ -503,7 +503,7 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
             start, end = (of.first + T.truncdiv(n * size, T.int64(parts)) for n in (number, number + 1))
             body(number, materialize(start), materialize(end))
 
-    def by_terms(p: Expr, heights: list[Expr], sums: Sums, of: Pass) -> None:
+    def by_terms(p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
         count = len(heights) * COLUMNS
 
         def part(number: Expr, start: Expr, end: Expr) -> None:
@@ -523,7 +523,7 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
 
         each_part(of, part)
 
-    def plainly(p: Expr, height: Expr, sums: Sums, of: Pass) -> None:
+    def plainly(p: Expr, height: Expr, sums: BlockSums, of: Pass) -> None:
         first = materialize(height * HEIGHT)
         count = materialize(ceil_div(T.min(T.int64(HEIGHT), task.count - first), tiles.ROWS))
 
@@ -544,7 +544,7 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
         each_part(of, part)
 
     def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
-        sums = Sums.allocated()
+        sums = BlockSums.allocated()
         tiles.configure(T.min(task.count, T.int64(tiles.ROWS)), right=tiles.RIGHTS)
         with T.serial(first, end) as height:
             pair = [materialize(height * ROWS), materialize(T.min(height * ROWS + 1, tall - 1))]
