@@ -5,7 +5,7 @@ ieee     one of float32 numbers, added as IEEE has it                           
 bf16x6   six of three bfloat16 terms of each: 00 01 10 11 02 20                       2^-24
 bf16x3   three of two terms: 00 01 10                                                 2^-16
 bf16     one of the first terms, which are the factors rounded to bfloat16            2^-8
-auto     bf16x6 where a target's kernels make it and it is known to stay inside float32's error budget, else ieee
+auto     bf16x6 where a target's kernels make it, known to stay inside float32's error budget and to take no longer
 
 Terms are x = x0 + x1 + x2, each a bfloat16 rounded to nearest even from what those before it leave. Sums are float32.
 """

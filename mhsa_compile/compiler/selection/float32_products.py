@@ -32,7 +32,7 @@ def resolve(op: Op, asked: Float32Request, profile: TargetProfile) -> Resolution
             return Resolution(op)
         if "bf16x6" in exact_products(op, profile):
             return Resolution(replace(op, float32_products="bf16x6"))
-        return Resolution(op, "bf16x6 is not known to stay inside float32's error budget here")
+        return Resolution(op, "bf16x6 is not known to stay inside float32's error budget, in its time, here")
     if asked in offered:
         return Resolution(replace(op, float32_products=asked))
     return Resolution(op, _why_not(op, asked, profile))
@@ -59,7 +59,7 @@ def offers_products(op: Op, profile: TargetProfile) -> tuple[Float32Products, ..
 
 
 def exact_products(op: Op, profile: TargetProfile) -> tuple[Float32Products, ...]:
-    """Those of `offers_products` that are known to stay inside float32's error budget."""
+    """Those of `offers_products` that are known to stay inside float32's error budget, and to take no longer."""
     kernel, words = _first(op, profile)
     exact = kernel.exact_products(op, profile) if isinstance(kernel, TermProducts) else ()
     return tuple(word for word in words if word in exact)

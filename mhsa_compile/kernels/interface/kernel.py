@@ -75,7 +75,7 @@ class TermProducts(Protocol):
         ...
 
     def exact_products(self, op: Any, profile: Profile) -> tuple[Float32Products, ...]:
-        """Those of them that are known to stay inside float32's error budget."""
+        """Those of them that are known to stay inside float32's error budget, and not to take longer."""
         ...
 
 

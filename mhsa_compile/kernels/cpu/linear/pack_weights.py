@@ -21,7 +21,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import load, materialize, store
 
 
 @dataclass(frozen=True)
-class _Feature:
+class OutputFeature:
     """One output feature: row `index` of a weight, or its column where that is transposed. No weight: all zeros."""
 
     weight: Expr | None
@@ -76,9 +76,9 @@ def pack(layout: PackedLayout) -> Expr:
         packed = packed_arguments(layout.packed)
 
         def write(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
-            feature = _Feature(None, index, False, None)
+            feature = OutputFeature(None, index, False, None)
             if number is not None:
-                feature = _Feature(weights[number], index, op.transposed[number], biases[number])
+                feature = OutputFeature(weights[number], index, op.transposed[number], biases[number])
             _write(_Place(layout, packed, panel, column), feature)
 
         each_column(layout, write)
@@ -109,7 +109,7 @@ def write_zeros(packed: list[Expr], panel: Expr, column: Expr) -> None:
             store(array, [panel, row, column], zero, 1)
 
 
-def _write(place: _Place, feature: _Feature) -> None:
+def _write(place: _Place, feature: OutputFeature) -> None:
     layout, format = place.layout, place.layout.format
     place.store(1, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1))
     factor = None

@@ -93,15 +93,15 @@ class Sums:
         shape = (ROWS * COLUMNS, tiles.PAGE // 4 * -(-group // 4))
         return Sums(T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data))
 
-    def at(self, block: Expr, tile: int, row: Expr | int = 0) -> list[Expr]:
+    def at(self, block: Expr | int, tile: Expr | int, row: Expr | int = 0) -> list[Expr]:
         """Row `row` of a tile of sums."""
-        return [T.int64(tile), block * (tiles.ROWS * tiles.ROWS) + row * tiles.ROWS]
+        return [T.int64(tile) if isinstance(tile, int) else tile, block * (tiles.ROWS * tiles.ROWS) + row * tiles.ROWS]
 
     def load(self, block: Expr, rows: int) -> None:
         for tile in range(rows * COLUMNS):
             tiles.load_tile(tile, self.data, self.at(block, tile), tiles.ROWS)
 
-    def store(self, block: Expr, rows: int) -> None:
+    def store(self, block: Expr | int, rows: int) -> None:
         for tile in range(rows * COLUMNS):
             tiles.store_tile(tile, self.data, self.at(block, tile), tiles.ROWS)
 
@@ -163,7 +163,11 @@ class TileProduct(Product):
 
 
 def _tasks(task: TileProduct, cores: int, config: Config) -> None:
-    """Deals panels and blocks of rows to the threads."""
+    each_panel(task, cores, config, lambda p, first, end: _task(task, config, p, first, end))
+
+
+def each_panel(task: Product, cores: int, config: Config, body: Callable[[Expr, Expr, Expr], None]) -> None:
+    """Deals panels and blocks of rows to the threads: body(panel, first, end), of rows by heights."""
     panels, count = T.int64(task.layout.panels), task.count
     heights = materialize(ceil_div(count, HEIGHT))
     fair = cores // gcd(cores, task.layout.panels)
@@ -175,7 +179,7 @@ def _tasks(task: TileProduct, cores: int, config: Config) -> None:
         block = materialize(T.truncdiv(index, panels))
         first = materialize(T.truncdiv(block * heights, blocks))
         end = materialize(T.truncdiv((block + 1) * heights, blocks))
-        _task(task, config, p, first, end)
+        body(p, first, end)
 
 
 def _task(task: TileProduct, config: Config, p: Expr, first: Expr, end: Expr) -> None:

@@ -32,6 +32,8 @@ ROWS, ROW_BYTES = 16, 64
 LEFT, RIGHT = 6, 7
 """Where a tile of A and one of B are, beside six of C: a tile that is loaded anew gets other registers while products
 of the one before still wait."""
+LEFTS, RIGHTS = (4, LEFT), (5, RIGHT)
+"""Two of each, beside four of C."""
 SUMS = range(6)
 PAGE = 4096
 """Bytes. A load waits for a store before it whose address ends in the same 12 bits: what sums are stored to should end
@@ -85,16 +87,16 @@ class Tiles(Unit):
                 self.product(row + rows * column, LEFT, RIGHT)
 
 
-def configure(rows: Expr | None = None) -> None:
-    """Gives a thread's tiles their shapes, from here to `release`: 16 rows of 64 bytes, fewer of A and C if `rows`
-    are."""
+def configure(rows: Expr | None = None, *, right: Sequence[int] = (RIGHT,)) -> None:
+    """Gives a thread's tiles their shapes, from here to `release`: 16 rows of 64 bytes, fewer of A and C if `rows` are.
+    `right` are tiles of B."""
     state = T.alloc_buffer((64,), "uint8")
     block = [1] + [0] * 63  # the palette, then the first row
     for tile in range(8):
         block[16 + 2 * tile], block[48 + tile] = ROW_BYTES, ROWS
     for at, byte in enumerate(block):
         T.buffer_store(state, T.uint8(byte), [T.int64(at)])
-    for tile in () if rows is None else (*SUMS, LEFT):
+    for tile in () if rows is None else (tile for tile in range(8) if tile not in right):
         T.buffer_store(state, T.cast(rows, "uint8"), [T.int64(48 + tile)])
     _call("ldtilecfg", T.address_of(state[T.int64(0)]))
 
@@ -121,6 +123,11 @@ def narrowed(value: Expr) -> Expr:
     return T.reinterpret("bfloat16x16", T.call_pure_extern("uint16x16", "mhsa_tile_narrowed", value))
 
 
+def narrowed_pair(low: Expr, high: Expr) -> Expr:
+    """Two vectors of sixteen float32 behind each other, their bits as `narrowed` rounds them."""
+    return T.call_pure_extern("uint16x32", "mhsa_tile_narrowed_pair", low, high)
+
+
 def _move(function: str, tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int) -> None:
     stride = pitch * DTYPE_BYTES[str(buffer.dtype)]
     stride = T.int64(stride) if isinstance(stride, int) else stride
@@ -131,6 +138,8 @@ def _call(name: str, *arguments: Expr) -> None:
     T.evaluate(T.call_extern("void", f"mhsa_{name}", *arguments))
 
 
+_TRIPLES = sorted({*itertools.product(SUMS, (LEFT,), (RIGHT,)), *itertools.product(range(4), LEFTS, RIGHTS)})
+"""Tiles of C, A and B that are multiplied together."""
 _PRODUCTS = ("tdpbf16ps", "tdpbssd", "tdpbusd", "tdpbsud", "tdpbuud")
 
 
@@ -157,7 +166,7 @@ def _text() -> str:
         ]
     for product in _PRODUCTS:
         lines.append(f"declare void @llvm.x86.{product}(i8 immarg, i8 immarg, i8 immarg)")
-        for c, a, b in itertools.product(SUMS, (LEFT,), (RIGHT,)):
+        for c, a, b in _TRIPLES:
             lines.append(
                 f"define void @mhsa_{product}_{c}_{a}_{b}() {inlined} "
                 f"{{ call void @llvm.x86.{product}(i8 {c}, i8 {a}, i8 {b}) ret void }}"
@@ -171,6 +180,12 @@ define <16 x i16> @mhsa_tile_narrowed(<16 x float> %x) alwaysinline nounwind mem
   %r = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %x)
   %b = bitcast <16 x bfloat> %r to <16 x i16>
   ret <16 x i16> %b
+}
+declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
+define <32 x i16> @mhsa_tile_narrowed_pair(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {
+  %r = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %high, <16 x float> %low)
+  %b = bitcast <32 x bfloat> %r to <32 x i16>
+  ret <32 x i16> %b
 }
 """
 

@@ -1,0 +1,567 @@
+"""Linears of float32 on matrix tiles, by bfloat16 terms: the products that `spec/float32_products.py` lists.
+
+Rows of x are split once a call, into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step
+reads lines that lie side by side; weights are split when they are packed. A task is a panel of 32 features against a
+block of rows of x: two by two tiles of sums take all products of a step, and a tile that the next product needs too
+stays in its register, so that 24 products load 14 tiles. Where K is long, parts of it pass over all tasks, and y takes
+their sums.
+
+A chain of float32 sums drifts. That of bf16x6 starts anew after CHAIN; vectors add what it gave to the total while
+tiles multiply the next part. The coarse words lose more by their terms than by a chain.
+
+What terms would make something else of is computed in float32: blocks of 32 rows of which one holds Inf, NaN or a
+number from 2^60 on, or none but zeros and numbers below 2^-50; panels with such a feature, whose weights lie there as
+they are. What remains has a largest product between 2^-100 and 2^120 for each row and feature: nothing overflows that
+does not in float32, and what the unit loses below 2^-126 is less than 2^-24 of that product. Beside larger numbers of
+its row, one below 2^-102 loses its last term, and one below 2^-126 is zero. Of bf16, such weights are rounded all the
+same; of bf16x3, too, where only x asks for float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+
+from tvm.ir import Expr
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
+from mhsa_compile.kernels.common.op_args import packed_arguments, weight_arguments
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
+from mhsa_compile.kernels.cpu.formats.floats import bfloat16_bits
+from mhsa_compile.kernels.cpu.linear.activations import PackedRows
+from mhsa_compile.kernels.cpu.linear.kernel import product_function
+from mhsa_compile.kernels.cpu.linear.microkernel import Product
+from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, each_column
+from mhsa_compile.kernels.cpu.linear.tiles import TileLayout, each_panel
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
+from mhsa_compile.kernels.cpu.units import tiles
+from mhsa_compile.kernels.cpu.units.tiles import Tiles
+from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.interface.ops import LinearOp
+from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products, is_coarse
+
+ROWS, COLUMNS = 2, 2
+"""Tiles of the sums: two of A and two of B beside them have registers of their own, and stay while terms change."""
+HEIGHT = ROWS * tiles.ROWS
+ORDER: dict[Float32Products, tuple[tuple[int, int], ...]] = {
+    "bf16x6": ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)),
+    "bf16x3": ((1, 0), (0, 0), (0, 1)),
+    "bf16": ((0, 0),),
+}
+"""The pairs of TERM_PRODUCTS, of which each has a term in common with the one before it."""
+CHAIN, COARSE_CHAIN = 4, 32
+"""Tiles of K after which a chain of sums starts anew: 128 numbers, and 1024 where products are coarse."""
+TOTAL, PART = 0, 1
+"""Of the two places of a block's sums: the total, and the part that is added to it next."""
+LARGE, SMALL = 0x5D800000, 0x26800000
+"""Bits of 2^60 and of 2^-50: the largest magnitude of a row or a feature is ordinary between them."""
+WORTH_SPLITTING = 24
+"""Rows from which on six products take no longer than float32's. A single row takes as much longer as its weights are
+larger: 6 bytes to 4."""
+LANES, DEPTH = tiles.ROWS, 32
+TILE = tiles.ROWS * DEPTH
+PLAIN_ROWS = 4
+"""Of a register tile where products are float32's."""
+
+
+class CpuFloat32TileLinearKernel:
+    """Packed-weight matrix product of float32 by bfloat16 terms."""
+
+    name = "cpu.float32_linear_on_tiles"
+    op_type: type[LinearOp] = LinearOp
+
+    def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
+        if op.int8_weights or op.dtype != "float32":
+            return f"float32, not {'weights in eight bits' if op.int8_weights else op.dtype}"
+        if op.float32_products not in TERM_PRODUCTS:
+            return "products of bfloat16 terms, not IEEE's"
+        if not tiles.BFLOAT16.is_on(profile):
+            return "a CPU with amx_bf16"
+        return None
+
+    def float32_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
+        plain = op.dtype == "float32" and not op.int8_weights
+        return tuple(TERM_PRODUCTS) if plain and tiles.BFLOAT16.is_on(profile) else ()
+
+    def exact_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
+        fixed = [dim for dim in op.rows if isinstance(dim, int)]
+        few = len(fixed) == len(op.rows) and prod(fixed) < WORTH_SPLITTING
+        return () if few else ("bf16x6",)
+
+    def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return {"block": (1, 2, 4, 8, 16, 32), "depth": (8, 16, 24, 32, 48)}
+
+    def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
+        return unknown_knobs(config, ("block", "depth"))
+
+    def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
+        """A block's terms of a pass, 1.2 MB, stay in the second cache while panels pass."""
+        return {"block": 8, "depth": 24} if op.in_features <= 24 * DEPTH else {"block": 16, "depth": 12}
+
+    def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
+        layout = TermLayout(op, FORMATS["bfloat16"], tiles.BFLOAT16, COLUMNS)
+        run = product_function("linear", layout, profile, config, rows=split_rows, product=TermProduct, deal=_tasks)
+        return Emitted(run, pack_terms(layout), layout.packed)
+
+
+@dataclass(frozen=True)
+class TermLayout(TileLayout):
+    """Weights (P, tiles of K, terms, 16 words, panel); a panel of extraordinary ones has, in the place of the first two
+    terms of a pair along K, its numbers as they are. Behind the biases, whether a panel is one."""
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Terms of x and of the weights that are multiplied."""
+        return ORDER[self.op.float32_products]
+
+    @property
+    def terms(self) -> int:
+        return 1 + max(max(pair) for pair in self.pairs)
+
+    @property
+    def chain(self) -> int:
+        return COARSE_CHAIN if is_coarse(self.op.float32_products) else CHAIN
+
+    @property
+    def words(self) -> int:
+        return self.terms * self.steps
+
+    @property
+    def has_plain_panels(self) -> bool:
+        """Whether there is room for a pair of numbers as they are."""
+        return self.terms > 1
+
+    @property
+    def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        return (*super().packed, ((self.panels, 1), "int32"))
+
+    def place(self, tile: Expr, term: int, word: Expr | int = 0) -> Expr:
+        """The word of a panel's column."""
+        return (tile * self.terms + term) * tiles.ROWS + word
+
+
+# ---- Splitting
+
+
+@dataclass(frozen=True)
+class TermRows(PackedRows):
+    """`data` (tiles of rows, tiles of K, terms, 16 * 32), the bits of bfloat16; `x` as it came; `extraordinary` (tiles
+    of rows,), 1 where a row of the tile is."""
+
+    x: Expr = None
+    extraordinary: Expr = None
+
+
+def split_rows(layout: TermLayout, x: Expr, count: Expr, size: Expr) -> TermRows:
+    """The terms of x (count, K), after the loop that writes them. What rows behind the last hold nobody reads."""
+    heights, width = ceil_div(size, tiles.ROWS), layout.op.in_features
+    data = T.alloc_buffer((heights, T.int64(layout.tiles), T.int64(layout.terms), T.int64(TILE)), "uint16")
+    flags = T.alloc_buffer((heights,), "int32")
+    whole, rest = divmod(width, DEPTH)
+    with T.parallel(materialize(ceil_div(count, tiles.ROWS))) as height:
+        rows = materialize(T.min(T.int64(tiles.ROWS), count - height * tiles.ROWS))
+        largest = vectors.scratch((tiles.ROWS, LANES), "uint32")
+        store(flags, [height], T.int32(0), 1)
+        with T.serial(rows) as i:
+            store(largest, [i, T.int64(0)], splat(T.uint32(0), LANES), LANES)
+
+        def split(tile: Expr, i: Expr, halves: list[Expr]) -> None:
+            most = load(largest, [i, T.int64(0)], LANES)
+            for half in halves:
+                most = T.max(most, T.reinterpret("uint32x16", half) & splat(T.uint32(0x7FFFFFFF), LANES))
+            store(largest, [i, T.int64(0)], most, LANES)
+            for term, bits in enumerate(_terms(halves, layout.terms)):
+                store(data, [height, tile, T.int64(term), i * DEPTH], bits, DEPTH)
+
+        # Tile by tile, so that what is written lies side by side.
+        with T.serial(T.int64(whole)) as tile, T.serial(rows) as i:
+            at = [height * tiles.ROWS + i, tile * DEPTH]
+            split(tile, i, [let(load(x, [at[0], at[1] + start], LANES)) for start in (0, LANES)])
+        if rest:
+            last = T.alloc_buffer((DEPTH,), "float32")
+            store(last, [T.int64(0)], splat(T.float32(0), DEPTH), DEPTH)
+            with T.serial(rows) as i:
+                for offset, lanes in vectors.chunks(rest, LANES):
+                    at = [height * tiles.ROWS + i, T.int64(whole * DEPTH + offset)]
+                    store(last, [T.int64(offset)], load(x, at, lanes), lanes)
+                split(T.int64(whole), i, [let(load(last, [T.int64(start)], LANES)) for start in (0, LANES)])
+        with T.serial(rows) as i:
+            most = T.call_llvm_pure_intrin("uint32", "llvm.vector.reduce.umax", load(largest, [i, T.int64(0)], LANES))
+            with T.If(_is_extraordinary(let(most))), T.Then():
+                store(flags, [height], T.int32(1), 1)
+    return TermRows(layout, data, x=x, extraordinary=flags)
+
+
+def _terms(halves: list[Expr], count: int) -> list[Expr]:
+    """The terms of 32 numbers, each to nearest even of what those before it leave."""
+    terms: list[Expr] = []
+    for _ in range(count):
+        if terms:
+            low = [T.Shuffle([terms[-1]], [T.int32(start + i) for i in range(LANES)]) for start in (0, LANES)]
+            wide = [T.cast(bits, "uint32x16") << splat(T.uint32(16), LANES) for bits in low]
+            halves = [let(half - T.reinterpret("float32x16", b)) for half, b in zip(halves, wide, strict=True)]
+        terms.append(let(tiles.narrowed_pair(*halves)))
+    return terms
+
+
+def _is_extraordinary(largest: Expr) -> Expr:
+    """Of the bits of the largest magnitude of a row."""
+    return T.Or(largest >= T.uint32(LARGE), T.And(largest < T.uint32(SMALL), largest > T.uint32(0)))
+
+
+# ---- Packing
+
+
+def pack_terms(layout: TermLayout) -> Expr:
+    """The PrimFunc (weights..., biases...) -> `layout.packed`."""
+    op = layout.op
+    with prim_func("pack_linear") as builder:
+        weights, biases = weight_arguments(op)
+        packed = packed_arguments(layout.packed)
+
+        def feature(number: int | None, index: Expr) -> OutputFeature:
+            if number is None:
+                return OutputFeature(None, index, False, None)
+            return OutputFeature(weights[number], index, op.transposed[number], biases[number])
+
+        def mark(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
+            with T.If(column == 0), T.Then():
+                store(packed[2], [panel, T.int64(0)], T.int32(0), 1)
+            with T.If(_is_extraordinary(_largest(op, feature(number, index)))), T.Then():
+                store(packed[2], [panel, T.int64(0)], T.int32(1), 1)
+
+        def write(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
+            this = feature(number, index)
+            bias = T.float32(0) if this.bias is None else load_wide(this.bias, [index], 1)
+            store(packed[1], [panel, column], bias, 1)
+            _write_terms(layout, packed, this, [panel, column])
+
+        each_column(layout, mark)
+        each_column(layout, write)
+    return builder.get()
+
+
+def _largest(op: LinearOp, feature: OutputFeature) -> Expr:
+    """The bits of a feature's largest magnitude."""
+    largest = T.alloc_buffer((1,), "uint32")
+    store(largest, [T.int64(0)], T.uint32(0), 1)
+    with T.serial(T.int64(op.in_features)) as k:
+        bits = T.reinterpret("uint32", feature.wide(k)) & T.uint32(0x7FFFFFFF)
+        store(largest, [T.int64(0)], T.max(largest[0], bits), 1)
+    return let(largest[0])
+
+
+def _write_terms(layout: TermLayout, packed: list[Expr], feature: OutputFeature, at: list[Expr]) -> None:
+    """A column of a panel."""
+    (panel, column), group = at, layout.unit.group
+    with T.serial(T.int64(layout.steps)) as step:
+        tile, word = materialize(T.truncdiv(step, T.int64(Tiles.steps))), T.truncmod(step, T.int64(Tiles.steps))
+        pair = []
+        for i in range(group):
+            k = materialize(step * group + i)
+            # Not a select: of what lies beyond K nothing may be read.
+            pair.append(
+                materialize(T.if_then_else(k < layout.op.in_features, feature.wide(k), T.float32(0)), "float32")
+            )
+
+        def put(term: int, bits: Expr) -> None:
+            store(packed[0], [panel, layout.place(tile, term, word), column], bits, 1)
+
+        def split() -> None:
+            low, high = (_element_terms(number, layout.terms) for number in pair)
+            for term in range(layout.terms):
+                put(term, T.reinterpret("int32", low[term] | (high[term] << T.uint32(16))))
+
+        if not layout.has_plain_panels:
+            split()
+            return
+        with T.If(packed[2][panel, T.int64(0)] == 0):
+            with T.Then():
+                split()
+            with T.Else():
+                for term in range(layout.terms):
+                    put(term, T.reinterpret("int32", pair[term]) if term < group else T.int32(0))
+
+
+def _element_terms(number: Expr, count: int) -> list[Expr]:
+    """The terms of a number as bits of bfloat16, denormals and all; of Inf and NaN nothing but the first."""
+    terms: list[Expr] = []
+    is_number = (T.reinterpret("uint32", number) & T.uint32(0x7FFFFFFF)) < T.uint32(0x7F800000)
+    for _ in range(count):
+        bits = bfloat16_bits(number, 1)
+        terms.append(materialize(T.Select(T.Or(is_number, not terms), bits, T.uint32(0)), "uint32"))
+        number = materialize(number - T.reinterpret("float32", terms[-1] << T.uint32(16)), "float32")
+    return terms
+
+
+# ---- Multiplying
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """TOTAL and PART of the tiles of a block."""
+
+    data: Expr
+
+    @staticmethod
+    def allocated() -> BlockSums:
+        shape = (2 * ROWS * COLUMNS * tiles.ROWS, LANES)
+        return BlockSums(T.decl_buffer(shape, "float32", data=vectors.scratch(shape).data))
+
+    def at(self, place: Expr | int, tile: Expr | int, row: Expr | int = 0) -> list[Expr]:
+        return [T.int64(0) + (place * (ROWS * COLUMNS) + tile) * tiles.ROWS + row, T.int64(0)]
+
+    def add_part(self, number: int, shares: int, count: int) -> None:
+        """Share `number` of adding the part of `count` tiles to the total."""
+        for tile in range(number * count // shares, (number + 1) * count // shares):
+            for row in range(tiles.ROWS):
+                self.add(tile, row)
+
+    def add(self, tile: Expr | int, row: Expr | int) -> None:
+        total, part = (self.at(place, tile, row) for place in (TOTAL, PART))
+        store(self.data, total, load(self.data, total, LANES) + load(self.data, part, LANES), LANES)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Tiles first .. end of K, of pass `number`: y is the sum of all passes."""
+
+    number: Expr
+    first: Expr
+    end: Expr
+
+
+@dataclass(frozen=True)
+class TermProduct(Product):
+    """What is multiplied by terms."""
+
+    layout: TermLayout
+    rows: TermRows
+    config: Config = field(default_factory=dict)
+
+    def add_terms(
+        self, p: Expr, heights: list[Expr], of: Pass, tile: Expr, between: Callable[[int], None] | None = None
+    ) -> None:
+        """The sums += all products of a tile of K, of tiles of rows and panel p. between(number) comes behind those of
+        each pair of terms."""
+        layout, held = self.layout, dict[int, tuple[int, int]]()
+
+        def left(r: int, i: int) -> None:
+            if held.get(tiles.LEFTS[r]) != (r, i):
+                tiles.load_tile(tiles.LEFTS[r], self.rows.data, [heights[r], tile, T.int64(i), T.int64(0)], DEPTH)
+            held[tiles.LEFTS[r]] = (r, i)
+
+        def right(c: int, j: int) -> None:
+            if held.get(tiles.RIGHTS[c]) != (c, j):
+                at = [p, layout.place(tile, j), T.int64(c * LANES)]
+                tiles.load_tile(tiles.RIGHTS[c], self.packed[0], at, layout.panel)
+            held[tiles.RIGHTS[c]] = (c, j)
+
+        asks = self._asks(p, heights, of, tile)
+        share, asked = -(-len(asks) // (len(layout.pairs) * len(heights) * COLUMNS)), iter(asks)
+        for number, (i, j) in enumerate(layout.pairs):
+            for r, c in itertools.product(range(len(heights)), range(COLUMNS)):
+                left(r, i)
+                right(c, j)
+                tiles.BFLOAT16.product(r + len(heights) * c, tiles.LEFTS[r], tiles.RIGHTS[c])
+                for ask in itertools.islice(asked, share):
+                    ask()
+            if between is not None:
+                between(number)
+
+    def _asks(self, p: Expr, heights: list[Expr], of: Pass, tile: Expr) -> list[Callable[[], None]]:
+        """What asks for a line each: for those of the next step, and for a share of the next panel, into the second
+        cache."""
+        layout = self.layout
+        lines = layout.terms * tiles.ROWS
+        size = layout.panels * layout.words * layout.panel
+        flat = T.decl_buffer((T.int64(size),), "int32", data=self.packed[0].data)
+        line = CACHE_LINE // 4
+        asks: list[Callable[[], None]] = []
+        ends = tile + 1 == of.end
+        following = materialize(T.Select(ends, of.first, tile + 1))
+        for height in heights:
+            row = materialize(height + T.Select(ends, T.int64(len(heights)), T.int64(0)))
+            asks += [
+                partial(vectors.prefetch, self.rows.data, [row, following, T.int64(0), T.int64(n * DEPTH)])
+                for n in range(lines)
+            ]
+        here = materialize((p * layout.words + following * lines) * layout.panel)
+        asks += [partial(vectors.prefetch, flat, [here + n * line]) for n in range(lines * COLUMNS)]
+        share = -(-lines * COLUMNS // self.config["block"])
+        slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(self.config["block"]))
+        there = materialize(((p + 1) * layout.words + tile * lines) * layout.panel + slot * (share * line))
+        asks += [partial(vectors.prefetch, flat, [there + n * line], soon=False) for n in range(share)]
+        return asks
+
+    def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, words: tuple[Expr, Expr]) -> None:
+        """The sums of rows += the products of float32 of these words along K and of panel p."""
+        whole = self.layout.op.in_features // 2
+
+        def products(word: Expr, count: int, as_they_are: bool) -> None:
+            for i, weights in enumerate(self._numbers(p, word, as_they_are)[:count]):
+                k = materialize(word * 2 + i)
+                tile.outer_product(lambda r: self.rows.x[rows[r], k], weights.__getitem__)
+
+        def both(as_they_are: bool) -> None:
+            with T.serial(words[0], T.min(words[1], T.int64(whole))) as word:
+                products(word, 2, as_they_are)
+            if self.layout.op.in_features % 2:
+                with T.If(words[1] > whole), T.Then():
+                    products(T.int64(whole), 1, as_they_are)
+
+        if not self.layout.has_plain_panels:
+            both(False)
+            return
+        with T.If(self.packed[2][p, T.int64(0)] == 0):
+            with T.Then():
+                both(False)
+            with T.Else():
+                both(True)
+
+    def _numbers(self, p: Expr, word: Expr, as_they_are: bool) -> list[list[Expr]]:
+        """Both numbers of a word along K, each for all columns of a panel."""
+        layout = self.layout
+        tile, place = T.truncdiv(word, T.int64(Tiles.steps)), T.truncmod(word, T.int64(Tiles.steps))
+
+        def bits(term: int, column: int) -> Expr:
+            at = [p, layout.place(tile, term, place), T.int64(column * LANES)]
+            return let(T.reinterpret("uint32x16", load(self.packed[0], at, LANES)))
+
+        def number(i: int, column: int) -> Expr:
+            if as_they_are:
+                return T.reinterpret("float32x16", bits(i, column))
+            halves = [bits(term, column) for term in range(layout.terms)]
+            shift, upper = splat(T.uint32(16), LANES), splat(T.uint32(0xFFFF0000), LANES)
+            terms = [T.reinterpret("float32x16", half & upper if i else half << shift) for half in halves]
+            total = terms.pop()
+            while terms:
+                total = total + terms.pop()
+            return total
+
+        return [[let(number(i, column)) for column in range(COLUMNS)] for i in range(2)]
+
+    def ask_for_y(self, p: Expr, height: Expr) -> None:
+        """Asks for what `write` writes."""
+        first = materialize(height * HEIGHT)
+        with T.serial(T.min(T.int64(HEIGHT), self.count - first)) as i:
+            for offset, _ in self.columns:
+                vectors.prefetch(self.y, [first + i, p * self.layout.panel + offset], write=True)
+
+    def write(self, p: Expr, height: Expr, sums: BlockSums, parts: int, part: Pass, passes: int) -> None:
+        """y[rows of a height, panel p]. The last panel is padded: only its real columns are written."""
+        layout, first = self.layout, materialize(height * HEIGHT)
+        whole, rest = divmod(layout.op.out_features, layout.panel)
+        rows = materialize(T.min(T.int64(HEIGHT), self.count - first))
+        tall = materialize(ceil_div(rows, tiles.ROWS))
+
+        def columns(width: int, column: Expr) -> None:
+            with T.serial(rows) as i:
+                for c, (offset, lanes) in enumerate(self.columns):
+                    tile = T.truncdiv(i, T.int64(tiles.ROWS)) + tall * c
+                    places = [
+                        sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, parts))
+                    ]
+                    total, *last = (load(sums.data, place, lanes) for place in places)
+                    value, bias = sum(last, total), load(self.packed[1], [p, T.int64(offset)], lanes)
+                    zero = splat(T.float32(0), lanes)
+                    value = let(value + (bias if passes == 1 else T.Select(part.number == passes - 1, bias, zero)))
+                    for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
+                        at, piece = [first + i, column + offset + start], vectors.part(value, start, size, lanes)
+                        if passes > 1:
+                            before = load(self.y, at, size)
+                            piece = piece + T.Select(part.number > 0, before, splat(T.float32(0), size))
+                        store(self.y, at, piece, size)
+
+        if rest == 0:
+            columns(layout.panel, p * layout.panel)
+        else:
+            with T.If(p < whole):
+                with T.Then():
+                    columns(layout.panel, p * layout.panel)
+                with T.Else():
+                    columns(rest, T.int64(whole * layout.panel))
+        with T.If(part.number == passes - 1), T.Then():
+            self.apply_epilogue(p, first, first + rows)
+
+
+def _tasks(task: TermProduct, cores: int, config: Config) -> None:
+    task, layout, flags = replace(task, config=config), task.layout, task.rows.extraordinary
+    passes = -(-layout.tiles // config["depth"])
+    deepest = -(-layout.tiles // passes)
+    parts = -(-deepest // layout.chain)
+    tall = materialize(ceil_div(task.count, tiles.ROWS))
+
+    def each_part(of: Pass, body: Callable[[Expr, Expr, Expr], None]) -> None:
+        size = of.end - of.first
+        with T.serial(T.int64(parts)) as number:
+            start, end = (of.first + T.truncdiv(n * size, T.int64(parts)) for n in (number, number + 1))
+            body(number, materialize(start), materialize(end))
+
+    def by_terms(p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
+        count = len(heights) * COLUMNS
+
+        def part(number: Expr, start: Expr, end: Expr) -> None:
+            for tile in range(count):
+                tiles.zero(tile)
+            if parts > 2:
+                with T.If(number > 1):
+                    with T.Then():
+                        task.add_terms(p, heights, of, start, lambda i: sums.add_part(i, len(layout.pairs), count))
+                    with T.Else():
+                        task.add_terms(p, heights, of, start)
+            with T.serial(start + 1 if parts > 2 else start, end) as tile:
+                task.add_terms(p, heights, of, tile)
+            place = materialize(T.min(number, T.int64(PART)))
+            for tile in range(count):
+                tiles.store_tile(tile, sums.data, sums.at(place, tile), tiles.ROWS)
+
+        each_part(of, part)
+
+    def plainly(p: Expr, height: Expr, sums: BlockSums, of: Pass) -> None:
+        first = materialize(height * HEIGHT)
+        count = materialize(ceil_div(T.min(T.int64(HEIGHT), task.count - first), tiles.ROWS))
+
+        def part(number: Expr, start: Expr, end: Expr) -> None:
+            with T.serial(count * (tiles.ROWS // PLAIN_ROWS)) as i:
+                rows = [materialize(T.min(first + i * PLAIN_ROWS + r, task.count - 1)) for r in range(PLAIN_ROWS)]
+                tile = RegisterTile(PLAIN_ROWS, task.columns)
+                tile.fill(0.0)
+                task.add_plain(p, rows, tile, (start * Tiles.steps, end * Tiles.steps))
+                place, row = materialize(T.truncdiv(i, T.int64(4))), materialize(T.truncmod(i, T.int64(4)) * PLAIN_ROWS)
+                for r in range(PLAIN_ROWS):
+                    for c in range(COLUMNS):
+                        with T.If(number > 1), T.Then():
+                            sums.add(place + count * c, row + r)
+                        at = sums.at(T.min(number, T.int64(PART)), place + count * c, row + r)
+                        store(sums.data, at, tile.get(r, c), LANES)
+
+        each_part(of, part)
+
+    def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
+        sums = BlockSums.allocated()
+        tiles.configure(T.min(task.count, T.int64(tiles.ROWS)), right=tiles.RIGHTS)
+        with T.serial(first, end) as height:
+            pair = [materialize(height * ROWS), materialize(T.min(height * ROWS + 1, tall - 1))]
+            task.ask_for_y(p, height)
+            flag = task.packed[2][p, T.int64(0)] | flags[pair[0]] | flags[pair[1]]
+            with T.If(flag == 0):
+                with T.Then(), T.If(pair[0] == pair[1]):
+                    with T.Then():
+                        by_terms(p, pair[:1], sums, of)
+                    with T.Else():
+                        by_terms(p, pair, sums, of)
+                with T.Else():
+                    plainly(p, height, sums, of)
+            task.write(p, height, sums, parts, of, passes)
+        tiles.release()
+
+    with T.serial(T.int64(passes)) as number:
+        ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(passes))) for n in (number, number + 1)]
+        each_panel(task, cores, config, partial(body, Pass(number, *ends)))
