@@ -60,7 +60,7 @@ def test_wide_vectors_are_compiled_for_what_is_here(name: str, level: str, tmp_p
     [
         ("x86-64-v3", ["native", "native", "avx2", "split512", "neon", "scalar"]),
         ("x86-64-v4", ["native", "native", "avx2", "avx512", "neon", "scalar"]),
-        ("sapphirerapids", ["native", "native", "avx2", "avx512", "neon", "scalar", "dots512", "dots256"]),
+        ("sapphirerapids", ["native", "native", "avx2", "avx512", "neon", "scalar", "dots512", "dots256", "tiles"]),
     ],
 )
 def test_cases_are_drawn_for_machines_that_run_here(name: str, machines: list[str], tmp_path: Path) -> None:
