@@ -27,32 +27,30 @@ def attention(E: int, S: int | str = "S") -> AttentionOp:
 
 
 KERNELS = {
-    # Two by three tiles share seven loads, as a row is kept from column to column; one by three has four.
+    # A tile of x meets two of the weights; eight steps, and sums that are loaded for a part of K.
     "linear": (
         CpuTileLinearKernel(),
         LinearOp(("B", "L"), 768, (768,), (True,), (False,), "bfloat16"),
-        {Fraction(7, 6), Fraction(4, 3)},
+        Fraction(19, 12),
     ),
-    # Of 32 queries K Q^T loads five tiles for four products, V P three for two; of 16 three for two, and two for one.
-    **{
-        f"attention, {E}": (CpuTileAttentionKernel(), attention(E), {Fraction(5, 4), Fraction(3, 2), Fraction(2)})
-        for E in (64, 128)
-    },
+    # Of 32 queries a tile of K or V meets two, of 16 one; what is summed up is loaded for each block.
+    **{f"attention, {E}": (CpuTileAttentionKernel(), attention(E), Fraction(9, 4)) for E in (64, 128)},
 }
+"""Kernels, and the most loads of a tile for a product."""
 
 
 @pytest.fixture(params=KERNELS, scope="module")
-def code(request: pytest.FixtureRequest) -> tuple[TileFunction, set[Fraction]]:
-    kernel, op, loads = KERNELS[request.param]
+def code(request: pytest.FixtureRequest) -> tuple[TileFunction, Fraction]:
+    kernel, op, most = KERNELS[request.param]
     (function,) = tile_functions(assembly(kernel.emit(op, TARGET, kernel.default_config(op, TARGET)), TARGET))
-    return function, loads
+    return function, most
 
 
 @pytest.mark.thorough_but("linear")
-def test_products_share_their_loads_and_spill_nothing(code: tuple[TileFunction, set[Fraction]]) -> None:
-    function, loads = code
+def test_products_share_their_loads_and_spill_nothing(code: tuple[TileFunction, Fraction]) -> None:
+    function, most = code
     blocks = [block for block in function.blocks if block.products]
-    assert {Fraction(block.loads, block.products) for block in blocks} == loads
+    assert max(Fraction(block.loads, block.products) for block in blocks) <= most
     loops = [block for block in blocks if any(function.blocks[after] is block for after in block.following)]
     assert loops
     for block in loops:
@@ -60,7 +58,7 @@ def test_products_share_their_loads_and_spill_nothing(code: tuple[TileFunction, 
 
 
 @pytest.mark.thorough_but("linear")
-def test_nothing_is_called_while_tiles_live_and_none_stay_configured(code: tuple[TileFunction, set[Fraction]]) -> None:
+def test_nothing_is_called_while_tiles_live_and_none_stay_configured(code: tuple[TileFunction, Fraction]) -> None:
     function, _ = code
     assert function.calls_across_tiles == []
     assert function.returns_configured == 0
