@@ -24,7 +24,7 @@ from mhsa_compile.compiler.epilogues import with_epilogues
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
 from mhsa_compile.compiler.own_operations import with_own_operations
-from mhsa_compile.compiler.selection.float32_products import Resolution, resolve
+from mhsa_compile.compiler.selection.float32_products import Resolution, resolutions
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
 from mhsa_compile.compiler.slow_operations import slow_operations
 from mhsa_compile.compiler.weight_binding import Bound, add_bind_functions
@@ -57,9 +57,8 @@ def schedule(
     Raises ModelError where an operation of ours has no kernel on this target.
     """
     imported = prepare(imported, profile)
-    decide = functools.cache(lambda op: resolve(op, float32_products, profile))
-    resolutions = {name: decide(op) for name, op in imported.ops.items()}
-    imported = replace(imported, ops={name: resolution.op for name, resolution in resolutions.items()})
+    resolved = resolutions(imported.ops, float32_products, profile)
+    imported = replace(imported, ops={name: resolution.op for name, resolution in resolved.items()})
     choose = functools.cache(lambda op: _choose(op, profile, shelf))  # layers of a model are alike
     choice_of = {name: choose(op) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in choice_of.items() if isinstance(choice, _Chosen)}
@@ -81,7 +80,7 @@ def schedule(
     module = builder.get()
     if imported.derived:
         del module[DERIVE]
-    reports = [*(_report(name, resolutions[name], choice) for name, choice in choice_of.items()), *reports, *fallbacks]
+    reports = [*(_report(name, resolved[name], choice) for name, choice in choice_of.items()), *reports, *fallbacks]
     return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow)
 
 

@@ -3,13 +3,23 @@ IEEE's, which are more exact, and the reason why."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from mhsa_compile.hardware.profile import TargetProfile, shipped_relatives
 from mhsa_compile.kernels.interface.kernel import Kernel, TermProducts, products_of
-from mhsa_compile.kernels.interface.ops import AttentionOp, BlockLinearOp, LinearOp, Op, ProductOp, QuantisedLinearOp
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    BlockLinearOp,
+    KvConcatOp,
+    KvScatterOp,
+    LinearOp,
+    Op,
+    ProductOp,
+    QuantisedLinearOp,
+)
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.spec.float32_products import Float32Products, Float32Request
 
@@ -38,9 +48,25 @@ def resolve(op: Op, asked: Float32Request, profile: TargetProfile) -> Resolution
     return Resolution(op, _why_not(op, asked, profile))
 
 
+def resolutions(ops: Mapping[str, Op], asked: Float32Request, profile: TargetProfile) -> dict[str, Resolution]:
+    """Those of a model's operations, by their names. One that has a cache takes single tokens as well, of which
+    products by terms take longer: "auto" leaves its linears of any number of rows as they are."""
+    steps = asked == "auto" and any(isinstance(op, KvScatterOp | KvConcatOp) for op in ops.values())
+
+    @functools.cache
+    def decide(op: Op) -> Resolution:
+        resolution = resolve(op, asked, profile)
+        is_open = isinstance(op, LinearOp) and any(isinstance(dim, str) for dim in op.rows)
+        if steps and is_open and resolution.op != op:
+            return Resolution(op, 'single tokens take longer by terms; float32_products="bf16x6" asks for them')
+        return resolution
+
+    return {name: decide(op) for name, op in ops.items()}
+
+
 def resolved_ops(ops: Mapping[str, Op], asked: Float32Request, profile: TargetProfile) -> dict[str, Op]:
     """Operations by their names, each with the word that it gets."""
-    return {name: resolve(op, asked, profile).op for name, op in ops.items()}
+    return {name: resolution.op for name, resolution in resolutions(ops, asked, profile).items()}
 
 
 def multiplies_float32(op: Op) -> TypeGuard[LinearOp | AttentionOp | ProductOp]:

@@ -41,7 +41,6 @@ from mhsa_compile.kernels.cpu.linear.tiles import TileLayout, each_panel
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
-from mhsa_compile.kernels.cpu.units.tiles import Tiles
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products, is_coarse
@@ -64,6 +63,9 @@ LARGE, SMALL = 0x5D800000, 0x26800000
 WORTH_SPLITTING = 24
 """Rows from which on six products take no longer than float32's. A single row takes as much longer as its weights are
 larger: 6 bytes to 4."""
+SHORTEST, FEWEST = 128, 8
+"""Terms of a sum, and features, from which on no call is known to exceed float32's error budget: below, where one term
+is much larger than the others, PyTorch's many lanes are more exact than a chain, by terms or not."""
 LANES, DEPTH = tiles.ROWS, 32
 TILE = tiles.ROWS * DEPTH
 PLAIN_ROWS = 4
@@ -92,7 +94,8 @@ class CpuFloat32TileLinearKernel:
     def exact_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
         fixed = [dim for dim in op.rows if isinstance(dim, int)]
         few = len(fixed) == len(op.rows) and prod(fixed) < WORTH_SPLITTING
-        return () if few else ("bf16x6",)
+        short = op.in_features < SHORTEST or op.out_features < FEWEST
+        return () if few or short else ("bf16x6",)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {"block": (1, 2, 4, 8, 16, 32), "depth": (8, 16, 24, 32, 48)}
@@ -261,7 +264,7 @@ def _write_terms(layout: TermLayout, packed: list[Expr], feature: OutputFeature,
     """A column of a panel."""
     (panel, column), group = at, layout.unit.group
     with T.serial(T.int64(layout.steps)) as step:
-        tile, word = materialize(T.truncdiv(step, T.int64(Tiles.steps))), T.truncmod(step, T.int64(Tiles.steps))
+        tile, word = materialize(T.truncdiv(step, T.int64(tiles.WORDS))), T.truncmod(step, T.int64(tiles.WORDS))
         pair = []
         for i in range(group):
             k = materialize(step * group + i)
@@ -428,7 +431,7 @@ class TermProduct(Product):
     def _numbers(self, p: Expr, word: Expr, as_they_are: bool) -> list[list[Expr]]:
         """Both numbers of a word along K, each for all columns of a panel."""
         layout = self.layout
-        tile, place = T.truncdiv(word, T.int64(Tiles.steps)), T.truncmod(word, T.int64(Tiles.steps))
+        tile, place = T.truncdiv(word, T.int64(tiles.WORDS)), T.truncmod(word, T.int64(tiles.WORDS))
 
         def bits(term: int, column: int) -> Expr:
             at = [p, layout.place(tile, term, place), T.int64(column * LANES)]
@@ -533,7 +536,7 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
                 rows = [materialize(T.min(first + i * PLAIN_ROWS + r, task.count - 1)) for r in range(PLAIN_ROWS)]
                 tile = RegisterTile(PLAIN_ROWS, task.columns)
                 tile.fill(0.0)
-                task.add_plain(p, rows, tile, (start * Tiles.steps, end * Tiles.steps))
+                task.add_plain(p, rows, tile, (start * tiles.WORDS, end * tiles.WORDS))
                 place, row = materialize(T.truncdiv(i, T.int64(4))), materialize(T.truncmod(i, T.int64(4)) * PLAIN_ROWS)
                 for r in range(PLAIN_ROWS):
                     for c in range(COLUMNS):
@@ -564,4 +567,4 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
 
     with T.serial(T.int64(passes)) as number:
         ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(passes))) for n in (number, number + 1)]
-        each_panel(task, cores, config, partial(body, Pass(number, *ends)))
+        each_panel(task, HEIGHT, cores, config, partial(body, Pass(number, *ends)))

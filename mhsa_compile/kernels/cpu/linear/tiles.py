@@ -1,11 +1,13 @@
-"""Linears on matrix tiles: blocks of 32 rows by 32 columns, K in parts whose share of the weights the first cache
+"""Linears on matrix tiles: a tile of rows by two of features, K in parts whose share of the weights the first cache
 holds.
 
-A task is a panel of 32 features against a block of rows of x. For a group of tiles of rows and each part of K, two by
-two tiles sum up; what is summed waits in a scratch that the first cache holds as well, until a part adds to it."""
+A task is a panel of 32 features against a block of rows of x. A group of tiles of rows passes over each part of K; what
+is summed up waits in a scratch, which the first cache holds as well, until the next part adds to it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -72,25 +74,27 @@ class CpuTileLinearKernel:
 class TileLayout(PackedLayout):
     """Steps along K fill whole tiles."""
 
+    unit: Tiles
+
     @property
     def steps(self) -> int:
-        return self.tiles * Tiles.steps
+        return self.tiles * tiles.WORDS
 
     @property
     def tiles(self) -> int:
         """Those of K."""
-        return -(-self.op.in_features // (Tiles.steps * self.unit.group))
+        return -(-self.op.in_features // (tiles.WORDS * self.unit.group))
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Tiles of sums of a group of blocks: those of one block end in the same bits of their addresses."""
+    """Tiles of sums of a group of blocks."""
 
     data: Expr
 
     @staticmethod
     def of(group: int) -> Sums:
-        shape = (ROWS * COLUMNS, tiles.PAGE // 4 * -(-group // 4))
+        shape = (ROWS * COLUMNS, group * tiles.ROWS * tiles.ROWS)
         return Sums(T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data))
 
     def at(self, block: Expr | int, tile: Expr | int, row: Expr | int = 0) -> list[Expr]:
@@ -110,6 +114,8 @@ class Sums:
 class TileProduct(Product):
     """What is multiplied by tiles."""
 
+    layout: TileLayout
+
     def products(self, p: Expr, starts: list[Expr], first: Expr, end: Expr) -> None:
         """C += x[starts ..., tiles first .. end of K] times those of panel p."""
         layout, unit, x = self.layout, self.layout.unit, self.rows.data
@@ -121,7 +127,7 @@ class TileProduct(Product):
                 tiles.load_tile(tiles.LEFT, x, [starts[r], term], width)
 
             def right(c: int) -> None:
-                at = [p, k * unit.steps, T.int64(c * layout.lanes)]
+                at = [p, k * tiles.WORDS, T.int64(c * layout.lanes)]
                 tiles.load_tile(tiles.RIGHT, self.packed[0], at, layout.panel)
 
             unit.add_block(len(starts), COLUMNS, left, right)
@@ -163,13 +169,15 @@ class TileProduct(Product):
 
 
 def _tasks(task: TileProduct, cores: int, config: Config) -> None:
-    each_panel(task, cores, config, lambda p, first, end: _task(task, config, p, first, end))
+    each_panel(task, HEIGHT, cores, config, lambda p, first, end: _task(task, config, p, first, end))
 
 
-def each_panel(task: Product, cores: int, config: Config, body: Callable[[Expr, Expr, Expr], None]) -> None:
-    """Deals panels and blocks of rows to the threads: body(panel, first, end), of rows by heights."""
-    panels, count = T.int64(task.layout.panels), task.count
-    heights = materialize(ceil_div(count, HEIGHT))
+def each_panel(
+    task: Product, height: int, cores: int, config: Config, body: Callable[[Expr, Expr, Expr], None]
+) -> None:
+    """Deals panels and blocks of rows to the threads: body(panel, first, end), in heights of so many rows."""
+    panels = T.int64(task.layout.panels)
+    heights = materialize(ceil_div(task.count, height))
     fair = cores // gcd(cores, task.layout.panels)
     wanted = materialize(ceil_div(ceil_div(heights, config["block"]), fair) * fair)
     blocks = materialize(T.max(T.int64(1), T.min(heights, wanted)))

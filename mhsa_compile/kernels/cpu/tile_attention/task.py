@@ -260,7 +260,7 @@ class TileAttentionTask:
             else:
                 tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[tiles.ROWS * r], column), pitch)
             for c in range(self.columns):
-                at = [T.int64(step * self.unit.steps), T.int64(LANES * c)]
+                at = [T.int64(step * tiles.WORDS), T.int64(LANES * c)]
                 tiles.load_tile(tiles.RIGHT, self.q_t, at, self.queries)
                 self.unit.product(c, tiles.LEFT, tiles.RIGHT)
             if step == steps - 1:

@@ -28,27 +28,21 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.cpu.units.unit import Unit
 
-ROWS, ROW_BYTES = 16, 64
+ROWS, ROW_BYTES, WORDS = 16, 64, 16
+"""Of a tile: rows, bytes of a row, and words along K."""
 LEFT, RIGHT = 6, 7
 """Where a tile of A and one of B are, beside six of C: a tile that is loaded anew gets other registers while products
 of the one before still wait."""
 LEFTS, RIGHTS = (4, LEFT), (5, RIGHT)
 """Two of each, beside four of C."""
 SUMS = range(6)
-PAGE = 4096
-"""Bytes. A load waits for a store before it whose address ends in the same 12 bits: what sums are stored to should end
-in few."""
 
 
 @dataclass(frozen=True)
 class Tiles(Unit):
-    """A product of tiles: `instruction`, and the tile's own feature beside `feature`. Steps are words, `steps` of them
-    a tile."""
+    """A product of tiles, by `instruction`. A step is a word along K."""
 
     instruction: str = ""
-    left: str = ""
-
-    steps = 16
 
     def is_on(self, profile: CpuProfile) -> bool:
         needed = {"amx_tile", "avx512_bf16"}  # the second rounds what tiles leave
@@ -61,7 +55,7 @@ class Tiles(Unit):
     @property
     def depth(self) -> int:
         """Terms along K of one tile."""
-        return self.steps * self.group
+        return WORDS * self.group
 
     def imported(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = T.attr(0, "pragma_import_llvm", _text())
