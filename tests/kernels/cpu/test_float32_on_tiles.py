@@ -103,12 +103,13 @@ def test_its_pairs_of_terms_are_those_of_each_word():
 
 
 def test_what_it_takes():
-    op = plain(64, 64)
+    op = plain(128, 64)
     assert KERNEL.why_not(op, PROFILE) is None
     assert KERNEL.float32_products(op, PROFILE) == tuple(TERM_PRODUCTS)
     assert KERNEL.exact_products(op, PROFILE) == ("bf16x6",)
     assert KERNEL.exact_products(replace(op, rows=(1, 24)), PROFILE) == ("bf16x6",)
     assert KERNEL.exact_products(replace(op, rows=(1, 23)), PROFILE) == ()
+    assert KERNEL.exact_products(plain(127, 64), PROFILE) == KERNEL.exact_products(plain(128, 7), PROFILE) == ()
     assert "IEEE" in KERNEL.why_not(replace(op, float32_products="ieee"), PROFILE)
     assert "bfloat16" in KERNEL.why_not(replace(op, dtype="bfloat16"), PROFILE)
     assert "eight bits" in KERNEL.why_not(replace(op, int8_weights=True), PROFILE)
