@@ -8,6 +8,7 @@ from mhsa_compile.kernels.cpu.cache_concat import CpuKvConcatKernel
 from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.blocks import CpuBlockLinearKernel
+from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKernel, CpuTileQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
@@ -50,7 +51,9 @@ AnyKernel = (
 KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuTileLinearKernel(),
+        CpuTileInt8LinearKernel(),
         CpuLinearKernel(),
+        CpuTileQuantisedLinearKernel(),
         CpuQuantisedLinearKernel(),
         CpuBlockLinearKernel(),
         CpuQuantiseKernel(),

@@ -61,7 +61,7 @@ class CpuTileLinearKernel:
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)
-        run = product_function("linear", layout, profile, config, product=TileProduct, deal=_tasks)
+        run = product_function("linear", layout, profile, config, product=TileProduct, deal=tile_tasks)
         return Emitted(run, pack(layout), layout.packed)
 
 
@@ -86,9 +86,9 @@ class Sums:
     data: Expr
 
     @staticmethod
-    def of(group: int) -> Sums:
+    def of(group: int, dtype: str) -> Sums:
         shape = (ROWS * COLUMNS, tiles.PAGE // 4 * -(-group // 4))
-        return Sums(T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data))
+        return Sums(T.decl_buffer(shape, dtype, data=T.alloc_buffer(shape, dtype).data))
 
     def at(self, block: Expr, tile: int, row: Expr | int = 0) -> list[Expr]:
         """Row `row` of a tile of sums."""
@@ -126,6 +126,10 @@ class TileProduct(Product):
             slot = T.truncmod(T.truncdiv(starts[0], T.int64(HEIGHT)), T.int64(SHARES)) * layout.tiles + k
             self._ask((p + 1) * (layout.words * layout.panel) + slot * (ASKED * self._line), ASKED)
 
+    def store(self, row: Expr, column: Expr, value: Expr, lanes: int) -> None:
+        """y[row, column ...] of a whole vector."""
+        vectors.store(self.y, [row, column], tiles.narrowed(value), lanes)
+
     def write(self, p: Expr, own: Expr, starts: list[Expr], sums: Sums, block: Expr) -> None:
         """y[own ..., panel p] of a block's sums, of which some rows, up to `own`, are another block's. The last panel is
         padded: only its real columns are written."""
@@ -142,7 +146,7 @@ class TileProduct(Product):
                     value = load(sums.data, sums.at(block, r + len(starts) * c, i), lanes)
                     value = let(self.result(value, row, p, c))
                     if width >= offset + lanes:
-                        vectors.store(self.y, [row, column + offset], tiles.narrowed(value), lanes)
+                        self.store(row, column + offset, value, lanes)
                         continue
                     for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
                         piece = vectors.part(value, start, size, lanes)
@@ -159,7 +163,7 @@ class TileProduct(Product):
                     columns(rest, T.int64(whole * panel), r)
 
 
-def _tasks(task: TileProduct, cores: int, config: Config) -> None:
+def tile_tasks(task: TileProduct, cores: int, config: Config) -> None:
     """Deals panels and blocks of rows to the threads."""
     panels, count = T.int64(task.layout.panels), task.count
     heights = materialize(ceil_div(count, HEIGHT))
@@ -179,7 +183,7 @@ def _task(task: TileProduct, config: Config, p: Expr, first: Expr, end: Expr) ->
     group = config["group"]
     parts = -(-task.layout.tiles // config["depth"])
     depth = -(-task.layout.tiles // parts)
-    sums, count = Sums.of(group), task.count
+    sums, count = Sums.of(group, task.layout.unit.sums), task.count
     tiles.configure(T.min(count, T.int64(tiles.ROWS)))
 
     def body(rows: int) -> None:
