@@ -151,11 +151,11 @@ def test_zeros_that_need_no_sums_of_rows(stored: str, zero: int, machine: CpuPro
 
 @pytest.mark.parametrize(
     "config",
-    [{"depth": 1, "group": 2, "block": 3}, pytest.param({"depth": 3, "group": 5}, marks=pytest.mark.thorough)],
+    [{"height": 3, "blocks": 4}, pytest.param({"height": 1, "blocks": 1}, marks=pytest.mark.thorough)],
     ids=str,
 )
-def test_parts_groups_and_blocks(config: Config, machine: CpuProfile) -> None:
-    """Sums that wait for the next part of K."""
+def test_panels_and_blocks_of_a_task(config: Config, machine: CpuProfile) -> None:
+    """Blocks whose y is written behind the products of the next, of the same panel and of another."""
     check_bytes(of_bytes(310, (97,), "uint8", ("uint8",)), machine, config, rows=((1, 300), (1, 17)))
 
 
@@ -201,7 +201,7 @@ def test_rows_rounded_by_their_own_scale(dtype: Any, in_features: int, machine: 
 
 def test_rows_that_are_known(machine: CpuProfile) -> None:
     op = LinearOp((1, 33), 128, (96,), (False,), (False,), dtype="float32", int8_weights=True)
-    check_rounded(op, machine, {"depth": 1}, rows=((1, 33),))
+    check_rounded(op, machine, {"blocks": 1}, rows=((1, 33),))
 
 
 def test_which_operations_it_takes() -> None:

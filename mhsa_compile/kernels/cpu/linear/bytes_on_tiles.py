@@ -1,24 +1,36 @@
 """Linears in eight bits on matrix tiles: of a file's bytes, and of rows of x that are rounded by their own scale.
 
-Sums are whole numbers: parts of K do not change what they are. Weights are packed as signed bytes, and x goes in as it
-comes: the unit takes either sign of it.
+Weights are packed as signed bytes, and x goes in as it comes: the unit takes either sign of it. Sums are whole numbers,
+so all of K is one of them.
+
+A task is some panels of the weights against some blocks of two tiles of rows, block after block. While the unit
+multiplies a block, the vectors make y of the sums of the block before, and ask for the cache lines that this one will
+be written to: bytes are multiplied so fast that this would take as long as the products.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
+from math import gcd
 
 from tvm.ir import Expr
+from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.formats.choice import FORMATS, store_narrow
 from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, product_function
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
 from mhsa_compile.kernels.cpu.linear.quantised import MOST_TERMS, LayoutOfBytes, ProductOfBytes, linear_of_bytes
-from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, TileLayout, TileProduct, tile_tasks
+from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, HEIGHT, ROWS, TileLayout, TileProduct
+from mhsa_compile.kernels.cpu.simd.vectors import chunks, let, load, materialize, part, prefetch
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp, QuantisedLinearOp
+
+TILE = tiles.ROWS * tiles.ROWS
+"""Elements of a tile of sums."""
 
 
 class CpuTileInt8LinearKernel:
@@ -36,17 +48,20 @@ class CpuTileInt8LinearKernel:
         return TileLayout(op, FORMATS["int8"], tiles.SIGNED_BYTES, COLUMNS)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return {"block": (2, 4, 8, 16, 32), "depth": (8, 12, 16, 24, 48, 96), "group": (1, 2, 4, 8)}
+        return {"height": (2, 4, 8, 16, 32), "blocks": (1, 4, 8, 16, 32)}
 
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
-        return unknown_knobs(config, ("block", "depth", "group"))
+        return unknown_knobs(config, ("height", "blocks"))
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 8, "depth": 96, "group": 1}
+        """Rows of x in half of the second-level cache; products enough that the last block, whose y comes behind all
+        of them, is a small part."""
+        rows = profile.hardware.l2_kib * 1024 // 2 // (self.layout(op).pitch * HEIGHT)
+        return {"height": max(1, min(16, rows)), "blocks": 16}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)
-        run = product_function("linear", layout, profile, config, product=_Product, deal=tile_tasks)
+        run = product_function("linear", layout, profile, config, product=_Product, deal=_tasks)
         return Emitted(run, pack(layout), layout.packed)
 
 
@@ -65,7 +80,7 @@ class CpuTileQuantisedLinearKernel(CpuTileInt8LinearKernel):
         return _TileLayoutOfBytes(op, FORMATS["int8"], unit, COLUMNS)
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
-        return linear_of_bytes(self.layout(op), profile, config, _ProductOfBytes, tile_tasks)
+        return linear_of_bytes(self.layout(op), profile, config, _ProductOfBytes, _tasks)
 
 
 def _why_not(op: LinearOp, profile: CpuProfile, terms: int) -> str | None:
@@ -79,11 +94,121 @@ class _TileLayoutOfBytes(TileLayout, LayoutOfBytes):
 
 
 @dataclass(frozen=True)
+class _Block:
+    """A block of the product, panel p times rows from `own` on; its sums are number `side` of two."""
+
+    p: Expr
+    own: Expr
+    side: Expr
+
+
+@dataclass(frozen=True)
 class _Product(TileProduct):
-    def store(self, row: Expr, column: Expr, value: Expr, lanes: int) -> None:
-        store_narrow(self.y, [row, column], value, lanes)
+    def start(self, block: _Block, r: Expr | int) -> Expr:
+        """The first row of tile r: the last tile moves back so far that it is whole."""
+        last = T.max(T.int64(0), self.count - tiles.ROWS)
+        return T.min(block.own + tiles.ROWS * r, last)
+
+    def write(self, block: _Block, sums: Expr, features: list[list[Expr]], first: Expr, end: Expr) -> None:
+        """Rows first .. end of a block of y, of its sums. The last panel is padded: its real columns alone are
+        written."""
+        panel = self.layout.panel
+        whole, rest = divmod(self.layout.op.out_features, panel)
+
+        def columns(width: int, column: Expr) -> None:
+            with T.serial(first, end) as i:
+                row, r = materialize(block.own + i), materialize(T.truncdiv(i, T.int64(tiles.ROWS)))
+                place = materialize((row - self.start(block, r)) * tiles.ROWS + block.side * TILE)
+                for c, (offset, lanes) in enumerate(self.columns):
+                    value = load(sums, [r * COLUMNS + c, place], lanes)
+                    value = let(self.scaled(value, row, features[c], lanes))
+                    for start, size in chunks(min(lanes, max(0, width - offset)), lanes):
+                        store_narrow(self.y, [row, column + offset + start], part(value, start, size, lanes), size)
+
+        if rest == 0:
+            columns(panel, block.p * panel)
+        else:
+            with T.If(block.p < whole):
+                with T.Then():
+                    columns(panel, block.p * panel)
+                with T.Else():
+                    columns(rest, T.int64(whole * panel))
+        self.apply_epilogue(block.p, block.own + first, block.own + end)
+
+    def ask_for_y(self, block: _Block, first: Expr, rows: int) -> None:
+        for i in range(rows):
+            for offset, _ in self.columns:
+                place = [block.own + first + i, block.p * self.layout.panel + offset]
+                prefetch(self.y, place, write=True)
 
 
 @dataclass(frozen=True)
 class _ProductOfBytes(_Product, ProductOfBytes):
     pass
+
+
+def _tasks(task: _Product, cores: int, config: Config) -> None:
+    """Deals panels and blocks of rows to the threads: a task has up to `height` blocks of rows, and panels until it has
+    `blocks` of the product, if that leaves a task for each thread."""
+    count, panels = task.count, task.layout.panels
+    heights = materialize(ceil_div(count, HEIGHT))
+    fair = cores // gcd(cores, panels)
+    wanted = materialize(ceil_div(ceil_div(heights, config["height"]), fair) * fair)
+    parts = materialize(T.max(T.int64(1), T.min(heights, wanted)))
+    width = materialize(ceil_div(T.int64(config["blocks"]), T.max(T.int64(1), T.truncdiv(heights, parts))))
+    shared = materialize(ceil_div(ceil_div(T.int64(panels), width), cores) * cores)
+    strips = materialize(T.min(T.int64(panels), shared))
+    with T.parallel(parts * strips) as index:
+        # Strip after strip: a thread goes on with the same rows of x, which its cache still has.
+        strip = materialize(T.truncmod(index, strips))
+        part = materialize(T.truncdiv(index, strips))
+        first = materialize(T.truncdiv(part * heights, parts))
+        end = materialize(T.truncdiv((part + 1) * heights, parts))
+        own = [materialize(T.truncdiv((strip + i) * panels, strips)) for i in range(2)]
+        tiles.configure(T.min(count, T.int64(tiles.ROWS)))
+        with T.If(count > tiles.ROWS):
+            with T.Then():
+                _task(task, ROWS, own, first, end)
+            with T.Else():
+                _task(task, 1, own, first, end)
+        tiles.release()
+
+
+def _task(task: _Product, rows: int, panels: list[Expr], first: Expr, end: Expr) -> None:
+    """Panels panels[0] .. panels[1] times blocks first .. end of x, of so many tiles of rows."""
+    shape = (ROWS * COLUMNS, tiles.PAGE // 4)
+    sums = T.decl_buffer(shape, "int32", data=T.alloc_buffer(shape, "int32").data)
+    high = materialize(end - first)
+    blocks = materialize((panels[1] - panels[0]) * high)
+    depth = task.layout.tiles
+    share = -(-rows * tiles.ROWS // depth)
+
+    def block(number: Expr) -> _Block:
+        p = materialize(panels[0] + T.truncdiv(number, high))
+        own = materialize((first + T.truncmod(number, high)) * HEIGHT)
+        return _Block(p, own, materialize(T.truncmod(number, T.int64(2))))
+
+    def height(block: _Block) -> Expr:
+        return T.min(T.int64(rows * tiles.ROWS), task.count - block.own)
+
+    def features(block: _Block) -> list[list[Expr]]:
+        return [[let(value) for value in task.features(block.p, c)] for c in range(COLUMNS)]
+
+    with T.serial(blocks) as number:
+        now, before = block(number), block(T.max(number - 1, T.int64(0)))
+        left = materialize(T.Select(number > 0, height(before), T.int64(0)))
+        kept = features(before)
+
+        def behind(k: Expr) -> None:
+            begin = materialize(T.min(k * share, left))
+            task.write(before, sums, kept, begin, materialize(T.min(begin + share, left)))
+            task.ask_for_y(now, k * share, share)
+
+        starts = [materialize(task.start(now, r)) for r in range(rows)]
+        for tile in range(rows * COLUMNS):
+            tiles.zero(tile)
+        task.products(now.p, starts, T.int64(0), T.int64(depth), behind)
+        for r, c in product(range(rows), range(COLUMNS)):
+            tiles.store_tile(r + rows * c, sums, [T.int64(r * COLUMNS + c), now.side * TILE], tiles.ROWS)
+    last = block(blocks - 1)
+    task.write(last, sums, features(last), T.int64(0), materialize(height(last)))

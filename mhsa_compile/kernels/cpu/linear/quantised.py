@@ -126,9 +126,8 @@ class _RowsOfBytes(PackedRows):
 
 @dataclass(frozen=True)
 class ProductOfBytes(Product):
-    def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
-        offset, lanes = self.columns[column]
-        bias, scale, total, *zeros = (load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:])
+    def scaled(self, value: Expr, row: Expr, features: list[Expr], lanes: int) -> Expr:
+        bias, scale, total, *zeros = features
         rows = self.rows
         assert isinstance(rows, _RowsOfBytes)
         value = value - splat(rows.zero, lanes) * total

@@ -61,7 +61,7 @@ class CpuTileLinearKernel:
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)
-        run = product_function("linear", layout, profile, config, product=TileProduct, deal=tile_tasks)
+        run = product_function("linear", layout, profile, config, product=TileProduct, deal=_tasks)
         return Emitted(run, pack(layout), layout.packed)
 
 
@@ -72,6 +72,11 @@ class TileLayout(PackedLayout):
     @property
     def steps(self) -> int:
         return self.tiles * Tiles.steps
+
+    @property
+    def pitch(self) -> int:
+        """An odd number of cache lines: sixteen rows then lie in sixteen different sets of the first cache."""
+        return (self.tiles | 1) * Tiles.steps * self.unit.group
 
     @property
     def tiles(self) -> int:
@@ -86,9 +91,9 @@ class Sums:
     data: Expr
 
     @staticmethod
-    def of(group: int, dtype: str) -> Sums:
+    def of(group: int) -> Sums:
         shape = (ROWS * COLUMNS, tiles.PAGE // 4 * -(-group // 4))
-        return Sums(T.decl_buffer(shape, dtype, data=T.alloc_buffer(shape, dtype).data))
+        return Sums(T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data))
 
     def at(self, block: Expr, tile: int, row: Expr | int = 0) -> list[Expr]:
         """Row `row` of a tile of sums."""
@@ -107,8 +112,15 @@ class Sums:
 class TileProduct(Product):
     """What is multiplied by tiles."""
 
-    def products(self, p: Expr, starts: list[Expr], first: Expr, end: Expr) -> None:
-        """C += x[starts ..., tiles first .. end of K] times those of panel p."""
+    def products(
+        self,
+        p: Expr,
+        starts: list[Expr],
+        first: Expr,
+        end: Expr,
+        behind: Callable[[Expr], None] = lambda k: None,
+    ) -> None:
+        """C += x[starts ..., tiles first .. end of K] times those of panel p, and behind(k) after each tile of K."""
         layout, unit, x = self.layout, self.layout.unit, self.rows.data
         width = int(x.shape[1])
         with T.serial(first, end) as k:
@@ -125,10 +137,7 @@ class TileProduct(Product):
             # A block of rows asks for its share of the panel after this one.
             slot = T.truncmod(T.truncdiv(starts[0], T.int64(HEIGHT)), T.int64(SHARES)) * layout.tiles + k
             self._ask((p + 1) * (layout.words * layout.panel) + slot * (ASKED * self._line), ASKED)
-
-    def store(self, row: Expr, column: Expr, value: Expr, lanes: int) -> None:
-        """y[row, column ...] of a whole vector."""
-        vectors.store(self.y, [row, column], tiles.narrowed(value), lanes)
+            behind(k)
 
     def write(self, p: Expr, own: Expr, starts: list[Expr], sums: Sums, block: Expr) -> None:
         """y[own ..., panel p] of a block's sums, of which some rows, up to `own`, are another block's. The last panel is
@@ -146,7 +155,7 @@ class TileProduct(Product):
                     value = load(sums.data, sums.at(block, r + len(starts) * c, i), lanes)
                     value = let(self.result(value, row, p, c))
                     if width >= offset + lanes:
-                        self.store(row, column + offset, value, lanes)
+                        vectors.store(self.y, [row, column + offset], tiles.narrowed(value), lanes)
                         continue
                     for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
                         piece = vectors.part(value, start, size, lanes)
@@ -163,7 +172,7 @@ class TileProduct(Product):
                     columns(rest, T.int64(whole * panel), r)
 
 
-def tile_tasks(task: TileProduct, cores: int, config: Config) -> None:
+def _tasks(task: TileProduct, cores: int, config: Config) -> None:
     """Deals panels and blocks of rows to the threads."""
     panels, count = T.int64(task.layout.panels), task.count
     heights = materialize(ceil_div(count, HEIGHT))
@@ -183,7 +192,7 @@ def _task(task: TileProduct, config: Config, p: Expr, first: Expr, end: Expr) ->
     group = config["group"]
     parts = -(-task.layout.tiles // config["depth"])
     depth = -(-task.layout.tiles // parts)
-    sums, count = Sums.of(group, task.layout.unit.sums), task.count
+    sums, count = Sums.of(group), task.count
     tiles.configure(T.min(count, T.int64(tiles.ROWS)))
 
     def body(rows: int) -> None:
