@@ -29,9 +29,6 @@ from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp, QuantisedLinearOp
 
-TILE = tiles.ROWS * tiles.ROWS
-"""Elements of a tile of sums."""
-
 
 class CpuTileInt8LinearKernel:
     """Packed-weight matrix product on tiles of bytes, of floats that are rounded row by row."""
@@ -61,7 +58,7 @@ class CpuTileInt8LinearKernel:
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)
-        run = product_function("linear", layout, profile, config, product=_Product, deal=_tasks)
+        run = product_function("linear", layout, profile, config, product=_OverlappedProduct, deal=_tasks)
         return Emitted(run, pack(layout), layout.packed)
 
 
@@ -94,22 +91,26 @@ class _TileLayoutOfBytes(TileLayout, LayoutOfBytes):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BlockOfSums:
     """A block of the product, panel p times rows from `own` on; its sums are number `side` of two."""
 
     p: Expr
     own: Expr
     side: Expr
 
+    def sums(self, column: int, i: Expr) -> list[Expr]:
+        """Where those of row `own` + i begin. Tiles that moved back reach up to a tile before the first row."""
+        return [T.int64(column), self.side * (tiles.PAGE // 4) + (tiles.ROWS + i) * tiles.ROWS]
+
 
 @dataclass(frozen=True)
-class _Product(TileProduct):
-    def start(self, block: _Block, r: Expr | int) -> Expr:
+class _OverlappedProduct(TileProduct):
+    def start(self, block: _BlockOfSums, r: int) -> Expr:
         """The first row of tile r: the last tile moves back so far that it is whole."""
         last = T.max(T.int64(0), self.count - tiles.ROWS)
         return T.min(block.own + tiles.ROWS * r, last)
 
-    def write(self, block: _Block, sums: Expr, features: list[list[Expr]], first: Expr, end: Expr) -> None:
+    def write_rows(self, block: _BlockOfSums, sums: Expr, features: list[list[Expr]], first: Expr, end: Expr) -> None:
         """Rows first .. end of a block of y, of its sums. The last panel is padded: its real columns alone are
         written."""
         panel = self.layout.panel
@@ -117,10 +118,9 @@ class _Product(TileProduct):
 
         def columns(width: int, column: Expr) -> None:
             with T.serial(first, end) as i:
-                row, r = materialize(block.own + i), materialize(T.truncdiv(i, T.int64(tiles.ROWS)))
-                place = materialize((row - self.start(block, r)) * tiles.ROWS + block.side * TILE)
+                row = materialize(block.own + i)
                 for c, (offset, lanes) in enumerate(self.columns):
-                    value = load(sums, [r * COLUMNS + c, place], lanes)
+                    value = load(sums, block.sums(c, i), lanes)
                     value = let(self.scaled(value, row, features[c], lanes))
                     for start, size in chunks(min(lanes, max(0, width - offset)), lanes):
                         store_narrow(self.y, [row, column + offset + start], part(value, start, size, lanes), size)
@@ -135,7 +135,7 @@ class _Product(TileProduct):
                     columns(rest, T.int64(whole * panel))
         self.apply_epilogue(block.p, block.own + first, block.own + end)
 
-    def ask_for_y(self, block: _Block, first: Expr, rows: int) -> None:
+    def ask_for_y(self, block: _BlockOfSums, first: Expr, rows: int) -> None:
         for i in range(rows):
             for offset, _ in self.columns:
                 place = [block.own + first + i, block.p * self.layout.panel + offset]
@@ -143,19 +143,20 @@ class _Product(TileProduct):
 
 
 @dataclass(frozen=True)
-class _ProductOfBytes(_Product, ProductOfBytes):
+class _ProductOfBytes(_OverlappedProduct, ProductOfBytes):
     pass
 
 
-def _tasks(task: _Product, cores: int, config: Config) -> None:
+def _tasks(task: _OverlappedProduct, cores: int, config: Config) -> None:
     """Deals panels and blocks of rows to the threads: a task has up to `height` blocks of rows, and panels until it has
     `blocks` of the product, if that leaves a task for each thread."""
     count, panels = task.count, task.layout.panels
     heights = materialize(ceil_div(count, HEIGHT))
     fair = cores // gcd(cores, panels)
     wanted = materialize(ceil_div(ceil_div(heights, config["height"]), fair) * fair)
-    parts = materialize(T.max(T.int64(1), T.min(heights, wanted)))
-    width = materialize(ceil_div(T.int64(config["blocks"]), T.max(T.int64(1), T.truncdiv(heights, parts))))
+    parts = materialize(T.min(heights, wanted))  # none of no rows
+    high = T.truncdiv(heights, T.max(T.int64(1), parts))
+    width = materialize(ceil_div(T.int64(config["blocks"]), T.max(T.int64(1), high)))
     shared = materialize(ceil_div(ceil_div(T.int64(panels), width), cores) * cores)
     strips = materialize(T.min(T.int64(panels), shared))
     with T.parallel(parts * strips) as index:
@@ -174,24 +175,25 @@ def _tasks(task: _Product, cores: int, config: Config) -> None:
         tiles.release()
 
 
-def _task(task: _Product, rows: int, panels: list[Expr], first: Expr, end: Expr) -> None:
+def _task(task: _OverlappedProduct, rows: int, panels: list[Expr], first: Expr, end: Expr) -> None:
     """Panels panels[0] .. panels[1] times blocks first .. end of x, of so many tiles of rows."""
-    shape = (ROWS * COLUMNS, tiles.PAGE // 4)
+    shape = (COLUMNS, 2 * tiles.PAGE // 4)
     sums = T.decl_buffer(shape, "int32", data=T.alloc_buffer(shape, "int32").data)
     high = materialize(end - first)
     blocks = materialize((panels[1] - panels[0]) * high)
+    assert isinstance(task.layout, TileLayout)
     depth = task.layout.tiles
     share = -(-rows * tiles.ROWS // depth)
 
-    def block(number: Expr) -> _Block:
+    def block(number: Expr) -> _BlockOfSums:
         p = materialize(panels[0] + T.truncdiv(number, high))
         own = materialize((first + T.truncmod(number, high)) * HEIGHT)
-        return _Block(p, own, materialize(T.truncmod(number, T.int64(2))))
+        return _BlockOfSums(p, own, materialize(T.truncmod(number, T.int64(2))))
 
-    def height(block: _Block) -> Expr:
+    def height(block: _BlockOfSums) -> Expr:
         return T.min(T.int64(rows * tiles.ROWS), task.count - block.own)
 
-    def features(block: _Block) -> list[list[Expr]]:
+    def features(block: _BlockOfSums) -> list[list[Expr]]:
         return [[let(value) for value in task.features(block.p, c)] for c in range(COLUMNS)]
 
     with T.serial(blocks) as number:
@@ -201,7 +203,7 @@ def _task(task: _Product, rows: int, panels: list[Expr], first: Expr, end: Expr)
 
         def behind(k: Expr) -> None:
             begin = materialize(T.min(k * share, left))
-            task.write(before, sums, kept, begin, materialize(T.min(begin + share, left)))
+            task.write_rows(before, sums, kept, begin, materialize(T.min(begin + share, left)))
             task.ask_for_y(now, k * share, share)
 
         starts = [materialize(task.start(now, r)) for r in range(rows)]
@@ -209,6 +211,6 @@ def _task(task: _Product, rows: int, panels: list[Expr], first: Expr, end: Expr)
             tiles.zero(tile)
         task.products(now.p, starts, T.int64(0), T.int64(depth), behind)
         for r, c in product(range(rows), range(COLUMNS)):
-            tiles.store_tile(r + rows * c, sums, [T.int64(r * COLUMNS + c), now.side * TILE], tiles.ROWS)
+            tiles.store_tile(r + rows * c, sums, now.sums(c, starts[r] - now.own), tiles.ROWS)
     last = block(blocks - 1)
-    task.write(last, sums, features(last), T.int64(0), materialize(height(last)))
+    task.write_rows(last, sums, features(last), T.int64(0), materialize(height(last)))
