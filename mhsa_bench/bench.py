@@ -119,13 +119,13 @@ def _check_returns_y_alone(artifact: Artifact) -> None:
 
 def _time(problem: Problem, peers: Iterable[Peer], dtype: str, threads: int, seconds: float) -> _Timed:
     """Times all candidates in one process and in turns, the limits among them."""
-    from mhsa_bench import roofline
+    from mhsa_bench import limits, roofline
 
     with ExitStack() as stack:
         ours = open_candidate(stack, Compiled(), problem, threads, problem.error_share)
         others = [attempt(stack, peer, problem, threads) for peer in peers]
         running = [ours, *(other for other in others if other.missing is None)]
-        peak = stack.enter_context(roofline.multiply_adds(detect(), threads, dtype))
+        peak = stack.enter_context(limits.products(detect(), threads, dtype))
         reading = stack.enter_context(roofline.reading(detect(), threads))
         for probe in (peak, reading):
             probe.run()

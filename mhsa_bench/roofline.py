@@ -6,7 +6,6 @@ limit is how near it comes to the one that binds it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ from tvm.tirx.script import builder as T
 
 from mhsa_bench.native_threads import together
 from mhsa_compile.hardware import host
-from mhsa_compile.hardware.profile import CpuProfile, detect
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, splat, store
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
-from mhsa_compile.runtime.artifact.manifest import Manifest
 
 ROUNDS = 1 << 20
 """About 4 ms on every machine that starts two FMAs a cycle: far above the cost of handing out work."""
@@ -33,8 +31,6 @@ TIMES_CACHE = 8
 """The bandwidth is measured on arrays so many times the last-level cache, of which little can stay there."""
 DEFAULT_CACHE_KIB = 32 << 10
 """The last-level cache of a machine that does not tell."""
-BESIDE_PROFILE = 9
-"""Runs of each loop, of which the fastest counts, where a limit is measured by itself and not in turns."""
 
 
 @dataclass(frozen=True)
@@ -43,36 +39,6 @@ class Probe:
 
     run: Callable[[], None]
     amount: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """gflops of multiply-adds by kind of operation; bytes read from memory; bytes of the last-level cache."""
-
-    gflops: dict[str, float]
-    bandwidth_gbs: float
-    cache_bytes: int
-
-
-def measured_limits(manifest: Manifest, threads: int) -> Limits:
-    """What this machine can do at best for the operations of one artifact, beside a profile of its calls. Linears with
-    weights of eight bits, and float32 by terms, have no rate, as none is measured."""
-    dtypes = {one.dtype for one in manifest.semantics}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    with multiply_adds(detect(), threads, dtype) as peak, reading(detect(), threads) as memory:
-        gflops = peak.amount / _least_seconds(peak.run) / 1e9
-        bandwidth = memory.amount / _least_seconds(memory.run) / 1e9
-    kinds = {"attention"} if manifest.int8_weights else {"attention", "linear"}
-    return Limits(dict.fromkeys(sorted(kinds - manifest.kinds_by_terms), gflops), bandwidth, last_level_cache())
-
-
-def _least_seconds(run: Callable[[], None]) -> float:
-    times = []
-    for _ in range(BESIDE_PROFILE):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def last_level_cache() -> int:

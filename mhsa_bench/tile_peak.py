@@ -6,9 +6,6 @@ is a thread's own, so each call loads it at its start and releases it at its end
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +18,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_bench.native_threads import together
 from mhsa_bench.roofline import Probe
-from mhsa_compile.hardware import host
+from mhsa_compile.hardware import host, tile_permission
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument
 
@@ -37,21 +34,13 @@ FLOPS = 2 * ROWS * COLUMNS * DEPTH
 """Of one product of tiles of bfloat16."""
 TILE_BYTES = 1024
 
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-
 
 def why_no_tiles() -> str | None:
     """None once this process may use tiles of bfloat16, which is asked for here; else what keeps it from them."""
     if missing := [feature for feature in FEATURES if feature not in host.cpu_features()]:
         return f"the CPU has no {' and no '.join(missing)}"
-    if platform.system() != "Linux":
-        return f"no way is known to ask {platform.system()} for them"
-    system = ctypes.CDLL(None, use_errno=True)
-    system.syscall.restype = ctypes.c_long
-    words = (ctypes.c_long(word) for word in (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))
-    if system.syscall(*words) == 0:
-        return None
-    return f"Linux does not permit them: {errno.errorcode.get(ctypes.get_errno(), ctypes.get_errno())}"
+    reason = tile_permission.refusal()
+    return f"tiles are refused: {reason}" if reason else None
 
 
 @contextmanager

@@ -39,9 +39,9 @@ def attributes(features: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"+{_LLVM[feature]}" for feature in features)
 
 
-def lacking(config: Mapping[str, Any], root: Path = host.ROOT) -> str | None:
+def lacking(config: Mapping[str, Any], root: Path = host.ROOT, *, beside: frozenset[str] = frozenset()) -> str | None:
     """Why this CPU cannot run code for a target (the argument of `tvm.target.Target`, with its `mtriple`); None where
-    it can."""
+    it can. `beside`: features that an emulator adds."""
     from tvm.target import Target, codegen
 
     architecture = config["mtriple"].partition("-")[0]
@@ -51,7 +51,7 @@ def lacking(config: Mapping[str, Any], root: Path = host.ROOT) -> str | None:
         features = {
             CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO
         }
-    missing = features - host.usable_features(root)
+    missing = features - beside - host.usable_features(root)
     return f"this CPU lacks {' '.join(sorted(missing))}" if missing else None
 
 

@@ -73,7 +73,7 @@ def _against_limits(report: CallProfile, manifest: Manifest) -> tuple[CallProfil
         require_compiler()
     except InstallationError as error:
         return report, str(error)
-    from mhsa_bench.roofline import measured_limits
+    from mhsa_bench.limits import measured_limits
 
     limits = measured_limits(manifest, report.threads)
     return report.against(limits.gflops, limits.bandwidth_gbs, limits.cache_bytes), None

@@ -1,12 +1,11 @@
-"""Linears on matrix tiles: blocks of 32 rows by 32 columns, K in parts whose share of the weights the first cache holds.
+"""Linears on matrix tiles: blocks of 32 rows by 32 columns, K in parts whose share of the weights the first cache
+holds.
 
-A task is a panel of 32 features against a block of rows of x. For a group of tiles of rows and each part of K, two by two
-tiles sum up; what is summed waits in a scratch that the first cache holds as well, until a part adds to it.
-"""
+A task is a panel of 32 features against a block of rows of x. For a group of tiles of rows and each part of K, two by
+two tiles sum up; what is summed waits in a scratch that the first cache holds as well, until a part adds to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -15,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.formats.choice import FORMATS, store_narrow
+from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.microkernel import Product
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
@@ -27,10 +26,11 @@ from mhsa_compile.kernels.cpu.units.tiles import Tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 
-ROWS, COLUMNS = 2, 3
-"""Tiles of the sums: with two by three, A and B are loaded from the second cache fast enough, with two by two not."""
+ROWS, COLUMNS = 1, 2
+"""Tiles of the sums. Where another thread of the core multiplies as well, a tile that is loaded waits the longer the
+more tiles hold something: with four of them loads take half the time that they take with eight."""
 HEIGHT = ROWS * tiles.ROWS
-ASKED, SHARES = 3, 16
+ASKED, SHARES = 2, 16
 """Cache lines of the next panel that a step asks for, and how many blocks of rows ask for all of it."""
 
 
@@ -51,13 +51,16 @@ class CpuTileLinearKernel:
         return TileLayout(op, format_of(op), tiles.BFLOAT16, COLUMNS)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return {"block": (2, 4, 8, 16, 32), "depth": (4, 8, 12, 16, 24, 48), "group": (1, 2, 4, 8)}
+        return {"block": (4, 8, 16, 32, 64), "depth": (4, 8, 12, 16, 24, 48), "group": (1, 2, 4, 8)}
 
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         return unknown_knobs(config, ("block", "depth", "group"))
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 8, "depth": 24, "group": 1}
+        """Rows of x that the second cache holds beside the weights; parts of K and sums that the first one does."""
+        row_bytes = self.layout(op).tiles * tiles.ROW_BYTES
+        block = profile.hardware.l2_kib * 1024 * 3 // 8 // (HEIGHT * row_bytes)
+        return {"block": max(4, min(32, block)), "depth": 12, "group": 8}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)
@@ -140,8 +143,8 @@ class TileProduct(Product):
             behind(k)
 
     def write(self, p: Expr, own: Expr, starts: list[Expr], sums: Sums, block: Expr) -> None:
-        """y[own ..., panel p] of a block's sums, of which some rows, up to `own`, are another block's. The last panel is
-        padded: only its real columns are written."""
+        """y[own ..., panel p] of a block's sums, of which some rows, up to `own`, are another block's. The last panel
+        is padded: only its real columns are written."""
         panel = self.layout.panel
         whole, rest = divmod(self.layout.op.out_features, panel)
 

@@ -282,6 +282,8 @@ def pack_transposed(
             read_rows = [let(read(row, square * size, size)) for row in numbers]
             for e, column in enumerate(transpose(read_rows)):
                 store(packed, [square * size + e, first], column, size)
+        if squares * size == width:
+            return
         with T.serial(T.int64(squares * size), T.int64(width)) as e:
             for i, row in enumerate(numbers):
                 store(packed, [e, first + i], read(row, e, 1), 1)

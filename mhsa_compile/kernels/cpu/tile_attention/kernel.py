@@ -1,11 +1,9 @@
-"""Attention on matrix tiles: every operation that the vector kernel takes in bfloat16, on a CPU that has them.
+"""Attention on matrix tiles, of bfloat16 or of float32 that is multiplied as that, on a CPU that has them.
 
-First V^T of all heads goes into tiles, which all queries of a head share; then the tasks, as the vector kernel has them.
-"""
+First V^T of all heads goes into tiles, which all queries of a head share; then the tasks, as the vector kernel has
+them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -23,7 +21,7 @@ from mhsa_compile.kernels.cpu.attention.kernel import (
     split_pairs,
     tile_and_runs,
 )
-from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
@@ -31,10 +29,11 @@ from mhsa_compile.kernels.cpu.simd.vectors import materialize
 from mhsa_compile.kernels.cpu.tile_attention import powers
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
 from mhsa_compile.kernels.cpu.tile_attention.task import TileAttentionTask
-from mhsa_compile.kernels.cpu.tile_attention.values import FEATURES, KEYS, ValueTiles
+from mhsa_compile.kernels.cpu.tile_attention.values import FEATURES, KEYS, KeyValueTiles
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.spec.float32_products import Float32Products
 
 
 class CpuTileAttentionKernel(CpuAttentionKernel):
@@ -43,8 +42,8 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
     name = "cpu.attention_on_tiles"
 
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
-        if op.dtype != "bfloat16":
-            return f"bfloat16, not {op.dtype}"
+        if op.dtype != "bfloat16" and op.float32_products != "bf16":
+            return f"bfloat16, or float32 multiplied as that, not {op.dtype}"
         if not tiles.BFLOAT16.is_on(profile):
             return "a CPU with amx_bf16"
         if op.head_dim % KEYS or op.v_head_dim % FEATURES:
@@ -52,6 +51,12 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
         if op.any_step("fades"):
             return "no bias that is counted from an origin of each row"
         return super().why_not(op, profile)
+
+    def float32_products(self, op: AttentionOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
+        return ("bf16",)
+
+    def exact_products(self, op: AttentionOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
+        return ()
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (16, 32), "keys": (64, 128, 192, 256, 512)}
@@ -64,7 +69,8 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
         return None
 
     def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
-        return {"queries": 32, "keys": 128}
+        # As many chunks of keys in a block as tiles of features: each chunk adds one of them for the block before.
+        return {"queries": 32, "keys": KEYS * min(8, max(2, op.v_head_dim // tiles.ROWS))}
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
         config = {**config, "key_tile": KEYS}
@@ -79,7 +85,7 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
         views = plan_arguments(sparsity)
         y = arguments.output()
         with unit.imported(), T.attr(0, "pragma_import_llvm", powers.TEXT):
-            values = ValueTiles.of(arguments)
+            values = KeyValueTiles.of(arguments)
             batch, q_length = arguments.batch, arguments.q_length
             count = materialize(ceil_div(q_length, queries))
             total = materialize(batch * T.int64(op.num_heads) * count)

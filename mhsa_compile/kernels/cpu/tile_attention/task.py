@@ -6,15 +6,17 @@
         P^T = 2^(S^T - m), l += sum P^T      vectors, down the columns: queries are lanes
         where a sum shows that m is too low: m = the maximum, and what was summed up before shrinks
 
-Nothing looks for a maximum unless the sum of a chunk exceeds LIMIT: a prob of 2^13 is as exact as one of 1. A row that has
-seen nothing has m = -inf, and whatever it sees then shows.
-"""
+Nothing looks for a maximum unless the sum of a chunk exceeds LIMIT: a prob of 2^13 is as exact as one of 1. A row that
+has seen nothing has m = -inf, and whatever it sees then shows."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
@@ -24,7 +26,7 @@ from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
-from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
     constant,
@@ -37,7 +39,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.cpu.tile_attention import powers
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
-from mhsa_compile.kernels.cpu.tile_attention.values import KEYS, ValueTiles
+from mhsa_compile.kernels.cpu.tile_attention.values import KEYS, KeyValueTiles
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.tiles import Tiles
 
@@ -49,7 +51,7 @@ _COUNT, _FIRST, _SIDE, _FRESH = range(4)
 class TileAttentionTask:
     """Scratch is allocated where it is constructed: inside the loop over tasks, so per thread.
 
-    s (2 columns, PAGE / 4)        scores, a tile a row
+    s (2 columns, 2 * 256)         scores of two chunks, a tile a row
     p (2, chunks, columns, 256)    words of probs, of this block and of the one before
     o (F / 16, columns, 256)       O^T in float32
     """
@@ -58,7 +60,7 @@ class TileAttentionTask:
         self,
         operands: TaskOperands,
         visibility: TileMask,
-        values: ValueTiles,
+        values: KeyValueTiles,
         place: list[Expr],
         unit: Tiles,
         keys: int,
@@ -67,13 +69,14 @@ class TileAttentionTask:
         self.operands, self.op, self.visibility, self.values, self.unit = operands, op, visibility, values, unit
         self.queries, self.columns = visibility.queries, len(visibility.columns)
         self.place, self.chunks, self.features = place, keys // KEYS, op.v_head_dim // tiles.ROWS
+        self.share = -(-self.features // self.chunks)
         self.q_t = scratch((op.head_dim // 2, self.queries), "int32")
-        self.s = scratch((2 * self.columns, tiles.PAGE // 4))
+        self.s = scratch((2 * self.columns, 2 * 256))
         self.p = scratch((2, self.chunks, self.columns, 256), "int32")
         self.o = scratch((self.features, self.columns, 256))
-        self.k = scratch((KEYS, op.head_dim), "uint16")
+        self.k = scratch((KEYS, op.head_dim), "uint16") if values.keys is None else None
         self.reference, self.row_sum, self.chunk_sum = (scratch((self.queries,)) for _ in range(3))
-        self.state = T.alloc_buffer((4,), "int64")
+        self.state, self.factors = T.alloc_buffer((4,), "int64"), T.alloc_buffer((2,), "float32")
         self.factor = score_factor(op)
         self.changes = any(step.elementwise or step.cpu_tile is not None for step in op.scores)
         """Whether scores are brought to units of log2, and changed, before they become probs."""
@@ -90,10 +93,8 @@ class TileAttentionTask:
         """Packs Q^T; rows have seen nothing, or nothing but their sink."""
         op, query = self.op, self.operands.query
 
-        def read(row: Expr, step: Expr, count: int) -> Expr:
-            return T.reinterpret(
-                vectors.vector_type("int32", count), load(query.buffer, query.at(row, step * 2), 2 * count)
-            )
+        def read(row: Expr, step: Expr, _: int) -> Expr:
+            return T.reinterpret("int32x16", powers.row_of_bfloat16(query.buffer, query.at(row, step * 2)))
 
         vectors.pack_transposed(self.q_t, self.queries, op.head_dim // 2, LANES, self.operands.query_rows, read)
         self.visibility.prepare()
@@ -116,23 +117,26 @@ class TileAttentionTask:
     def end(self, output: HeadView) -> None:
         """Y = O / l, and zeros where a row saw nothing."""
         self._add_pending(T.int64(0), T.int64(self.features))
-        rows = materialize(T.min(T.int64(self.queries), self.visibility.q_length - self.visibility.first_query))
+        count = materialize(T.min(T.int64(self.queries), self.visibility.q_length - self.visibility.first_query))
         for c, (first, lanes) in enumerate(self.visibility.columns):
             total = let(load(self.row_sum, [T.int64(first)], lanes))
             zero = constant(0.0, lanes)
             inverse = let(T.Select(total == zero, zero, constant(1.0, lanes) / total))
-            with T.serial(T.int64(self.features // 2)) as pair:
-                words = []
-                for row in range(0, 32, 2):
-                    both = (
-                        load(self.o, [pair * 2 + r // 16, T.int64(c), T.int64(r % 16 * LANES)], LANES) * inverse
-                        for r in (row, row + 1)
-                    )
-                    words.append(let(powers.pairs(*both)))
-                for lane, line in enumerate(vectors.transpose(words)):
-                    with T.If(first + lane < rows), T.Then():
-                        index = output.at(self.visibility.first_query + first + lane, pair * 32)
-                        store(output.buffer, index, T.reinterpret("bfloat16x32", line), 32)
+            # So many features are a vector of the output, which becomes a square.
+            together = 2 if self.op.dtype == "bfloat16" else 1
+            with T.serial(T.int64(self.features // together)) as part:
+
+                def row(number: int) -> Expr:
+                    at = [part * together + number // LANES, T.int64(c), T.int64(number % LANES * LANES)]
+                    return load(self.o, at, LANES) * inverse
+
+                rows = [row(number) for number in range(LANES * together)]
+                words = rows if together == 1 else [powers.pairs(*rows[i : i + 2]) for i in range(0, 2 * LANES, 2)]
+                for lane, line in enumerate(vectors.transpose([let(word) for word in words])):
+                    with T.If(first + lane < count), T.Then():
+                        at = output.at(self.visibility.first_query + first + lane, part * (LANES * together))
+                        line = line if together == 1 else T.reinterpret("bfloat16x32", line)
+                        store(output.buffer, at, line, LANES * together)
 
     # ---- The visitor of keys
 
@@ -140,79 +144,152 @@ class TileAttentionTask:
         pass
 
     def add_group(self, group: KeyGroup) -> None:
-        """A chunk: its scores, a share of the block before, its probs."""
+        """A chunk: its scores, and meanwhile the probs of the one before and a share of the block before."""
         chunk = materialize(T.truncdiv(group.base, T.int64(KEYS)))
-        self._multiply_keys(group)
-        share = -(-self.features // self.chunks)
-        first = materialize(T.min(chunk * share, T.int64(self.features)))
-        self._add_pending(first, materialize(T.min(first + share, T.int64(self.features))))
+        first = materialize((chunk - 1) * self.share)
         changed = self.changes or group.hides
-        if changed:
-            self._change(group)
-        factor = 1.0 if changed else self.factor
+        store(self.factors, [chunk & T.int64(1)], T.float32(1.0 if changed else self.factor), 1)
 
-        def weigh() -> None:
-            self._weigh(chunk, factor)
+        def apart() -> None:
+            self._multiply_keys(group, chunk)
+            if changed:
+                self._change(group, chunk)
+            with T.If(chunk > 0), T.Then():
+                self._add_pending(first, materialize(T.min(first + self.share, T.int64(self.features))))
+                self._add_probs(materialize(chunk - 1))
 
-        fresh = self._get(_FRESH) != T.int64(0)
-        with T.If(T.Not(fresh)), T.Then():
-            weigh()
-        with T.If(fresh):
-            with T.Then():
-                self._raise(chunk, factor, weigh, fresh=True)
+        if group.hides:
+            return apart()
+
+        def together(values: Sequence[Callable[[], None]]) -> None:
+            # Scores first: they are waited for at the next chunk.
+            self._weigh(materialize(chunk - 1), [*self._key_steps(group, chunk), *values])
+            if changed:
+                self._change(group, chunk)
+            self._check(materialize(chunk - 1))
+
+        with T.If(T.And(chunk > 0, self._get(_FRESH) == T.int64(0))):
+            with T.Then(), T.If(self._fits(first)):
+                with T.Then():
+                    together(self._value_steps(first))
+                with T.Else():
+                    self._add_pending(first, materialize(T.min(first + self.share, T.int64(self.features))))
+                    together([])
             with T.Else():
-                with T.If(self._exceeds()), T.Then():
-                    self._raise(chunk, factor, weigh, fresh=False)
-        self._set(_FRESH, T.int64(0))
-        for first_lane, lanes in self.visibility.columns:
-            at = [T.int64(first_lane)]
-            store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.chunk_sum, at, lanes), lanes)
+                apart()
 
     def end_block(self, block: VisitedBlock) -> None:
         """What is left of the block before; this one waits in its place."""
-        share = -(-self.features // self.chunks)
-        done = materialize(T.min(block.groups * share, T.int64(self.features)))
-        self._add_pending(done, T.int64(self.features))
-        first = materialize(T.truncdiv(block.first_key, T.int64(KEYS)))
+        last = materialize(block.groups - 1)
+        first = materialize(T.min(last * self.share, T.int64(self.features)))
+        with T.If(self._fits(first)):
+            with T.Then():
+                self._weigh(last, self._value_steps(first))
+                self._check(last)
+                self._add_pending(materialize(first + self.share), T.int64(self.features))
+            with T.Else():
+                self._add_probs(last)
+                self._add_pending(first, T.int64(self.features))
+        chunk = materialize(T.truncdiv(block.first_key, T.int64(KEYS)))
         self._set(_COUNT, block.groups)
-        self._set(_FIRST, first)
+        self._set(_FIRST, chunk)
         self._set(_SIDE, T.int64(1) - self._get(_SIDE))
         if block.hides is None:
             return
-        with T.If(T.And(block.hides, self._holds_non_finite(first, block.groups))), T.Then():
+        with T.If(T.And(block.hides, self._holds_non_finite(chunk, block.groups))), T.Then():
             self._add_visible(block)
             self._set(_COUNT, T.int64(0))
 
+    def _fits(self, first: Expr) -> Expr:
+        """Whether the block before is a full one, with a whole share of features from `first` on, and no row is new."""
+        full = T.And(self._get(_COUNT) == T.int64(self.chunks), self._get(_FRESH) == T.int64(0))
+        return T.And(full, first + self.share <= T.int64(self.features))
+
+    def _add_probs(self, chunk: Expr) -> None:
+        """The probs of a chunk whose scores are there, and their sums."""
+        fresh = self._get(_FRESH) != T.int64(0)
+        with T.If(fresh):
+            with T.Then():
+                self._raise(chunk, fresh=True)
+                self._set(_FRESH, T.int64(0))
+                self._add_sums()
+            with T.Else():
+                self._weigh(chunk)
+                self._check(chunk)
+
+    def _check(self, chunk: Expr) -> None:
+        """Adds up the sums of a chunk, whose probs are computed anew if they exceed what they may."""
+        with T.If(self._exceeds()), T.Then():
+            self._raise(chunk, fresh=False)
+        self._add_sums()
+
+    def _add_sums(self) -> None:
+        for first, lanes in self.visibility.columns:
+            at = [T.int64(first)]
+            store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.chunk_sum, at, lanes), lanes)
+
     # ---- Products
 
-    def _multiply_keys(self, group: KeyGroup) -> None:
+    def _multiply_keys(self, group: KeyGroup, chunk: Expr) -> None:
         """Scores of a chunk, in units of the products."""
         op, key = self.op, self.operands.key
-        if group.hides:
+        if group.hides and self.k is not None:
             # Rows that are not there are the last one again.
             for r, row in enumerate(group.rows):
                 with T.serial(T.int64(op.head_dim // KEYS)) as part:
                     elements = load(key.buffer, key.at(row, part * KEYS), KEYS)
                     store(self.k, [T.int64(r), part * KEYS], T.reinterpret("uint16x32", elements), KEYS)
-        for tile in range(2 * self.columns):
-            tiles.zero(tile)
+        for step in self._key_steps(group, chunk):
+            step()
+
+    def _key_steps(self, group: KeyGroup, chunk: Expr) -> list[Callable[[], None]]:
+        """S^T += K Q^T, two products each."""
+        op, key = self.op, self.operands.key
         pitch = key.buffer.shape[-1]
-        for step in range(op.head_dim // self.unit.depth):
 
-            def left(r: int, step: int = step) -> None:
-                column = T.int64(step * self.unit.depth)
-                if group.hides:
-                    tiles.load_tile(tiles.LEFT, self.k, [T.int64(16 * r), column], op.head_dim)
-                else:
-                    tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[16 * r], column), pitch)
-
-            def right(c: int, step: int = step) -> None:
-                at = [T.int64(step * self.unit.steps), T.int64(16 * c)]
+        def multiply(r: int, step: int) -> None:
+            column = T.int64(step * self.unit.depth)
+            if step == 0:
+                for c in range(self.columns):
+                    tiles.zero(c)
+            if self.values.keys is not None:
+                at = [*self.place, T.truncdiv(group.first_key, T.int64(KEYS)), T.int64(tiles.ROWS * r), column]
+                tiles.load_tile(tiles.LEFT, self.values.keys, at, op.head_dim)
+            elif group.hides:
+                tiles.load_tile(tiles.LEFT, self.k, [T.int64(tiles.ROWS * r), column], op.head_dim)
+            else:
+                tiles.load_tile(tiles.LEFT, key.buffer, key.at(group.rows[tiles.ROWS * r], column), pitch)
+            for c in range(self.columns):
+                at = [T.int64(step * self.unit.steps), T.int64(LANES * c)]
                 tiles.load_tile(tiles.RIGHT, self.q_t, at, self.queries)
+                self.unit.product(c, tiles.LEFT, tiles.RIGHT)
+            if step == steps - 1:
+                for c in range(self.columns):
+                    tiles.store_tile(c, self.s, self._score(chunk, T.int64(0), r, c), LANES)
 
-            self.unit.add_block(2, self.columns, left, right)
-        for tile in range(2 * self.columns):
-            tiles.store_tile(tile, self.s, [T.int64(tile), T.int64(0)], LANES)
+        steps = op.head_dim // self.unit.depth
+        return [partial(multiply, r, step) for r in range(2) for step in range(steps)]
+
+    def _value_steps(self, first: Expr) -> list[Callable[[], None]]:
+        """O^T += V^T P^T of a full block that waits, for a share of the features; a chunk of keys each."""
+        chunk, side = (materialize(self._get(cell)) for cell in (_FIRST, _SIDE))
+
+        def multiply(number: int, step: int) -> None:
+            feature = first + number
+            places = [[feature, T.int64(c), T.int64(0)] for c in range(self.columns)]
+            if step == 0:
+                for c, place in enumerate(places):
+                    tiles.load_tile(c, self.o, place, LANES)
+            at = [*self.place, chunk + step, feature, T.int64(0), T.int64(0)]
+            tiles.load_tile(tiles.LEFT, self.values.tiles, at, KEYS)
+            for c in range(self.columns):
+                tiles.load_tile(tiles.RIGHT, self.p, [side, T.int64(step), T.int64(c), T.int64(0)], LANES)
+                self.unit.product(c, tiles.LEFT, tiles.RIGHT)
+            if step == self.chunks - 1:
+                for c, place in enumerate(places):
+                    tiles.store_tile(c, self.o, place, LANES)
+
+        return [partial(multiply, number, step) for number in range(self.share) for step in range(self.chunks)]
 
     def _add_pending(self, first: Expr, end: Expr) -> None:
         """O^T += V^T P^T of the block that waits, for features first .. end, in tiles of them."""
@@ -235,17 +312,19 @@ class TileAttentionTask:
 
     # ---- Scores and probs
 
-    def _score(self, row: Expr, r: int, c: int) -> list[Expr]:
+    def _score(self, chunk: Expr, row: Expr, r: int, c: int) -> list[Expr]:
         """Where the scores of key 16 r + row are, for a column of queries."""
-        return [T.int64(2 * c + r), row * LANES]
+        return [T.int64(2 * c + r), (chunk & T.int64(1)) * 256 + row * LANES]
 
-    def _change(self, group: KeyGroup) -> None:
+    def _change(self, group: KeyGroup, chunk: Expr) -> None:
         """Scores in units of log2, after all steps."""
         for r in range(2):
             with T.serial(T.int64(tiles.ROWS // _GROUP)) as part:
                 rows = [materialize(part * _GROUP + i) for i in range(_GROUP)]
                 tile = RegisterTile(_GROUP, self.visibility.columns)
-                tile.each(lambda i, c: load(self.s, self._score(rows[i], r, c), LANES) * constant(self.factor, LANES))
+                tile.each(
+                    lambda i, c: load(self.s, self._score(chunk, rows[i], r, c), LANES) * constant(self.factor, LANES)
+                )
                 keys = [
                     materialize(T.min(group.first_key + 16 * r + row, self.visibility.kv_length - 1)) for row in rows
                 ]
@@ -259,53 +338,78 @@ class TileAttentionTask:
                     )
                 for i in range(_GROUP):
                     for c in range(self.columns):
-                        store(self.s, self._score(rows[i], r, c), tile.get(i, c), LANES)
+                        store(self.s, self._score(chunk, rows[i], r, c), tile.get(i, c), LANES)
 
-    def _scores(self, row: Expr, r: int, c: int, factor: float) -> Expr:
-        score = load(self.s, self._score(row, r, c), LANES)
-        return score if factor == 1.0 else score * constant(factor, LANES)
+    def _scores(self, chunk: Expr, row: Expr, r: int, c: int, factor: Expr) -> Expr:
+        return load(self.s, self._score(chunk, row, r, c), LANES) * factor
 
-    def _weigh(self, chunk: Expr, factor: float) -> None:
-        """P^T = 2^(S^T - m) of a chunk, and its sums."""
+    def _factor(self, chunk: Expr) -> Expr:
+        return let(splat(self.factors[chunk & T.int64(1)], LANES))
+
+    def _weigh(self, chunk: Expr, among: Sequence[Callable[[], None]] = ()) -> None:
+        """P^T = 2^(S^T - m) of a chunk, and its sums; `among` come between them."""
+        factor = self._factor(chunk)
         sums = RegisterTile(1, self.visibility.columns)
         sums.fill(0.0)
         references = [let(load(self.reference, [T.int64(first)], lanes)) for first, lanes in self.visibility.columns]
         side = materialize(T.int64(1) - self._get(_SIDE))
+
+        def add(c: int, value: Expr) -> None:
+            sums.set(0, c, sums.get(0, c) + value)
+
+        def add_in_memory(c: int, value: Expr) -> None:
+            at = [T.int64(self.visibility.columns[c][0])]
+            store(self.chunk_sum, at, load(self.chunk_sum, at, LANES) + value, LANES)
+
+        def weigh(r: int, part: Expr | int, pair: int, c: int, add: Callable[[int, Expr], None] = add) -> None:
+            probs = []
+            for half in range(2):
+                score = self._scores(chunk, part * 4 + (2 * pair + half), r, c, factor)
+                probs.append(let(powers.exp2(let(score - references[c]))))
+            add(c, probs[0] + probs[1])
+            at = [side, chunk, T.int64(c), part * (2 * LANES) + (8 * r + pair) * LANES]
+            store(self.p, at, powers.positive_pairs(*probs), LANES)
+
+        if among:
+            # LLVM would leave all additions to the end, and keep the probs on the stack for them.
+            for first, lanes in self.visibility.columns:
+                store(self.chunk_sum, [T.int64(first)], constant(0.0, lanes), lanes)
+            places = list(itertools.product(range(2), range(4), range(2)))
+            for number, (r, part, pair) in enumerate(places):
+                for c in range(self.columns):
+                    weigh(r, T.int64(part), pair, c, add_in_memory)
+                borders = (len(among) * n // len(places) for n in (number, number + 1))
+                for step in among[slice(*borders)]:
+                    step()
+            return
         for r in range(2):
             with T.serial(T.int64(tiles.ROWS // 4)) as part:
-                for pair in range(2):
-                    for c in range(self.columns):
-                        probs = []
-                        for half in range(2):
-                            row = part * 4 + 2 * pair + half
-                            score = self._scores(row, r, c, factor)
-                            probs.append(let(powers.exp2(let(score - references[c]))))
-                        sums.set(0, c, sums.get(0, c) + (probs[0] + probs[1]))
-                        at = [side, chunk, T.int64(c), (part * 2 + (8 * r + pair)) * LANES]
-                        store(self.p, at, powers.positive_pairs(*probs), LANES)
+                for pair, c in itertools.product(range(2), range(self.columns)):
+                    weigh(r, part, pair, c)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             store(self.chunk_sum, [T.int64(first)], sums.get(0, c), lanes)
 
     def _exceeds(self) -> Expr:
-        """Whether the chunk's sum of any row is too large, or none."""
+        """Whether the chunk's sum of any row is too large, or NaN."""
         beyond = None
         for first, lanes in self.visibility.columns:
-            total = load(self.chunk_sum, [T.int64(first)], lanes)
-            own = T.Not(total <= constant(LIMIT, lanes))
+            # By their bits, of which those of NaN are the largest: TVM takes not (x <= y) to be x > y.
+            total = T.reinterpret(vectors.vector_type("uint32", lanes), load(self.chunk_sum, [T.int64(first)], lanes))
+            own = total > splat(T.uint32(int(np.float32(LIMIT).view(np.uint32))), lanes)
             beyond = own if beyond is None else T.Or(beyond, own)
         return vectors.any_lane(beyond, LANES)
 
-    def _raise(self, chunk: Expr, factor: float, weigh: Callable[[], None], *, fresh: bool) -> None:
+    def _raise(self, chunk: Expr, *, fresh: bool) -> None:
         """Makes the largest score of each row that exceeds its reference the new one, brings all sums so far to its
         measure, and weighs the chunk anew."""
-        side = self._get(_SIDE)
+        side, factor = self._get(_SIDE), self._factor(chunk)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             at = [T.int64(first)]
             top = RegisterTile(1, [(0, lanes)])
             top.fill(-math.inf)
             for r in range(2):
                 with T.serial(T.int64(tiles.ROWS)) as row:
-                    score = let(self._scores(row, r, c, factor))
+                    score = let(self._scores(chunk, row, r, c, factor))
                     top.set(0, 0, T.Select(score > top.get(0, 0), score, top.get(0, 0)))
             largest = let(top.get(0, 0))
             old = materialize(load(self.reference, at, lanes), "float32", lanes)
@@ -326,15 +430,13 @@ class TileAttentionTask:
                     words = let(load(self.p, place, LANES))
                     store(self.p, place, powers.pairs(*(half * shrink for half in powers.halves(words))), LANES)
         # A row that has still seen nothing has scores of -inf alone: of any finite reference its probs are zeros.
-        nothing = [T.int64(0)]
         kept = RegisterTile(1, self.visibility.columns)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             reference = let(load(self.reference, [T.int64(first)], lanes))
             kept.set(0, c, reference)
             value = T.Select(reference == constant(-math.inf, lanes), constant(0.0, lanes), reference)
             store(self.reference, [T.int64(first)], value, lanes)
-        del nothing
-        weigh()
+        self._weigh(chunk)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             store(self.reference, [T.int64(first)], kept.get(0, c), lanes)
 

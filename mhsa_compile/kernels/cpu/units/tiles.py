@@ -2,16 +2,16 @@
 
     C (16, 16) += A (16, K) B (K, 16)        K = 32 of bfloat16, 64 of bytes; C float32 or int32
 
-A lies row by row as it is in memory, at any pitch. A row of B's tile has for each column a word: `group` neighbours along
-K. The numbers of tiles are immediates, so each has a function of its own, inlined from a few lines of LLVM IR.
+A lies row by row as it is in memory, at any pitch. A row of B's tile has for each column a word: `group` neighbours
+along K. The numbers of tiles are immediates, so each has a function of its own, inlined from a few lines of LLVM IR.
 
-What the eight look like is state of a thread: each task writes it (`ldtilecfg`) and leaves none behind. LLVM does not know
-which tiles live: between a load and its last use nothing may be called. It takes every one of these instructions for one
-that reads and writes memory, so they stay in the order of the program.
+What the eight look like is state of a thread: each task writes it (`ldtilecfg`) and leaves none behind. LLVM does not
+know which tiles live: between a load and its last use nothing may be called. It takes every one of these instructions
+for one that reads and writes memory, so they stay in the order of the program.
 
 Order of the sums, bfloat16: two chains of 16 fused multiply-adds, over even and over odd terms, their sum, then C; to
-nearest even, denormals are zero. Source: Intel SDM, TDPBF16PS; the permission to use tiles: hardware/tile_permission.py.
-"""
+nearest even, denormals are zero. Source: Intel SDM, TDPBF16PS; the permission to use tiles:
+hardware/tile_permission.py."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from mhsa_compile.kernels.cpu.units.unit import Unit
 
 ROWS, ROW_BYTES = 16, 64
 LEFT, RIGHT = 6, 7
-"""Where a tile of A and one of B are, beside six of C: a tile that is loaded anew gets other registers while products of
-the one before still wait."""
+"""Where a tile of A and one of B are, beside six of C: a tile that is loaded anew gets other registers while products
+of the one before still wait."""
 SUMS = range(6)
 PAGE = 4096
-"""Bytes. A load waits for a store before it whose address ends in the same 12 bits: what sums are stored to should end in
-few."""
+"""Bytes. A load waits for a store before it whose address ends in the same 12 bits: what sums are stored to should end
+in few."""
 
 
 @dataclass(frozen=True)
 class Tiles(Unit):
-    """A product of tiles: `instruction`, and the tile's own feature beside `feature`. Steps are words, `steps` of them a
-    tile."""
+    """A product of tiles: `instruction`, and the tile's own feature beside `feature`. Steps are words, `steps` of them
+    a tile."""
 
     instruction: str = ""
     left: str = ""
@@ -72,8 +72,8 @@ class Tiles(Unit):
     def add_block(
         self, rows: int, columns: int, load_left: Callable[[int], None], load_right: Callable[[int], None]
     ) -> None:
-        """C[r, c] += A[r] B[c], of `rows` by `columns` tiles, C[r, c] being tile r + rows c. Every other column goes from
-        the last row to the first, and begins with the row that is loaded."""
+        """C[r, c] += A[r] B[c], of `rows` by `columns` tiles, C[r, c] being tile r + rows c. Every other column goes
+        from the last row to the first, and begins with the row that is loaded."""
         order = range(rows)
         row = None
         for column in range(columns):
@@ -86,7 +86,8 @@ class Tiles(Unit):
 
 
 def configure(rows: Expr | None = None) -> None:
-    """Gives a thread's tiles their shapes, from here to `release`: 16 rows of 64 bytes, fewer of A and C if `rows` are."""
+    """Gives a thread's tiles their shapes, from here to `release`: 16 rows of 64 bytes, fewer of A and C if `rows`
+    are."""
     state = T.alloc_buffer((64,), "uint8")
     block = [1] + [0] * 63  # the palette, then the first row
     for tile in range(8):

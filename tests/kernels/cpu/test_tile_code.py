@@ -1,0 +1,100 @@
+"""What kernels on matrix tiles become, compiled on any machine for one that has them: loads for each product, registers,
+calls while a tile holds something, and tiles that a task would leave configured."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from support.attention_ops import attention_of
+from support.kernel_runs import assembly
+from support.tiles.tile_flow import TileFunction, tile_functions
+
+from mhsa_compile.hardware.profile import load_profile
+from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
+from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp
+
+TARGET = load_profile("sapphirerapids")
+
+
+def attention(E: int, S: int | str = "S") -> AttentionOp:
+    places = [HeadLayout(i, "heads", 0) for i in range(3)]
+    return attention_of(
+        "B", "L", S, 8, 8, E, E, E**-0.5, band=None, mask=None, query=places[0], key=places[1], value=places[2],
+        output=HeadLayout(0, "heads", 0), dtype="bfloat16",
+    )  # fmt: skip
+
+
+KERNELS = {
+    # Two by three tiles share seven loads, as a row is kept from column to column; one by three has four.
+    "linear": (
+        CpuTileLinearKernel(),
+        LinearOp(("B", "L"), 768, (768,), (True,), (False,), "bfloat16"),
+        {Fraction(7, 6), Fraction(4, 3)},
+    ),
+    # Of 32 queries K Q^T loads five tiles for four products, V P three for two; of 16 three for two, and two for one.
+    **{
+        f"attention, {E}": (CpuTileAttentionKernel(), attention(E), {Fraction(5, 4), Fraction(3, 2), Fraction(2)})
+        for E in (64, 128)
+    },
+}
+
+
+@pytest.fixture(params=KERNELS, scope="module")
+def code(request: pytest.FixtureRequest) -> tuple[TileFunction, set[Fraction]]:
+    kernel, op, loads = KERNELS[request.param]
+    (function,) = tile_functions(assembly(kernel.emit(op, TARGET, kernel.default_config(op, TARGET)), TARGET))
+    return function, loads
+
+
+@pytest.mark.thorough_but("linear")
+def test_products_share_their_loads_and_spill_nothing(code: tuple[TileFunction, set[Fraction]]) -> None:
+    function, loads = code
+    blocks = [block for block in function.blocks if block.products]
+    assert {Fraction(block.loads, block.products) for block in blocks} == loads
+    loops = [block for block in blocks if any(function.blocks[after] is block for after in block.following)]
+    assert loops
+    for block in loops:
+        assert not block.spills, "\n".join(block.lines)
+
+
+@pytest.mark.thorough_but("linear")
+def test_nothing_is_called_while_tiles_live_and_none_stay_configured(code: tuple[TileFunction, set[Fraction]]) -> None:
+    function, _ = code
+    assert function.calls_across_tiles == []
+    assert function.returns_configured == 0
+
+
+FUNCTION = """run:
+	ldtilecfg	(%rsp)
+{before}
+	tileloadd	(%rdi,%rax), %tmm6
+	tilezero	%tmm0
+.LBB0_1:                                # a loop
+	tileloadd	(%rsi,%rax), %tmm7
+	tdpbf16ps	%tmm7, %tmm6, %tmm0
+	jne	.LBB0_1
+{across}
+	tilestored	%tmm0, (%rdx,%rax)
+	je	.LBB0_2
+	tilerelease
+.LBB0_2:
+	{end}
+	retq
+"""
+
+
+@pytest.mark.parametrize(
+    ("places", "calls", "ways"),
+    [
+        ({"before": "	callq	malloc@PLT", "end": "tilerelease"}, [], 0),
+        ({"across": "	callq	*(%rax)"}, ["callq	*(%rax)"], 1),
+    ],
+    ids=["right", "wrong"],
+)
+def test_planted_calls_and_returns_are_seen(places: dict[str, str], calls: list[str], ways: int) -> None:
+    text = FUNCTION.format(**{"before": "", "across": "", "end": "nop", **places})
+    (function,) = tile_functions(text)
+    assert (function.calls_across_tiles, function.returns_configured) == (calls, ways)
+    assert [(block.products, block.loads) for block in function.blocks if block.products] == [(1, 1)]
