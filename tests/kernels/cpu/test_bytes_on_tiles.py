@@ -11,6 +11,7 @@ import pytest
 import tvm
 from support import this_cpu
 from support.kernel_runs import assembly, compiled
+from support.tiles.tile_flow import tile_functions
 
 from mhsa_compile.hardware.profile import CpuProfile, load_profile
 from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKernel, CpuTileQuantisedLinearKernel
@@ -212,14 +213,21 @@ def test_which_operations_it_takes() -> None:
     for (kernel, _), op, terms in ((OF_BYTES, plain, MOST_TERMS), (ROUNDED, rounded, MOST_INT8_TERMS)):
         assert kernel.why_not(op, here) is None
         assert kernel.why_not(op, other) == "a CPU with amx_int8"
+        assert kernel.why_not(replace(op, rows=(1, 4)), here) == "rows from 5 on, not 4"
+        assert kernel.why_not(replace(op, rows=(1, 5)), here) is None
         assert "terms" in str(kernel.why_not(replace(op, in_features=terms + 1), here))
     assert ROUNDED[0].why_not(replace(rounded, int8_weights=False), here) == "weights in eight bits, not float32"
 
 
 @pytest.mark.parametrize(("x", "instruction"), [("uint8", "tdpbusd"), ("int8", "tdpbssd")])
 def test_loads_and_products_of_a_step(x: str, instruction: str) -> None:
-    """Of two by three tiles, and of one by three for few rows: every sum is stored once, behind all of K."""
-    op = replace(of_bytes(768, (768,), x, ("int8",)), biased=(True,))
-    code = assembly(OF_BYTES[0].emit(op, profile(), OF_BYTES[0].default_config(op, profile())), profile())
-    counts = [code.count(f"\t{name}\t") for name in (instruction, "tileloadd", "tilezero", "tilestored")]
-    assert counts == [6 + 3, 7 + 4, 6 + 3, 6 + 3]
+    """Of one tile by two: every sum is stored once, behind all of K, and nothing is called while sums are in tiles, nor
+    by an epilogue."""
+    gelu = Epilogue(0, (EpilogueStep("erf", (0,)), EpilogueStep("mul", (1, 0))))
+    op = replace(of_bytes(768, (768,), x, ("int8",)), biased=(True,), epilogue=gelu)
+    (function,) = tile_functions(
+        assembly(OF_BYTES[0].emit(op, profile(), OF_BYTES[0].default_config(op, profile())), profile())
+    )
+    code = "\n".join(line for block in function.blocks for line in block.lines)
+    assert [code.count(name) for name in (instruction, "tileloadd", "tilezero", "tilestored")] == [2, 3, 2, 2]
+    assert not function.calls_across_tiles and not function.returns_configured

@@ -6,6 +6,7 @@ two tiles sum up; what is summed waits in a scratch that the first cache holds a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -30,8 +31,8 @@ ROWS, COLUMNS = 1, 2
 """Tiles of the sums. Where another thread of the core multiplies as well, a tile that is loaded waits the longer the
 more tiles hold something: with four of them loads take half the time that they take with eight."""
 HEIGHT = ROWS * tiles.ROWS
-ASKED, SHARES = 2, 16
-"""Cache lines of the next panel that a step asks for, and how many blocks of rows ask for all of it."""
+SHARES = 16
+"""So many blocks of rows ask for all of the next panel: at each step for a line of each tile of it."""
 
 
 class CpuTileLinearKernel:
@@ -136,10 +137,11 @@ class TileProduct(Product):
                 at = [p, k * unit.steps, T.int64(c * layout.lanes)]
                 tiles.load_tile(tiles.RIGHT, self.packed[0], at, layout.panel)
 
-            unit.add_block(len(starts), COLUMNS, left, right)
+            unit.add_block(len(starts), layout.columns, left, right)
             # A block of rows asks for its share of the panel after this one.
-            slot = T.truncmod(T.truncdiv(starts[0], T.int64(HEIGHT)), T.int64(SHARES)) * layout.tiles + k
-            self._ask((p + 1) * (layout.words * layout.panel) + slot * (ASKED * self._line), ASKED)
+            block = T.truncdiv(starts[0], T.int64(len(starts) * tiles.ROWS))
+            slot = T.truncmod(block, T.int64(SHARES)) * layout.tiles + k
+            self._ask((p + 1) * (layout.words * layout.panel) + slot * (layout.columns * self._line), layout.columns)
             behind(k)
 
     def write(self, p: Expr, own: Expr, starts: list[Expr], sums: Sums, block: Expr) -> None:
