@@ -8,6 +8,7 @@ from mhsa_compile.kernels.cpu.cache_concat import CpuKvConcatKernel
 from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.blocks import CpuBlockLinearKernel
+from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKernel, CpuTileQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat32TileLinearKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
@@ -52,7 +53,9 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuTileLinearKernel(),
         CpuFloat32TileLinearKernel(),
+        CpuTileInt8LinearKernel(),
         CpuLinearKernel(),
+        CpuTileQuantisedLinearKernel(),
         CpuQuantisedLinearKernel(),
         CpuBlockLinearKernel(),
         CpuQuantiseKernel(),

@@ -72,7 +72,7 @@ def allocated(layout: PackedLayout, size: Expr, dtype: str) -> Expr:
     """An array for prepared rows, with room for whole steps."""
     rows = layout.unit.rows
     lines = size if rows == 1 else ceil_div(size, rows)
-    return T.alloc_buffer((lines, T.int64(rows * layout.steps * layout.unit.group)), dtype)
+    return T.alloc_buffer((lines, T.int64(layout.pitch)), dtype)
 
 
 def whole(layout: PackedLayout, count: Expr) -> Expr:

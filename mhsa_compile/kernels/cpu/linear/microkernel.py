@@ -100,9 +100,17 @@ class Product:
             vectors.prefetch(flat, [start + i * self._line])
 
     def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
-        """y of a sum. The bias comes last: sums that begin with it are rounded at its magnitude at every step."""
+        """y of a sum."""
+        return self.scaled(value, row, self.features(p, column), self.columns[column][1])
+
+    def features(self, p: Expr, column: int) -> list[Expr]:
+        """What is packed of each feature of a column beside its weights."""
         offset, lanes = self.columns[column]
-        bias, *more = (load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:])
+        return [load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:]]
+
+    def scaled(self, value: Expr, row: Expr, features: list[Expr], lanes: int) -> Expr:
+        """y of a sum. The bias comes last: sums that begin with it are rounded at its magnitude at every step."""
+        bias, *more = features
         if self.layout.offset:
             value = T.cast(value - more[1], vector_type("float32", lanes))
         if self.layout.format.is_scaled:

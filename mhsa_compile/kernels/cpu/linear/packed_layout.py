@@ -82,6 +82,11 @@ class PackedLayout:
         return -(-self.op.in_features // self.unit.group)
 
     @property
+    def pitch(self) -> int:
+        """Terms from a line of prepared x to the next."""
+        return self.unit.rows * self.steps * self.unit.group
+
+    @property
     def words(self) -> int:
         """Those of a feature, each in an element of the packed weights."""
         return self.steps

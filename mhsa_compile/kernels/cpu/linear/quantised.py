@@ -12,6 +12,7 @@ vpmaddubsw, adds two products in 16 bits, where they do not fit: 2 * 255 * 127 i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +25,7 @@ from mhsa_compile.kernels.common.op_args import packed_arguments
 from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows, allocated, whole
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel, product_function
-from mhsa_compile.kernels.cpu.linear.microkernel import Product
+from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
 from mhsa_compile.kernels.cpu.linear.pack_weights import each_column, write_zeros
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd.vectors import each_vector, load, materialize, splat, store, vector_type
@@ -51,24 +52,31 @@ class CpuQuantisedLinearKernel(CpuLinearKernel):
 
     def layout(self, op: LinearOp, profile: CpuProfile, columns: int) -> PackedLayout:
         unit = next((u for u in NARROW if u.dtype in _KINDS and u.is_on(profile)), units(profile, "int8")[-1])
-        return _LayoutOfBytes(op, FORMATS["int8"], unit, columns)
+        return LayoutOfBytes(op, FORMATS["int8"], unit, columns)
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op, profile, config["columns"])
-        assert isinstance(layout, _LayoutOfBytes)
-        numbers, product = partial(_numbers, layout.stored), _ProductOfBytes
-        run = product_function(
-            "linear_of_bytes", layout, profile, config, numbers=numbers, rows=_prepared, product=product
-        )
-        return Emitted(run, _pack(layout), layout.packed)
+        assert isinstance(layout, LayoutOfBytes)
+        return linear_of_bytes(layout, profile, config, ProductOfBytes, tasks)
 
 
 _KINDS = ("int8", "int16")
 _FEATURES = tuple(dict.fromkeys(unit.feature for unit in NARROW if unit.dtype in _KINDS))
 
 
+def linear_of_bytes(
+    layout: LayoutOfBytes, profile: CpuProfile, config: Config, product: type[ProductOfBytes], deal: Callable[..., None]
+) -> Emitted:
+    """The product with weights in this layout, and what packs them."""
+    numbers = partial(_numbers, layout.stored)
+    run = product_function(
+        "linear_of_bytes", layout, profile, config, numbers=numbers, rows=_prepared, product=product, deal=deal
+    )
+    return Emitted(run, _pack(layout), layout.packed)
+
+
 @dataclass(frozen=True)
-class _LayoutOfBytes(PackedLayout):
+class LayoutOfBytes(PackedLayout):
     """The unit multiplies bytes, or what they are in 16 bits."""
 
     @property
@@ -117,10 +125,9 @@ class _RowsOfBytes(PackedRows):
 
 
 @dataclass(frozen=True)
-class _ProductOfBytes(Product):
-    def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
-        offset, lanes = self.columns[column]
-        bias, scale, total, *zeros = (load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:])
+class ProductOfBytes(Product):
+    def scaled(self, value: Expr, row: Expr, features: list[Expr], lanes: int) -> Expr:
+        bias, scale, total, *zeros = features
         rows = self.rows
         assert isinstance(rows, _RowsOfBytes)
         value = value - splat(rows.zero, lanes) * total
@@ -134,14 +141,14 @@ def _numbers(op: QuantisedLinearOp) -> tuple[Expr, Expr]:
     return argument("x_zero", [], op.x_dtype), argument("x_scale", [], "float32")
 
 
-def _prepared(layout: _LayoutOfBytes, x: Expr, x_zero: Expr, x_scale: Expr, count: Expr, size: Expr) -> _RowsOfBytes:
+def _prepared(layout: LayoutOfBytes, x: Expr, x_zero: Expr, x_scale: Expr, count: Expr, size: Expr) -> _RowsOfBytes:
     """The rows of x (count, K) as the unit reads them: where they lie if it can, else copied."""
     op, unit = layout.stored, layout.unit
     zero = materialize(_byte(x_zero[()], layout.flips, op.x_dtype, 1), "int32")
     step = materialize(x_scale[()], "float32")
     sums = None if op.centred else T.alloc_buffer((size,), "int32")
-    in_place = layout.factor == op.x_dtype and op.in_features % unit.group == 0 and unit.rows == 1
     width = layout.steps * unit.group
+    in_place = layout.factor == op.x_dtype and op.in_features == width and unit.rows == 1
     data = x if in_place else allocated(layout, size, layout.factor)
     rows = _RowsOfBytes(layout, data, None, zero, step, sums)
     if in_place and sums is None:
@@ -212,7 +219,7 @@ class _FeatureOfBytes:
         return _byte(self.zeros[self.index], self.zeros.dtype == "uint8", "uint8", 1)
 
 
-def _pack(layout: _LayoutOfBytes) -> Expr:
+def _pack(layout: LayoutOfBytes) -> Expr:
     """The PrimFunc (weights..., zeros..., scales..., biases...) -> `layout.packed`."""
     op = layout.stored
     with prim_func("pack_linear_of_bytes") as builder:
@@ -238,7 +245,7 @@ def _pack(layout: _LayoutOfBytes) -> Expr:
     return builder.get()
 
 
-def _write(layout: _LayoutOfBytes, packed: list[Expr], at: list[Expr], feature: _FeatureOfBytes) -> None:
+def _write(layout: LayoutOfBytes, packed: list[Expr], at: list[Expr], feature: _FeatureOfBytes) -> None:
     op, unit = layout.stored, layout.unit
     size = 8 * DTYPE_BYTES[unit.dtype]
     zero = materialize(feature.zero, "int32")

@@ -32,8 +32,8 @@ ROWS, COLUMNS = 1, 2
 """Tiles of the sums. Where another thread of the core multiplies as well, a tile that is loaded waits the longer the
 more tiles hold something: with four of them loads take half the time that they take with eight."""
 HEIGHT = ROWS * tiles.ROWS
-ASKED, SHARES = 2, 16
-"""Cache lines of the next panel that a step asks for, and how many blocks of rows ask for all of it."""
+SHARES = 16
+"""So many blocks of rows ask for all of the next panel: at each step for a line of each tile of it."""
 
 
 class CpuTileLinearKernel:
@@ -81,6 +81,11 @@ class TileLayout(PackedLayout):
         return self.tiles * tiles.WORDS
 
     @property
+    def pitch(self) -> int:
+        """An odd number of cache lines: sixteen rows then lie in sixteen different sets of the first cache."""
+        return (self.tiles | 1) * tiles.WORDS * self.unit.group
+
+    @property
     def tiles(self) -> int:
         """Those of K."""
         return -(-self.op.in_features // (tiles.WORDS * self.unit.group))
@@ -116,8 +121,15 @@ class TileProduct(Product):
 
     layout: TileLayout
 
-    def products(self, p: Expr, starts: list[Expr], first: Expr, end: Expr) -> None:
-        """C += x[starts ..., tiles first .. end of K] times those of panel p."""
+    def products(
+        self,
+        p: Expr,
+        starts: list[Expr],
+        first: Expr,
+        end: Expr,
+        behind: Callable[[Expr], None] = lambda k: None,
+    ) -> None:
+        """C += x[starts ..., tiles first .. end of K] times those of panel p, and behind(k) after each tile of K."""
         layout, unit, x = self.layout, self.layout.unit, self.rows.data
         width = int(x.shape[1])
         with T.serial(first, end) as k:
@@ -130,10 +142,12 @@ class TileProduct(Product):
                 at = [p, k * tiles.WORDS, T.int64(c * layout.lanes)]
                 tiles.load_tile(tiles.RIGHT, self.packed[0], at, layout.panel)
 
-            unit.add_block(len(starts), COLUMNS, left, right)
+            unit.add_block(len(starts), layout.columns, left, right)
             # A block of rows asks for its share of the panel after this one.
-            slot = T.truncmod(T.truncdiv(starts[0], T.int64(HEIGHT)), T.int64(SHARES)) * layout.tiles + k
-            self._ask((p + 1) * (layout.words * layout.panel) + slot * (ASKED * self._line), ASKED)
+            block = T.truncdiv(starts[0], T.int64(len(starts) * tiles.ROWS))
+            slot = T.truncmod(block, T.int64(SHARES)) * layout.tiles + k
+            self._ask((p + 1) * (layout.words * layout.panel) + slot * (layout.columns * self._line), layout.columns)
+            behind(k)
 
     def write(self, p: Expr, own: Expr, starts: list[Expr], sums: Sums, block: Expr) -> None:
         """y[own ..., panel p] of a block's sums, of which some rows, up to `own`, are another block's. The last panel

@@ -185,3 +185,6 @@ define <32 x i16> @mhsa_tile_narrowed_pair(<16 x float> %low, <16 x float> %high
 
 
 BFLOAT16 = Tiles("bfloat16", "float32", 16, 2, feature="amx_bf16", instruction="tdpbf16ps")
+UNSIGNED_BYTES = Tiles("int8", "int32", 16, 4, feature="amx_int8", unsigned=True, instruction="tdpbusd")
+SIGNED_BYTES = Tiles("int8", "int32", 16, 4, feature="amx_int8", instruction="tdpbssd")
+"""Bytes of A of either sign, with signed ones of B."""
