@@ -130,10 +130,11 @@ def _drawn(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
 def attention(
     sizes: tuple[tuple[int, int], ...], E: int, F: int, heads: tuple[int, int] = (2, 1), **fields: Any
 ) -> list[np.ndarray]:
-    H, G = heads
+    """`sizes`: (L, S) of calls; of one alone the kernel is made for it."""
+    (H, G), (L, S) = heads, sizes[0] if len(sizes) == 1 else ("L", "S")
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     op = attention_of(
-        1, "L", "S", H, G, E, F, E**-0.5,
+        1, L, S, H, G, E, F, E**-0.5,
         **{"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "dtype": "bfloat16", **places, **fields},
     )  # fmt: skip
     kernel = CpuTileAttentionKernel()
@@ -165,11 +166,12 @@ CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     "linear of rounded rows": lambda: linear(OF_ROUNDED, (5, 33), 130, (31, 64), int8_weights=True, dtype="bfloat16"),
     "linear of bytes": lambda: linear(OF_BYTES, (5, 33), 130, (31, 64), x_dtype="uint8", stored=("int8", "uint8")),
     "linear of signed bytes": lambda: linear(OF_BYTES, (17,), 64, (40,), x_dtype="int8", stored=("int8",)),
+    "attention, one tile of queries": lambda: attention(((16, 64),), 32, 32, (1, 1)),
     "attention": lambda: attention(((7, 33), (33, 77)), 64, 64),
     "attention, 128": lambda: attention(((17, 97),), 128, 128),
     "attention, other widths": lambda: attention(((40, 70),), 96, 32, (3, 3)),
     "attention, causal": lambda: attention(((45, 45), (16, 70)), 32, 32, band=WindowSpec(None, 0, "bottom_right")),
     "attention, window": lambda: attention(((70, 70),), 32, 64, band=WindowSpec(9, 3, "top_left"), softcap=5.0),
-    "attention, mask": lambda: attention(((33, 70),), 32, 32, mask=CallMask("bool", (1, 1, "L", "S"))),
+    "attention, mask": lambda: attention(((33, 70),), 32, 32, mask=CallMask("bool", (1, 1, 33, 70))),
 }
 """By name; each gives the bits of its outputs."""
