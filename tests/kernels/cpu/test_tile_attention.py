@@ -257,6 +257,7 @@ def test_the_largest_numbers_do_not_overflow() -> None:
     agree(op, function(op)(q, k, v), q, k, v, None)
 
 
+@this_cpu.with_tiles
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "fields", [{}, {"causal": True, "mask": "key_padding", "num_kv_heads": 2}], ids=["plain", "all"]
