@@ -12,11 +12,13 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument
+from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKernel, CpuTileQuantisedLinearKernel
+from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat32TileLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
 from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
 from mhsa_compile.kernels.cpu.units import tiles
-from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import HeadLayout, LinearOp, WindowSpec
+from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
+from mhsa_compile.kernels.interface.ops import HeadLayout, LinearOp, QuantisedLinearOp, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from support import this_cpu
 from support.attention_ops import attention_of
@@ -24,6 +26,7 @@ from support.kernel_runs import built, vector_machine
 
 MACHINE = vector_machine(512, 32, "x86-64-v4", (*sorted(this_cpu.TILES), "avx512_bf16"))
 BFLOAT16 = ml_dtypes.bfloat16
+DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "int32": np.int32, "int8": np.int8, "uint8": np.uint8}
 DRAWS = 200
 """Products of each kind of numbers."""
 
@@ -89,34 +92,49 @@ def product(instruction: str) -> list[np.ndarray]:
 # ---- Kernels
 
 
-def linear(rows: tuple[int, ...], in_features: int, widths: tuple[int, ...]) -> list[np.ndarray]:
-    op = LinearOp(("B", "L"), in_features, widths, (True,) * len(widths), (False,) * len(widths), "bfloat16")
-    kernel = CpuTileLinearKernel()
-    emitted = kernel.emit(op, MACHINE, kernel.default_config(op, MACHINE) | {"depth": 1})
+def linear(
+    kernel: Kernel[Any], rows: tuple[int, ...], in_features: int, widths: tuple[int, ...], **fields: Any
+) -> list[np.ndarray]:
+    kind = QuantisedLinearOp if "stored" in fields else LinearOp
+    op = kind(("B", "L"), in_features, widths, (True,) * len(widths), (False,) * len(widths), **fields)
+    assert kernel.why_not(op, MACHINE) is None
+    emitted = kernel.emit(op, MACHINE, kernel.default_config(op, MACHINE))
     module, rng = built(emitted, MACHINE), np.random.default_rng(3)
-    weights = [rng.standard_normal((n, in_features), np.float32) for n in widths]
-    biases = [rng.standard_normal(n, np.float32) for n in widths]
-    packed = [tvm.runtime.tensor(np.zeros(shape, _NAMES.get(dtype, dtype))) for shape, dtype in emitted.packed]
-    module["pack"](*(tvm.runtime.tensor(x.astype(BFLOAT16)) for x in (*weights, *biases)), *packed)
+    packed = [tvm.runtime.tensor(np.zeros(shape, DTYPES[dtype])) for shape, dtype in emitted.packed]
+    module["pack"](*map(tvm.runtime.tensor, _weights(op, rng)), *packed)
     results = []
     for count in rows:
-        x = tvm.runtime.tensor(rng.standard_normal((1, count, in_features), np.float32).astype(BFLOAT16))
-        y = tvm.runtime.tensor(np.zeros((1, count, op.out_features), BFLOAT16))
-        module["run"](x, *packed, y)
-        results.append(y.numpy().view(np.uint16))
+        x = _drawn(rng, getattr(op, "x_dtype", op.dtype), 1, count, in_features)
+        numbers = [np.array(3, op.x_dtype), np.array(0.25, np.float32)] if "stored" in fields else []
+        y = tvm.runtime.tensor(np.zeros((1, count, op.out_features), DTYPES[op.dtype]))
+        module["run"](*map(tvm.runtime.tensor, (x, *numbers)), *packed, y)
+        results.append(y.numpy().view(f"uint{8 * y.numpy().itemsize}"))
     return results
 
 
-_NAMES = {"bfloat16": BFLOAT16}
+def _weights(op: Any, rng: np.random.Generator) -> list[np.ndarray]:
+    dtypes = getattr(op, "stored", (op.dtype,) * len(op.widths))
+    weights = [_drawn(rng, dtype, n, op.in_features) for dtype, n in zip(dtypes, op.widths, strict=True)]
+    if isinstance(op, QuantisedLinearOp):
+        weights += [_drawn(rng, dtype, n) for dtype, n in zip(dtypes, op.widths, strict=True)]
+        weights += [rng.random(n, np.float32) for n in op.widths]
+    return [*weights, *(_drawn(rng, op.dtype, n) for n in op.widths)]
+
+
+def _drawn(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    if dtype in ("int8", "uint8"):
+        return rng.integers(0, 256, shape).astype(np.uint8).view(dtype)
+    return rng.standard_normal(shape, np.float32).astype(DTYPES[dtype])
 
 
 def attention(
     sizes: tuple[tuple[int, int], ...], E: int, F: int, heads: tuple[int, int] = (2, 1), **fields: Any
 ) -> list[np.ndarray]:
-    H, G = heads
+    """`sizes`: (L, S) of calls; of one alone the kernel is made for it."""
+    (H, G), (L, S) = heads, sizes[0] if len(sizes) == 1 else ("L", "S")
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     op = attention_of(
-        1, "L", "S", H, G, E, F, E**-0.5,
+        1, L, S, H, G, E, F, E**-0.5,
         **{"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "dtype": "bfloat16", **places, **fields},
     )  # fmt: skip
     kernel = CpuTileAttentionKernel()
@@ -137,15 +155,23 @@ def attention(
     return results
 
 
+BY_TILES, BY_TERMS = CpuTileLinearKernel(), CpuFloat32TileLinearKernel()
+OF_ROUNDED, OF_BYTES = CpuTileInt8LinearKernel(), CpuTileQuantisedLinearKernel()
 CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     **{f"product {name}": lambda name=name: product(name) for name in tiles._PRODUCTS},
-    "linear": lambda: linear((1, 15, 16, 17, 33), 70, (31, 64)),
-    "linear, whole": lambda: linear((64,), 128, (96,)),
+    "linear": lambda: linear(BY_TILES, (1, 15, 16, 17, 33), 70, (31, 64), dtype="bfloat16"),
+    "linear, whole": lambda: linear(BY_TILES, (64,), 128, (96,), dtype="bfloat16"),
+    "linear of float32 by six products": lambda: linear(BY_TERMS, (5, 33), 70, (31, 64), float32_products="bf16x6"),
+    "linear of float32 by three products": lambda: linear(BY_TERMS, (33,), 70, (40,), float32_products="bf16x3"),
+    "linear of rounded rows": lambda: linear(OF_ROUNDED, (5, 33), 130, (31, 64), int8_weights=True, dtype="bfloat16"),
+    "linear of bytes": lambda: linear(OF_BYTES, (5, 33), 130, (31, 64), x_dtype="uint8", stored=("int8", "uint8")),
+    "linear of signed bytes": lambda: linear(OF_BYTES, (17,), 64, (40,), x_dtype="int8", stored=("int8",)),
+    "attention, one tile of queries": lambda: attention(((16, 64),), 32, 32, (1, 1)),
     "attention": lambda: attention(((7, 33), (33, 77)), 64, 64),
     "attention, 128": lambda: attention(((17, 97),), 128, 128),
     "attention, other widths": lambda: attention(((40, 70),), 96, 32, (3, 3)),
     "attention, causal": lambda: attention(((45, 45), (16, 70)), 32, 32, band=WindowSpec(None, 0, "bottom_right")),
     "attention, window": lambda: attention(((70, 70),), 32, 64, band=WindowSpec(9, 3, "top_left"), softcap=5.0),
-    "attention, mask": lambda: attention(((33, 70),), 32, 32, mask=CallMask("bool", (1, 1, "L", "S"))),
+    "attention, mask": lambda: attention(((33, 70),), 32, 32, mask=CallMask("bool", (1, 1, 33, 70))),
 }
 """By name; each gives the bits of its outputs."""

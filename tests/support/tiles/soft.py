@@ -45,9 +45,8 @@ def text() -> str:
         for name, inwards in (("tileloadd", "true"), ("tilestored", "false")):
             call = f"i64 {tile}, ptr %p, i64 %s, i1 {inwards}"
             parts.append(calling(f"{name}_{tile}", "ptr %p, i64 %s", "move", call))
-    for name, c in itertools.product(PRODUCTS, tiles.SUMS):
-        numbers = f"i64 {c}, i64 {tiles.LEFT}, i64 {tiles.RIGHT}"
-        parts.append(calling(f"{name}_{c}_{tiles.LEFT}_{tiles.RIGHT}", "", name, numbers))
+    for name, (c, a, b) in itertools.product(PRODUCTS, tiles._TRIPLES):
+        parts.append(calling(f"{name}_{c}_{a}_{b}", "", name, f"i64 {c}, i64 {a}, i64 {b}"))
     return "\n".join(parts) + tiles._NARROWED
 
 
