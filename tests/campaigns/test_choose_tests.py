@@ -47,7 +47,7 @@ def test_features_of_an_operation() -> None:
         "grouped heads", "batch free", "kv_length free", "Band", "Band.window.left", "Band.window.right",
         "Band.window.alignment=top_left", "Softcap",
         "query.layout=rows", "key.layout=rows", "value.layout=rows", "output.layout=rows", "dtype=float32",
-        "softmax=float32",
+        "softmax=float32", "float32_products=ieee",
     }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.integrations import accelerate as in_place
 from mhsa_compile.integrations import transformers as mhsa_transformers
 from mhsa_compile.integrations.call_table import TABLE
+from mhsa_compile.kernels.interface.kernel import TermProducts
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.tuning.op_jobs import job_of
@@ -37,9 +38,10 @@ SPEC = mhsa.AttentionSpec(embed_dim=64, num_heads=4)
 
 @pytest.fixture(autouse=True)
 def unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linears by terms on this machine, whatever it is."""
+    """Linears by terms on this machine, whatever it is, and nothing else by terms."""
     monkeypatch.setattr(Offers, "lanes", NATIVE.vector_lanes("float32"))
-    monkeypatch.setitem(KERNELS, "cpu", (TermLinear(), *KERNELS["cpu"]))
+    others = (kernel for kernel in KERNELS["cpu"] if not isinstance(kernel, TermProducts))
+    monkeypatch.setitem(KERNELS, "cpu", (TermLinear(), *others))
     monkeypatch.setattr(in_place, "_ARTIFACTS", in_place._Artifacts())
 
 
