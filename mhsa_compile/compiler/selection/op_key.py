@@ -78,9 +78,8 @@ def _symbolic(dims: tuple[Dim, ...]) -> list[str]:
 
 
 def _linear_key(op: LinearOp) -> dict[str, Any]:
-    fixed = [dim for dim in op.rows if isinstance(dim, int)]
     return {
-        "rows": bucket(prod(fixed)) if len(fixed) == len(op.rows) else ANY,
+        "rows": ANY if op.row_count is None else bucket(op.row_count),
         "in_features": op.in_features,
         "out_features": op.out_features,
         "padding": op.padding,

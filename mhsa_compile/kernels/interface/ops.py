@@ -7,6 +7,7 @@ without its lengths.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -50,6 +51,12 @@ class LinearOp:
     padding: int = 0
     epilogue: Epilogue | None = None
     float32_products: Float32Products = "ieee"
+
+    @property
+    def row_count(self) -> int | None:
+        """How many rows x has; None where that is known when called only."""
+        fixed = [dim for dim in self.rows if isinstance(dim, int)]
+        return prod(fixed) if len(fixed) == len(self.rows) else None
 
     @property
     def pitch(self) -> int:

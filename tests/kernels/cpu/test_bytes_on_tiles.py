@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tvm
 from support import this_cpu
+from support.byte_ops import of_bytes
 from support.kernel_runs import assembly, compiled
 from support.tiles.tile_flow import tile_functions
 
@@ -88,17 +89,6 @@ class Pair:
 
 def sides(op: LinearOp, weights: list[Array]) -> list[Array]:
     return [np.ascontiguousarray(w.T) if t else w for w, t in zip(weights, op.transposed, strict=True)]
-
-
-def of_bytes(
-    in_features: int, widths: tuple[int, ...], x: str, stored: tuple[str, ...], **other: Any
-) -> QuantisedLinearOp:
-    n = len(widths)
-    op = QuantisedLinearOp(
-        ("B", "L"), in_features, widths, biased=(True, False, True)[:n], transposed=(True, False, True)[:n],
-        x_dtype=x, stored=stored,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return replace(op, **other)
 
 
 def check_bytes(op: QuantisedLinearOp, machine: CpuProfile, config: Config, *, rows: Any = ROWS) -> None:

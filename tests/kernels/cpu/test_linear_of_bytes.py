@@ -12,6 +12,7 @@ import pytest
 import tvm
 from onnx import TensorProto, helper
 from support import this_cpu
+from support.byte_ops import of_bytes
 from support.kernel_runs import assembly, compiled, inner_loops, stack_stores, vector_machine
 
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
@@ -84,15 +85,6 @@ class Linear:
         assert (np.abs(self(x, zero, scale) - expected) <= allowed).all()
 
 
-def op(in_features: int, widths: tuple[int, ...], x: str, stored: tuple[str, ...], **other: Any) -> QuantisedLinearOp:
-    n = len(widths)
-    op = QuantisedLinearOp(
-        ("B", "L"), in_features, widths, biased=(True, False, True)[:n], transposed=(True, False, True)[:n],
-        x_dtype=x, stored=stored,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return replace(op, **other)
-
-
 CASES = [
     (7, (1,), "uint8", ("int8",)),
     (33, (7, 33), "uint8", ("uint8", "int8")),
@@ -108,7 +100,7 @@ CASES = [
 def test_whole_numbers(case: Any, name: str) -> None:
     """Zeros of each feature, odd ones among them; one row, few and many."""
     profile, rng = machine(name), np.random.default_rng(1)
-    linear = Linear(op(*case), profile, [whole(rng, d, n) for d, n in zip(case[3], case[1], strict=True)])
+    linear = Linear(of_bytes(*case), profile, [whole(rng, d, n) for d, n in zip(case[3], case[1], strict=True)])
     for B, L in ((1, 1), (1, 3), (2, 197)):
         x = whole(rng, case[2], B, L, case[0])
         for zero in (0, 127) if case[2] == "int8" else (0, 128, 255):
@@ -118,7 +110,9 @@ def test_whole_numbers(case: Any, name: str) -> None:
 @pytest.mark.parametrize(("stored", "centre"), [("int8", 0), ("uint8", 128)])
 def test_zeros_that_need_no_sums_of_rows(stored: str, centre: int) -> None:
     rng = np.random.default_rng(2)
-    linear = Linear(op(100, (48,), "uint8", (stored,), centred=True), machine("dots512"), [np.full(48, centre, stored)])
+    linear = Linear(
+        of_bytes(100, (48,), "uint8", (stored,), centred=True), machine("dots512"), [np.full(48, centre, stored)]
+    )
     for rows in (1, 3, 50):
         linear.check(whole(rng, "uint8", 1, rows, 100), 131, 0.5)
 
@@ -126,7 +120,7 @@ def test_zeros_that_need_no_sums_of_rows(stored: str, centre: int) -> None:
 def test_exact_sums_of_extremes() -> None:
     """Numbers of one sign, whose sums of pairs and fours pass 16 bits and whose sum of all comes near to 31."""
     terms = MOST_TERMS // 1000 * 1000
-    linear = Linear(op(terms, (17,), "uint8", ("int8",)), machine("dots512"), [np.full(17, 127, np.int8)])
+    linear = Linear(of_bytes(terms, (17,), "uint8", ("int8",)), machine("dots512"), [np.full(17, 127, np.int8)])
     linear.weights[0][...] = -128
     emitted = LINEAR.emit(linear.op, machine("dots512"), LINEAR.default_config(linear.op, machine("dots512")))
     given = [linear.weights[0].T.copy(), *linear.zeros, *linear.scales, *linear.biases]
@@ -140,7 +134,7 @@ def test_exact_sums_of_extremes() -> None:
 def test_an_epilogue_behind_it() -> None:
     rng = np.random.default_rng(3)
     steps = Epilogue(1, (EpilogueStep("max", (0, 0.0)), EpilogueStep("add", (2, 1))))
-    plain = op(40, (20,), "uint8", ("int8",), centred=True)
+    plain = of_bytes(40, (20,), "uint8", ("int8",), centred=True)
     zeros = [np.zeros(20, np.int8)]
     linear, bare = (
         Linear(replace(plain, epilogue=steps), machine("dots512"), zeros),
@@ -154,7 +148,7 @@ def test_an_epilogue_behind_it() -> None:
 
 
 def test_which_machines_take_it() -> None:
-    plain = op(64, (8,), "uint8", ("int8",))
+    plain = of_bytes(64, (8,), "uint8", ("int8",))
     assert "asimddp" in str(LINEAR.why_not(plain, load_profile("cortex-a72")))  # type: ignore[arg-type]
     for target in ("x86-64-v3", "x86-64-v4", "znver5", "neoverse-n1", "neoverse-v1"):
         assert LINEAR.why_not(plain, load_profile(target)) is None  # type: ignore[arg-type]
@@ -165,7 +159,9 @@ def test_which_machines_take_it() -> None:
 def test_code_for_arm(target: str, instruction: str) -> None:
     profile = load_profile(target)
     for x, stored in product(BYTES, BYTES):
-        emitted = LINEAR.emit(plain := op(50, (40,), x, (stored,)), profile, LINEAR.default_config(plain, profile))  # type: ignore[arg-type]
+        emitted = LINEAR.emit(
+            plain := of_bytes(50, (40,), x, (stored,)), profile, LINEAR.default_config(plain, profile)
+        )  # type: ignore[arg-type]
         code = assembly(emitted, profile)  # type: ignore[arg-type]
         assert code.count(instruction) > 6 and "bl\tmhsa" not in code
 
@@ -179,7 +175,7 @@ def test_code_for_arm(target: str, instruction: str) -> None:
     ],
 )
 def test_no_sum_leaves_its_register(bits: int, registers: int, mcpu: str, feature: str, instruction: str) -> None:
-    plain = replace(op(768, (768,), "uint8", ("int8",)), biased=(True,))
+    plain = replace(of_bytes(768, (768,), "uint8", ("int8",)), biased=(True,))
     profile = vector_machine(bits, registers, mcpu, (feature,))
     code = assembly(LINEAR.emit(plain, profile, LINEAR.default_config(plain, profile)), profile)
     loops = inner_loops(code, instruction)

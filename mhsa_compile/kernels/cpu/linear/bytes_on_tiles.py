@@ -3,15 +3,15 @@
 Weights are packed as signed bytes, and x goes in as it comes: the unit takes either sign of it. Sums are whole numbers,
 so all of K is one of them.
 
-A task is some panels of the weights against some tiles of rows, block after block. While the unit
-multiplies a block, the vectors make y of the sums of the block before, and ask for the cache lines that this one will
-be written to: bytes are multiplied so fast that this would take as long as the products.
+A task is some panels of the weights against some tiles of rows, block after block. While the unit multiplies a block,
+the vectors make y of the sums of the block before, and ask for the cache lines that this one will be written to: bytes
+are multiplied so fast that this would take as long as the products.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -87,9 +87,8 @@ FEWEST = 5
 
 
 def _why_not(op: LinearOp, profile: CpuProfile, terms: int) -> str | None:
-    fixed = [dim for dim in op.rows if isinstance(dim, int)]
-    if len(fixed) == len(op.rows) and prod(fixed) < FEWEST:
-        return f"rows from {FEWEST} on, not {prod(fixed)}"
+    if op.row_count is not None and op.row_count < FEWEST:
+        return f"rows from {FEWEST} on, not {op.row_count}"
     if op.in_features > terms:
         return f"sums of products of bytes up to {terms} terms, not {op.in_features}"
     return None if tiles.SIGNED_BYTES.is_on(profile) else "a CPU with amx_int8"
@@ -114,15 +113,9 @@ class _BlockOfSums:
 
 @dataclass(frozen=True)
 class _OverlappedProduct(TileProduct):
-    def start(self, block: _BlockOfSums) -> Expr:
-        """The first row of its tiles: the last ones move back so far that they are whole."""
-        return T.min(block.own, T.max(T.int64(0), self.count - tiles.ROWS))
-
     def write_rows(self, block: _BlockOfSums, sums: Expr, features: list[list[Expr]], first: Expr, end: Expr) -> None:
         """Rows first .. end of a block of y, of its sums. The last panel is padded: its real columns alone are
         written."""
-        panel = self.layout.panel
-        whole, rest = divmod(self.layout.op.out_features, panel)
 
         def columns(width: int, column: Expr) -> None:
             with T.serial(first, end) as i:
@@ -133,14 +126,7 @@ class _OverlappedProduct(TileProduct):
                     for start, size in chunks(min(lanes, max(0, width - offset)), lanes):
                         store_narrow(self.y, [row, column + offset + start], part(value, start, size, lanes), size)
 
-        if rest == 0:
-            columns(panel, block.p * panel)
-        else:
-            with T.If(block.p < whole):
-                with T.Then():
-                    columns(panel, block.p * panel)
-                with T.Else():
-                    columns(rest, T.int64(whole * panel))
+        self.real_columns(block.p, columns)
         self.apply_epilogue(block.p, block.own + first, block.own + end)
 
     def ask_for_y(self, block: _BlockOfSums, first: Expr, rows: int) -> None:
@@ -185,7 +171,6 @@ def _task(task: _OverlappedProduct, panels: list[Expr], first: Expr, end: Expr) 
     sums = T.decl_buffer(shape, "int32", data=T.alloc_buffer(shape, "int32").data)
     high = materialize(end - first)
     blocks = materialize((panels[1] - panels[0]) * high)
-    assert isinstance(task.layout, TileLayout)
     depth = task.layout.tiles
     share = -(-tiles.ROWS // depth)
 
@@ -202,18 +187,18 @@ def _task(task: _OverlappedProduct, panels: list[Expr], first: Expr, end: Expr) 
 
     with T.serial(blocks) as number:
         now, before = block(number), block(T.max(number - 1, T.int64(0)))
-        left = materialize(T.Select(number > 0, height(before), T.int64(0)))
-        kept = features(before)
+        rows = materialize(T.Select(number > 0, height(before), T.int64(0)))
+        packed = features(before)
 
         def behind(k: Expr) -> None:
-            begin = materialize(T.min(k * share, left))
-            task.write_rows(before, sums, kept, begin, materialize(T.min(begin + share, left)))
+            begin = materialize(T.min(k * share, rows))
+            task.write_rows(before, sums, packed, begin, materialize(T.min(begin + share, rows)))
             task.ask_for_y(now, k * share, share)
 
-        start = materialize(task.start(now))
+        start = materialize(task.start(now.own))
         for tile in range(COLUMNS):
             tiles.zero(tile)
-        task.products(now.p, [start], T.int64(0), T.int64(depth), behind)
+        task.products(now.p, start, T.int64(0), T.int64(depth), behind)
         for tile in range(COLUMNS):
             tiles.store_tile(tile, sums, now.sums(tile, start - now.own), tiles.ROWS)
     last = block(blocks - 1)

@@ -23,7 +23,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -35,9 +34,9 @@ from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
 from mhsa_compile.kernels.cpu.formats.floats import bfloat16_bits
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
-from mhsa_compile.kernels.cpu.linear.microkernel import Product
+from mhsa_compile.kernels.cpu.linear.microkernel import Product, each_panel
 from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, each_column
-from mhsa_compile.kernels.cpu.linear.tiles import TileLayout, each_panel
+from mhsa_compile.kernels.cpu.linear.tiles import TileLayout
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
@@ -92,8 +91,7 @@ class CpuFloat32TileLinearKernel:
         return tuple(TERM_PRODUCTS) if plain and tiles.BFLOAT16.is_on(profile) else ()
 
     def exact_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
-        fixed = [dim for dim in op.rows if isinstance(dim, int)]
-        few = len(fixed) == len(op.rows) and prod(fixed) < WORTH_SPLITTING
+        few = op.row_count is not None and op.row_count < WORTH_SPLITTING
         short = op.in_features < SHORTEST or op.out_features < FEWEST
         return () if few or short else ("bf16x6",)
 
@@ -214,7 +212,7 @@ def _terms(halves: list[Expr], count: int) -> list[Expr]:
 
 
 def _is_extraordinary(largest: Expr) -> Expr:
-    """Of the bits of the largest magnitude of a row."""
+    """Whether the largest magnitude of a row, as its bits, asks for float32."""
     return T.Or(largest >= T.uint32(LARGE), T.And(largest < T.uint32(SMALL), largest > T.uint32(0)))
 
 
@@ -367,13 +365,13 @@ class TermProduct(Product):
             held[tiles.RIGHTS[c]] = (c, j)
 
         asks = self._asks(p, heights, of, tile)
-        share, asked = -(-len(asks) // (len(layout.pairs) * len(heights) * COLUMNS)), iter(asks)
+        share, queue = -(-len(asks) // (len(layout.pairs) * len(heights) * COLUMNS)), iter(asks)
         for number, (i, j) in enumerate(layout.pairs):
             for r, c in itertools.product(range(len(heights)), range(COLUMNS)):
                 left(r, i)
                 right(c, j)
                 tiles.BFLOAT16.product(r + len(heights) * c, tiles.LEFTS[r], tiles.RIGHTS[c])
-                for ask in itertools.islice(asked, share):
+                for ask in itertools.islice(queue, share):
                     ask()
             if between is not None:
                 between(number)
@@ -459,8 +457,7 @@ class TermProduct(Product):
 
     def write(self, p: Expr, height: Expr, sums: BlockSums, parts: int, part: Pass, passes: int) -> None:
         """y[rows of a height, panel p]. The last panel is padded: only its real columns are written."""
-        layout, first = self.layout, materialize(height * HEIGHT)
-        whole, rest = divmod(layout.op.out_features, layout.panel)
+        first = materialize(height * HEIGHT)
         rows = materialize(T.min(T.int64(HEIGHT), self.count - first))
         tall = materialize(ceil_div(rows, tiles.ROWS))
 
@@ -482,14 +479,7 @@ class TermProduct(Product):
                             piece = piece + T.Select(part.number > 0, before, splat(T.float32(0), size))
                         store(self.y, at, piece, size)
 
-        if rest == 0:
-            columns(layout.panel, p * layout.panel)
-        else:
-            with T.If(p < whole):
-                with T.Then():
-                    columns(layout.panel, p * layout.panel)
-                with T.Else():
-                    columns(rest, T.int64(whole * layout.panel))
+        self.real_columns(p, columns)
         with T.If(part.number == passes - 1), T.Then():
             self.apply_epilogue(p, first, first + rows)
 
@@ -565,6 +555,7 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
             task.write(p, height, sums, parts, of, passes)
         tiles.release()
 
+    heights = materialize(ceil_div(task.count, HEIGHT))
     with T.serial(T.int64(passes)) as number:
         ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(passes))) for n in (number, number + 1)]
-        each_panel(task, HEIGHT, cores, config, partial(body, Pass(number, *ends)))
+        each_panel(layout.panels, heights, config["block"], cores, partial(body, Pass(number, *ends)))

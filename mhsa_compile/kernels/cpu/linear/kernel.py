@@ -46,8 +46,7 @@ class CpuLinearKernel:
         return layout_of(op, profile, columns)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        fixed = [dim for dim in op.rows if isinstance(dim, int)]
-        count = prod(fixed) if len(fixed) == len(op.rows) else 4096
+        count = 4096 if op.row_count is None else op.row_count
         unit = self.layout(op, profile, 1).unit
         float32_sums, joined = unit.group == 1, unit.rows
         return {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, prod
+from math import gcd
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -118,6 +118,19 @@ class Product:
             value = value * step
         return value + bias
 
+    def real_columns(self, p: Expr, body: Callable[[int, Expr], None]) -> None:
+        """body(width, first) of panel p in y: the last panel is padded, and narrower there."""
+        panel = self.layout.panel
+        whole, rest = divmod(self.layout.op.out_features, panel)
+        if rest == 0:
+            body(panel, p * panel)
+            return
+        with T.If(p < whole):
+            with T.Then():
+                body(panel, p * panel)
+            with T.Else():
+                body(rest, T.int64(whole * panel))
+
     def apply_epilogue(self, p: Expr, first: Expr, end: Expr) -> None:
         """Turns panel p of y, whose lines first .. end are written, into what the epilogue makes of it."""
         steps, panel, joined = self.layout.op.epilogue, self.layout.panel, self.layout.unit.rows
@@ -145,22 +158,32 @@ def tasks(task: Product, cores: int, config: Config) -> None:
     The rows that fill no tile take a tile of half height, or one that reaches beyond the last row: there the last row
     is computed again, and written again with the same values.
     """
-    rows, panels = config["rows"] // task.layout.unit.rows, T.int64(task.layout.panels)
+    rows = config["rows"] // task.layout.unit.rows
     rest = materialize(T.truncmod(task.lines, T.int64(rows)))
     tiles = materialize(T.truncdiv(task.lines, T.int64(rows)) + T.Select(rest > rows // 2, T.int64(1), T.int64(0)))
     has_half = materialize(T.Select(T.And(rest > 0, rest <= rows // 2), T.int64(1), T.int64(0)))
+
+    def body(p: Expr, first: Expr, end: Expr) -> None:
+        half = materialize(T.Select(end == tiles, has_half, T.int64(0)))
+        _task(task, config, p, first, end, half)
+
+    each_panel(task.layout.panels, tiles, config["block"], cores, body)
+
+
+def each_panel(panels: int, tiles: Expr, block: int, cores: int, body: Callable[[Expr, Expr, Expr], None]) -> None:
+    """In parallel body(panel, first, end) for each panel and for blocks of up to so many tiles of rows, which differ by
+    one at most."""
     # With a multiple of so many blocks, blocks * panels is a multiple of the cores.
-    fair = cores // gcd(cores, task.layout.panels)
-    wanted = materialize(ceil_div(ceil_div(tiles, config["block"]), fair) * fair)
+    fair = cores // gcd(cores, panels)
+    wanted = materialize(ceil_div(ceil_div(tiles, block), fair) * fair)
     blocks = materialize(T.max(T.int64(1), T.min(tiles, wanted)))
     with T.parallel(blocks * panels) as index:
         # Panel after panel: a thread goes on with the same rows of x, which its cache still has.
-        p = materialize(T.truncmod(index, panels))
-        block = materialize(T.truncdiv(index, panels))
-        first = materialize(T.truncdiv(block * tiles, blocks))
-        end = materialize(T.truncdiv((block + 1) * tiles, blocks))
-        half = materialize(T.Select(end == tiles, has_half, T.int64(0)))
-        _task(task, config, p, first, end, half)
+        p = materialize(T.truncmod(index, T.int64(panels)))
+        number = materialize(T.truncdiv(index, T.int64(panels)))
+        first = materialize(T.truncdiv(number * tiles, blocks))
+        end = materialize(T.truncdiv((number + 1) * tiles, blocks))
+        body(p, first, end)
 
 
 def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: Expr) -> None:
@@ -227,8 +250,8 @@ def _widens(task: Product, rows: int) -> bool | None:
     that is known when called only."""
     if not task.layout.is_worth_widening:
         return False
-    fixed = [dim for dim in task.layout.op.rows if isinstance(dim, int)]
-    return prod(fixed) >= rows * WORTH_WIDENING if len(fixed) == len(task.layout.op.rows) else None
+    count = task.layout.op.row_count
+    return None if count is None else count >= rows * WORTH_WIDENING
 
 
 def _scratch(shape: tuple[int, int], dtype: str) -> Expr:

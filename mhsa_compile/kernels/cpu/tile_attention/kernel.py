@@ -1,7 +1,8 @@
 """Attention on matrix tiles, of bfloat16 or of float32 that is multiplied as that, on a CPU that has them.
 
 First V^T of all heads goes into tiles, which all queries of a head share; then the tasks, as the vector kernel has
-them."""
+them.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.simd.vectors import constant, load, splat
+from mhsa_compile.kernels.cpu.units import tiles
 
 LANES = 16
 COEFFICIENTS = (0.99992522, 0.69583354, 0.22606716, 0.07802452)
@@ -41,7 +42,7 @@ def row_of_bfloat16(buffer: Expr, index: Sequence[Expr]) -> Expr:
     if buffer.dtype == "bfloat16":
         return T.reinterpret("uint16x32", load(buffer, index, 32))
     low, high = (load(buffer, [*index[:-1], index[-1] + first], LANES) for first in (0, LANES))
-    return T.call_pure_extern("uint16x32", "mhsa_tile_row", low, high)
+    return tiles.narrowed_pair(low, high)
 
 
 def halves(words: Expr) -> Sequence[Expr]:
@@ -69,10 +70,5 @@ define <16 x i32> @mhsa_tile_pairs(<16 x float> %low, <16 x float> %high) always
   %mixed = shufflevector <32 x bfloat> %both, <32 x bfloat> poison, <32 x i32> <{_TURNS}>
   %words = bitcast <32 x bfloat> %mixed to <16 x i32>
   ret <16 x i32> %words
-}}
-define <32 x i16> @mhsa_tile_row(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
-  %both = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %high, <16 x float> %low)
-  %bits = bitcast <32 x bfloat> %both to <32 x i16>
-  ret <32 x i16> %bits
 }}
 """

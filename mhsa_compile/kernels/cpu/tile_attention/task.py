@@ -7,7 +7,8 @@
         where a sum shows that m is too low: m = the maximum, and what was summed up before shrinks
 
 Nothing looks for a maximum unless the sum of a chunk exceeds LIMIT: a prob of 2^13 is as exact as one of 1. A row that
-has seen nothing has m = -inf, and whatever it sees then shows."""
+has seen nothing has m = -inf, and whatever it sees then shows.
+"""
 
 from __future__ import annotations
 
@@ -275,19 +276,11 @@ class TileAttentionTask:
         chunk, side = (materialize(self._get(cell)) for cell in (_FIRST, _SIDE))
 
         def multiply(number: int, step: int) -> None:
-            feature = first + number
-            places = [[feature, T.int64(c), T.int64(0)] for c in range(self.columns)]
             if step == 0:
-                for c, place in enumerate(places):
-                    tiles.load_tile(c, self.o, place, LANES)
-            at = [*self.place, chunk + step, feature, T.int64(0), T.int64(0)]
-            tiles.load_tile(tiles.LEFT, self.values.tiles, at, KEYS)
-            for c in range(self.columns):
-                tiles.load_tile(tiles.RIGHT, self.p, [side, T.int64(step), T.int64(c), T.int64(0)], LANES)
-                self.unit.product(c, tiles.LEFT, tiles.RIGHT)
+                self._each_output(first + number, tiles.load_tile)
+            self._multiply_values(first + number, chunk, side, T.int64(step))
             if step == self.chunks - 1:
-                for c, place in enumerate(places):
-                    tiles.store_tile(c, self.o, place, LANES)
+                self._each_output(first + number, tiles.store_tile)
 
         return [partial(multiply, number, step) for number in range(self.share) for step in range(self.chunks)]
 
@@ -295,20 +288,23 @@ class TileAttentionTask:
         """O^T += V^T P^T of the block that waits, for features first .. end, in tiles of them."""
         count, chunk, side = (materialize(self._get(cell)) for cell in (_COUNT, _FIRST, _SIDE))
         with T.If(count > 0), T.Then(), T.serial(first, end) as feature:
-            for c in range(self.columns):
-                tiles.load_tile(c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
+            self._each_output(feature, tiles.load_tile)
             with T.serial(count) as step:
+                self._multiply_values(feature, chunk, side, step)
+            self._each_output(feature, tiles.store_tile)
 
-                def left(_: int) -> None:
-                    at = [*self.place, chunk + step, feature, T.int64(0), T.int64(0)]
-                    tiles.load_tile(tiles.LEFT, self.values.tiles, at, KEYS)
+    def _each_output(self, feature: Expr, move: Callable[..., None]) -> None:
+        """Moves O^T of a tile of features, a tile for each column of queries."""
+        for c in range(self.columns):
+            move(c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
 
-                def right(c: int) -> None:
-                    tiles.load_tile(tiles.RIGHT, self.p, [side, step, T.int64(c), T.int64(0)], LANES)
-
-                self.unit.add_block(1, self.columns, left, right)
-            for c in range(self.columns):
-                tiles.store_tile(c, self.o, [feature, T.int64(c), T.int64(0)], LANES)
+    def _multiply_values(self, feature: Expr, first: Expr, side: Expr, step: Expr) -> None:
+        """The tiles of O^T += those of V^T and P^T, of chunk `step` of a block."""
+        at = [*self.place, first + step, feature, T.int64(0), T.int64(0)]
+        tiles.load_tile(tiles.LEFT, self.values.tiles, at, KEYS)
+        for c in range(self.columns):
+            tiles.load_tile(tiles.RIGHT, self.p, [side, step, T.int64(c), T.int64(0)], LANES)
+            self.unit.product(c, tiles.LEFT, tiles.RIGHT)
 
     # ---- Scores and probs
 

@@ -3,7 +3,8 @@ it is not bfloat16 as it lies, row by row. Zeros beyond the last key.
 
 A word of two rows of V, side by side, is what a tile of V^T has of two keys; sixteen such rows, transposed, are sixteen
 features of it. Whether a tile's keys hold NaN or infinity is kept beside it: where keys are hidden, these must not
-count."""
+count.
+"""
 
 from __future__ import annotations
 

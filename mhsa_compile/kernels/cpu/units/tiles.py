@@ -11,12 +11,13 @@ for one that reads and writes memory, so they stay in the order of the program.
 
 Order of the sums, bfloat16: two chains of 16 fused multiply-adds, over even and over odd terms, their sum, then C; to
 nearest even, denormals are zero. Source: Intel SDM, TDPBF16PS; the permission to use tiles:
-hardware/tile_permission.py."""
+hardware/tile_permission.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +32,10 @@ from mhsa_compile.kernels.cpu.units.unit import Unit
 ROWS, ROW_BYTES, WORDS = 16, 64, 16
 """Of a tile: rows, bytes of a row, and words along K."""
 LEFT, RIGHT = 6, 7
-"""Where a tile of A and one of B are, beside six of C: a tile that is loaded anew gets other registers while products
-of the one before still wait."""
+"""Where a tile of A and one of B are: one that is loaded anew gets other registers while products of the one before
+still wait."""
 LEFTS, RIGHTS = (4, LEFT), (5, RIGHT)
 """Two of each, beside four of C."""
-SUMS = range(6)
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,6 @@ class Tiles(Unit):
     def product(self, c: int, a: int, b: int) -> None:
         """Tile c += a b."""
         _call(f"{self.instruction}_{c}_{a}_{b}")
-
-    def add_block(
-        self, rows: int, columns: int, load_left: Callable[[int], None], load_right: Callable[[int], None]
-    ) -> None:
-        """C[r, c] += A[r] B[c], of `rows` by `columns` tiles, C[r, c] being tile r + rows c. Every other column goes
-        from the last row to the first, and begins with the row that is loaded."""
-        order = range(rows)
-        row = None
-        for column in range(columns):
-            load_right(column)
-            for row_of_column in order if column % 2 == 0 else reversed(order):
-                if row != row_of_column:
-                    load_left(row_of_column)
-                row = row_of_column
-                self.product(row + rows * column, LEFT, RIGHT)
 
 
 def configure(rows: Expr | None = None, *, right: Sequence[int] = (RIGHT,)) -> None:
@@ -132,7 +117,7 @@ def _call(name: str, *arguments: Expr) -> None:
     T.evaluate(T.call_extern("void", f"mhsa_{name}", *arguments))
 
 
-_TRIPLES = sorted({*itertools.product(SUMS, (LEFT,), (RIGHT,)), *itertools.product(range(4), LEFTS, RIGHTS)})
+_TRIPLES = list(itertools.product(range(4), LEFTS, RIGHTS))
 """Tiles of C, A and B that are multiplied together."""
 _PRODUCTS = ("tdpbf16ps", "tdpbssd", "tdpbusd", "tdpbsud", "tdpbuud")
 
