@@ -50,6 +50,7 @@ class _Timed:
     rounds: int
     peak_gflops: float
     peak_spread: float
+    kind_gflops: dict[str, float]
     bandwidth_gbs: float
 
 
@@ -87,7 +88,7 @@ def bench(
     problem = replace(problem, error_share=expected.share)
     dtype = problem.float_dtype
     timed = _time(problem, peers, dtype, threads, seconds)
-    floor = _floor(problem, timed.peak_gflops, timed.bandwidth_gbs, roofline.last_level_cache())
+    floor = _floor(problem, timed.kind_gflops, timed.bandwidth_gbs, roofline.last_level_cache())
     return BenchReport(
         dims=sizes,
         dtype=dtype,
@@ -125,20 +126,26 @@ def _time(problem: Problem, peers: Iterable[Peer], dtype: str, threads: int, sec
         ours = open_candidate(stack, Compiled(), problem, threads, problem.error_share)
         others = [attempt(stack, peer, problem, threads) for peer in peers]
         running = [ours, *(other for other in others if other.missing is None)]
-        peak = stack.enter_context(limits.products(detect(), threads, dtype))
-        reading = stack.enter_context(roofline.reading(detect(), threads))
-        for probe in (peak, reading):
+        products = limits.ProductRates.opened(stack, problem.artifact.manifest, threads, dtype)
+        probes = [stack.enter_context(roofline.reading(detect(), threads)), *products.all]
+        for probe in probes:
             probe.run()
         stack.enter_context(workers_apart(frozenset().union(*(candidate.sole_workers for candidate in running))))
-        turns = [*(candidate.calls for candidate in running), [peak.run], [reading.run]]
-        *times, peak_times, reading_times = interleave(turns, seconds)
+        turns = [*(candidate.calls for candidate in running), *([probe.run] for probe in probes)]
+        times = interleave(turns, seconds)
+    peak_times = times[len(running) + 1]
+    # A limit is what the machine did at best.
+    bandwidth, *rates = (
+        probe.amount / min(seconds) / 1e9 for probe, seconds in zip(probes, times[len(running) :], strict=True)
+    )
     return _Timed(
         candidates=(ours, *others),
-        times=times,
+        times=times[: len(running)],
         rounds=len(peak_times),
-        peak_gflops=peak.amount / min(peak_times) / 1e9,  # a limit is what the machine did at best
+        peak_gflops=rates[0],
         peak_spread=spread(peak_times),
-        bandwidth_gbs=reading.amount / min(reading_times) / 1e9,
+        kind_gflops=products.by_kind(rates),
+        bandwidth_gbs=bandwidth,
     )
 
 
@@ -176,17 +183,23 @@ def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
     return problem.sizes
 
 
-def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: int) -> Floor | None:
+def _floor(problem: Problem, gflops: Mapping[str, float], bandwidth_gbs: float, cache: int) -> Floor | None:
     """The least time of a call, by the spec; calls go through all the sets of inputs and outputs, and the weights.
 
+    gflops   by kind of operation
+
     None where the spec does not tell: of a cache its lengths say how much is read, and of weights in eight bits or
-    float32 by terms the products have another rate than the rest.
+    linears of which only some multiply by terms nobody measured the rate.
     """
-    spec, manifest = problem.stated, problem.artifact.manifest
-    if spec is None or spec.kv_cache or manifest.int8_weights or manifest.kinds_by_terms:
+    spec, sizes = problem.stated, problem.sizes
+    if spec is None or spec.kv_cache:
         return None
-    sizes = problem.sizes
-    flops = (0 if problem.is_core else spec.projection_flops(**sizes)) + spec.attention_flops(**sizes)
+    flops_by_kind = {"attention": spec.attention_flops(**sizes)}
+    if not problem.is_core:
+        flops_by_kind["linear"] = spec.projection_flops(**sizes)
+    if not flops_by_kind.keys() <= gflops.keys():
+        return None
+    flops = sum(flops_by_kind.values())
     columns = spec.num_heads * spec.v_head_dim if problem.is_core else spec.embed_dim
     outputs = sizes["B"] * sizes["L"] * columns * problem.dtype.itemsize
     moving = outputs + sum(array.nbytes for array in problem.inputs[0].values())
@@ -194,7 +207,7 @@ def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: in
     sets = len(problem.inputs)
     working_set = sets * moving + weights
     from_memory = (working_set - cache) / sets  # of each call: the cache may have kept the rest from the last time
-    compute_us = flops / peak_gflops / 1e3
+    compute_us = sum(number / gflops[kind] for kind, number in flops_by_kind.items()) / 1e3
     memory_us = from_memory / bandwidth_gbs / 1e3 if working_set > BEYOND_CACHE * cache else None
     limit = "memory" if memory_us is not None and memory_us > compute_us else "compute"
     return Floor(limit, compute_us, memory_us, flops, moving + weights)
@@ -203,7 +216,7 @@ def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: in
 def _rows(timed: _Timed, floor: Floor | None) -> tuple[BenchRow, ...]:
     times = iter(timed.times)
     return tuple(
-        _row(candidate, next(times), timed.times[0], floor, timed.peak_gflops)
+        _row(candidate, next(times), timed.times[0], floor)
         if candidate.missing is None
         else BenchRow(candidate.name, missing=candidate.missing)
         for candidate in timed.candidates
@@ -211,21 +224,16 @@ def _rows(timed: _Timed, floor: Floor | None) -> tuple[BenchRow, ...]:
 
 
 def _row(
-    candidate: BenchCandidate,
-    samples: Sequence[float],
-    our_samples: Sequence[float],
-    floor: Floor | None,
-    peak_gflops: float,
+    candidate: BenchCandidate, samples: Sequence[float], our_samples: Sequence[float], floor: Floor | None
 ) -> BenchRow:
     middle = median(samples)
-    gflops = None if floor is None else floor.flops / middle / 1e9
     return BenchRow(
         candidate.name,
         median_us=middle * 1e6,
         spread=spread(samples),
         ratio=median(theirs / our for theirs, our in zip(samples, our_samples, strict=True)),
-        gflops=gflops,
-        share_of_peak=None if gflops is None else gflops / peak_gflops,
+        gflops=None if floor is None else floor.flops / middle / 1e9,
+        share_of_peak=None if floor is None else floor.compute_us / middle / 1e6,
         share_of_limit=None if floor is None else floor.us / middle / 1e6,
         error_share=candidate.error_share,
         form=candidate.form,

@@ -19,7 +19,8 @@ class BenchRow:
     spread          interquartile range over the rounds, as a share of the median
     ratio           this candidate's time by ours in the same round, median over the rounds: above 1, we are faster
     gflops          useful FLOPs a second; None without a floor, as of a foreign .onnx, whose FLOPs nobody counted
-    share_of_peak   `gflops` as a share of the multiply-adds measured at the workload's dtype
+    share_of_peak   the floor of operations as a share of this candidate's time: `gflops` by the rate that was measured
+                    for such products
     share_of_limit  the floor as a share of this candidate's time: of whichever limit binds, operations or bytes
     error_share     largest error against float64 as a share of the budget: above 1 is wrong
     form            which of a peer's several forms was its fastest
@@ -42,7 +43,7 @@ class Floor:
     """The least time that a call can take on this machine.
 
     limit            "compute" or "memory": which of the two is the larger
-    compute_us       useful FLOPs at the measured rate of multiply-adds
+    compute_us       useful FLOPs at the measured rate of multiply-adds, and of tiles where ours multiplies on them
     memory_us        bytes that no cache can have kept since they were read last, at the measured rate of reading; None
                      where they stay in the cache from call to call
     flops, bytes     of one call; bytes are inputs, weights and outputs, each once
@@ -65,7 +66,7 @@ class BenchReport:
 
     peak_gflops      multiply-adds measured at the workload's dtype, in the best round; `peak_spread` as for a row
     bandwidth_gbs    10^9 bytes a second, read from memory, in the best round
-    floor            None for a foreign .onnx, a cache, weights of eight bits, and float32 by terms
+    floor            None for a foreign .onnx, a cache, weights of eight bits, and linears of which some are by terms
     budget           the largest error allowed
     """
 

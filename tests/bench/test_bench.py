@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,13 @@ import pytest
 
 import mhsa_compile as mhsa
 from mhsa_bench.bench import _floor, bench
+from mhsa_bench.limits import ProductRates
 from mhsa_bench.peers import registry
 from mhsa_bench.peers.peer import DTYPES, WRONG, Problem
 from mhsa_bench.peers.registry import Compiled
 from mhsa_bench.plots import bench_plots, figure
 from mhsa_bench.report import BenchReport, BenchRow, Floor
+from mhsa_bench.roofline import Probe
 from mhsa_compile.bench import accuracy
 from mhsa_compile.bench.timing import INPUT_SETS, LEAST_ROUNDS
 from mhsa_compile.bench.workloads import GROUPS, WORKLOADS, Workload, choose, compile_workload
@@ -25,6 +27,8 @@ from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.verification.random_inputs import random_inputs
+
+SAME_RATE = {"attention": 100.0, "linear": 100.0}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def test_the_floor_counts_visible_pairs_and_each_byte_once(report):
 
 def test_bytes_bind_where_the_inputs_leave_the_cache(artifact):
     problem = Problem(artifact, [random_inputs(artifact.manifest, {"L": 7})] * INPUT_SETS)
-    inside, outside = (_floor(problem, 100.0, 1.0, cache) for cache in (1 << 20, 1 << 10))
+    inside, outside = (_floor(problem, SAME_RATE, 1.0, cache) for cache in (1 << 20, 1 << 10))
     assert (inside.limit, inside.memory_us) == ("compute", None)
     assert outside.limit == "memory"
     weights = 4 * 4 * (32 * 32 + 32)
@@ -86,8 +90,21 @@ def test_bytes_bind_where_the_inputs_leave_the_cache(artifact):
 def test_no_limit_is_stated_for_products_in_eight_bits(artifact):
     """Products in eight bits have another rate than that of float32, of which they would be more than all."""
     eight = replace(artifact, manifest=msgspec.structs.replace(artifact.manifest, int8_weights=True))
+    with ExitStack() as stack:
+        rates = ProductRates.opened(stack, eight.manifest, 1, "float32").by_kind([100.0])
+    assert rates == {"attention": 100.0}
     problem = Problem(eight, [random_inputs(artifact.manifest, {"L": 7})])
-    assert _floor(problem, 100.0, 1.0, 1 << 20) is None
+    assert _floor(problem, rates, 1.0, 1 << 20) is None
+
+
+def test_products_by_terms_have_the_rate_of_tiles_by_the_number_of_terms(artifact):
+    probe = Probe(lambda: None, 1)
+    rates = ProductRates(probe, probe, {"attention": "ieee", "linear": "bf16x6"}).by_kind([200.0, 2400.0])
+    assert rates == {"attention": 200.0, "linear": 400.0}
+    problem = Problem(artifact, [random_inputs(artifact.manifest, {"L": 7})])
+    plain, by_terms = (_floor(problem, gflops, 1.0, 1 << 20) for gflops in ({**rates, "linear": 200.0}, rates))
+    projections = 4 * 2 * 7 * 32 * 32
+    assert plain.compute_us - by_terms.compute_us == pytest.approx(projections / 400.0 / 1e3)
 
 
 def test_who_is_faster_than_the_limit_is_named():

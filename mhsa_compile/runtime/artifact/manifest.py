@@ -206,10 +206,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """How the least exact of the operations multiplies float32: what the error budget goes by."""
         return coarsest(*(op.float32_products for op in self.ops))
 
-    @property
-    def kinds_by_terms(self) -> frozenset[str]:
-        """The kinds of operations of which some multiply float32 by bfloat16 terms, at another rate than float32's."""
-        return frozenset(op.op for op in self.ops if op.float32_products != "ieee")
+    def products_of(self, kind: str) -> Float32Products | None:
+        """How all operations of a kind multiply float32, "ieee" if there are none; None where they differ."""
+        words = {op.float32_products for op in self.ops if op.op == kind} or {"ieee"}
+        return None if len(words) > 1 else words.pop()
 
     def float32_outcome(self) -> str:
         """What became of `float32_products`, where operations got other than IEEE's or other than was asked for; ""
