@@ -1,46 +1,47 @@
 """Linears of float32 on matrix tiles, by bfloat16 terms: the products that `spec/float32_products.py` lists.
 
 Rows of x are split once a call, into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step
-reads lines that lie side by side; weights are split when they are packed. A task is a panel of 32 features against a
-block of rows of x: two by two tiles of sums take all products of a step, and a tile that the next product needs too
-stays in its register, so that 24 products load 14 tiles. Where K is long, parts of it pass over all tasks, and y takes
-their sums.
+reads lines that lie side by side. Weights are packed as the kernel of float32 has them, and a task splits its panel of
+32 features before a block of rows of x passes over it: as many bytes come from memory as without terms, and few rows,
+for which splitting takes too long, are multiplied in float32. Two by two tiles of sums take all products of a step, and
+a tile that the next product needs too stays in its register, so that 24 products load 14 tiles. Where K is long, parts
+of it pass over all tasks, and y takes their sums.
 
 A chain of float32 sums drifts. That of bf16x6 starts anew after CHAIN; vectors add what it gave to the total while
 tiles multiply the next part. The coarse words lose more by their terms than by a chain.
 
 What terms would make something else of is computed in float32: blocks of 32 rows of which one holds Inf, NaN or a
-number from 2^60 on, or none but zeros and numbers below 2^-50; panels with such a feature, whose weights lie there as
-they are. What remains has a largest product between 2^-100 and 2^120 for each row and feature: nothing overflows that
-does not in float32, and what the unit loses below 2^-126 is less than 2^-24 of that product. Beside larger numbers of
-its row, one below 2^-102 loses its last term, and one below 2^-126 is zero. Of bf16, such weights are rounded all the
-same; of bf16x3, too, where only x asks for float32.
+number from 2^60 on, or none but zeros and numbers below 2^-50; panels that have such a feature in a part of K. What
+remains has a largest product between 2^-100 and 2^120 for each row and feature: nothing overflows that does not in
+float32, and what the unit loses below 2^-126 is less than 2^-24 of that product. Beside larger numbers of its row, one
+below 2^-102 loses its last term, and one below 2^-126 is zero.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
-from mhsa_compile.kernels.common.op_args import packed_arguments, weight_arguments
-from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
-from mhsa_compile.kernels.cpu.formats.floats import bfloat16_bits
+from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows
-from mhsa_compile.kernels.cpu.linear.kernel import product_function
-from mhsa_compile.kernels.cpu.linear.microkernel import Product, each_panel
-from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, each_column
-from mhsa_compile.kernels.cpu.linear.tiles import TileLayout
+from mhsa_compile.kernels.cpu.linear.kernel import product_function, register_tile_config
+from mhsa_compile.kernels.cpu.linear.microkernel import Product, each_panel, tasks
+from mhsa_compile.kernels.cpu.linear.pack_weights import pack
+from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
-from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products, is_coarse
 
@@ -60,8 +61,9 @@ TOTAL, PART = 0, 1
 LARGE, SMALL = 0x5D800000, 0x26800000
 """Bits of 2^60 and of 2^-50: the largest magnitude of a row or a feature is ordinary between them."""
 WORTH_SPLITTING = 24
-"""Rows from which on six products take no longer than float32's. A single row takes as much longer as its weights are
-larger: 6 bytes to 4."""
+"""Rows from which on six products take no longer than float32's."""
+FEW_ROWS = 8
+"""Of a register tile, where fewer rows than that are multiplied in float32."""
 SHORTEST, FEWEST = 128, 8
 """Terms of a sum, and features, from which on no call is known to exceed float32's error budget: below, where one term
 is much larger than the others, PyTorch's many lanes are more exact than a chain, by terms or not."""
@@ -106,15 +108,27 @@ class CpuFloat32TileLinearKernel:
         return {"block": 8, "depth": 24} if op.in_features <= 24 * DEPTH else {"block": 16, "depth": 12}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
-        layout = TermLayout(op, FORMATS["bfloat16"], tiles.BFLOAT16, COLUMNS)
-        run = product_function("linear", layout, profile, config, rows=split_rows, product=TermProduct, deal=_tasks)
-        return Emitted(run, pack_terms(layout), layout.packed)
+        layout = TermLayout(op, FORMATS["float32"], Float32Lanes.of(profile), COLUMNS)
+        few_rows = register_tile_config(layout, FEW_ROWS, profile)
+        if op.row_count is not None and op.row_count < WORTH_SPLITTING:
+            run = product_function("linear", layout, profile, few_rows)
+        else:
+            deal = partial(_tasks, few_rows=few_rows)
+            run = product_function("linear", layout, profile, config, rows=split_rows, product=TermProduct, deal=deal)
+        return Emitted(run, pack(layout), layout.packed)
 
 
 @dataclass(frozen=True)
-class TermLayout(TileLayout):
-    """Weights (P, tiles of K, terms, 16 words, panel); a panel of extraordinary ones has, in the place of the first two
-    terms of a pair along K, its numbers as they are. Behind the biases, whether a panel is one."""
+class TermLayout(PackedLayout):
+    """Weights as float32, in panels as wide as two tiles."""
+
+    def imported(self) -> AbstractContextManager[Any]:
+        return tiles.BFLOAT16.imported()
+
+    @property
+    def tiles(self) -> int:
+        """Those of K."""
+        return -(-self.op.in_features // DEPTH)
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -128,23 +142,6 @@ class TermLayout(TileLayout):
     @property
     def chain(self) -> int:
         return COARSE_CHAIN if is_coarse(self.op.float32_products) else CHAIN
-
-    @property
-    def words(self) -> int:
-        return self.terms * self.steps
-
-    @property
-    def has_plain_panels(self) -> bool:
-        """Whether there is room for a pair of numbers as they are."""
-        return self.terms > 1
-
-    @property
-    def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        return (*super().packed, ((self.panels, 1), "int32"))
-
-    def place(self, tile: Expr, term: int, word: Expr | int = 0) -> Expr:
-        """The word of a panel's column."""
-        return (tile * self.terms + term) * tiles.ROWS + word
 
 
 # ---- Splitting
@@ -160,12 +157,13 @@ class TermRows(PackedRows):
 
 
 def split_rows(layout: TermLayout, x: Expr, count: Expr, size: Expr) -> TermRows:
-    """The terms of x (count, K), after the loop that writes them. What rows behind the last hold nobody reads."""
+    """The terms of x (count, K), after the loop that writes them unless rows are few. What rows behind the last hold
+    nobody reads."""
     heights, width = ceil_div(size, tiles.ROWS), layout.op.in_features
     data = T.alloc_buffer((heights, T.int64(layout.tiles), T.int64(layout.terms), T.int64(TILE)), "uint16")
     flags = T.alloc_buffer((heights,), "int32")
     whole, rest = divmod(width, DEPTH)
-    with T.parallel(materialize(ceil_div(count, tiles.ROWS))) as height:
+    with T.If(count >= WORTH_SPLITTING), T.Then(), T.parallel(materialize(ceil_div(count, tiles.ROWS))) as height:
         rows = materialize(T.min(T.int64(tiles.ROWS), count - height * tiles.ROWS))
         largest = vectors.scratch((tiles.ROWS, LANES), "uint32")
         store(flags, [height], T.int32(0), 1)
@@ -175,7 +173,7 @@ def split_rows(layout: TermLayout, x: Expr, count: Expr, size: Expr) -> TermRows
         def split(tile: Expr, i: Expr, halves: list[Expr]) -> None:
             most = load(largest, [i, T.int64(0)], LANES)
             for half in halves:
-                most = T.max(most, T.reinterpret("uint32x16", half) & splat(T.uint32(0x7FFFFFFF), LANES))
+                most = T.max(most, _magnitude(half))
             store(largest, [i, T.int64(0)], most, LANES)
             for term, bits in enumerate(_terms(halves, layout.terms)):
                 store(data, [height, tile, T.int64(term), i * DEPTH], bits, DEPTH)
@@ -211,94 +209,31 @@ def _terms(halves: list[Expr], count: int) -> list[Expr]:
     return terms
 
 
-def _is_extraordinary(largest: Expr) -> Expr:
-    """Whether the largest magnitude of a row, as its bits, asks for float32."""
-    return T.Or(largest >= T.uint32(LARGE), T.And(largest < T.uint32(SMALL), largest > T.uint32(0)))
-
-
-# ---- Packing
-
-
-def pack_terms(layout: TermLayout) -> Expr:
-    """The PrimFunc (weights..., biases...) -> `layout.packed`."""
-    op = layout.op
-    with prim_func("pack_linear") as builder:
-        weights, biases = weight_arguments(op)
-        packed = packed_arguments(layout.packed)
-
-        def feature(number: int | None, index: Expr) -> OutputFeature:
-            if number is None:
-                return OutputFeature(None, index, False, None)
-            return OutputFeature(weights[number], index, op.transposed[number], biases[number])
-
-        def mark(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
-            with T.If(column == 0), T.Then():
-                store(packed[2], [panel, T.int64(0)], T.int32(0), 1)
-            with T.If(_is_extraordinary(_largest(op, feature(number, index)))), T.Then():
-                store(packed[2], [panel, T.int64(0)], T.int32(1), 1)
-
-        def write(number: int | None, index: Expr, panel: Expr, column: Expr) -> None:
-            this = feature(number, index)
-            bias = T.float32(0) if this.bias is None else load_wide(this.bias, [index], 1)
-            store(packed[1], [panel, column], bias, 1)
-            _write_terms(layout, packed, this, [panel, column])
-
-        each_column(layout, mark)
-        each_column(layout, write)
-    return builder.get()
-
-
-def _largest(op: LinearOp, feature: OutputFeature) -> Expr:
-    """The bits of a feature's largest magnitude."""
-    largest = T.alloc_buffer((1,), "uint32")
-    store(largest, [T.int64(0)], T.uint32(0), 1)
-    with T.serial(T.int64(op.in_features)) as k:
-        bits = T.reinterpret("uint32", feature.wide(k)) & T.uint32(0x7FFFFFFF)
-        store(largest, [T.int64(0)], T.max(largest[0], bits), 1)
-    return let(largest[0])
-
-
-def _write_terms(layout: TermLayout, packed: list[Expr], feature: OutputFeature, at: list[Expr]) -> None:
-    """A column of a panel."""
-    (panel, column), group = at, layout.unit.group
-    with T.serial(T.int64(layout.steps)) as step:
-        tile, word = materialize(T.truncdiv(step, T.int64(tiles.WORDS))), T.truncmod(step, T.int64(tiles.WORDS))
-        pair = []
-        for i in range(group):
-            k = materialize(step * group + i)
-            # Not a select: of what lies beyond K nothing may be read.
-            pair.append(
-                materialize(T.if_then_else(k < layout.op.in_features, feature.wide(k), T.float32(0)), "float32")
-            )
-
-        def put(term: int, bits: Expr) -> None:
-            store(packed[0], [panel, layout.place(tile, term, word), column], bits, 1)
-
-        def split() -> None:
-            low, high = (_element_terms(number, layout.terms) for number in pair)
-            for term in range(layout.terms):
-                put(term, T.reinterpret("int32", low[term] | (high[term] << T.uint32(16))))
-
-        if not layout.has_plain_panels:
-            split()
-            return
-        with T.If(packed[2][panel, T.int64(0)] == 0):
-            with T.Then():
-                split()
-            with T.Else():
-                for term in range(layout.terms):
-                    put(term, T.reinterpret("int32", pair[term]) if term < group else T.int32(0))
-
-
-def _element_terms(number: Expr, count: int) -> list[Expr]:
-    """The terms of a number as bits of bfloat16, denormals and all; of Inf and NaN nothing but the first."""
-    terms: list[Expr] = []
-    is_number = (T.reinterpret("uint32", number) & T.uint32(0x7FFFFFFF)) < T.uint32(0x7F800000)
+def _pair_terms(low: Expr, high: Expr, count: int) -> list[Expr]:
+    """The terms of two rows of weights, which are neighbours along K, as words of both."""
+    words: list[Expr] = []
+    turns = [T.int32(i // 2 + LANES * (i % 2)) for i in range(2 * LANES)]
     for _ in range(count):
-        bits = bfloat16_bits(number, 1)
-        terms.append(materialize(T.Select(T.Or(is_number, not terms), bits, T.uint32(0)), "uint32"))
-        number = materialize(number - T.reinterpret("float32", terms[-1] << T.uint32(16)), "float32")
-    return terms
+        if words:
+            last = T.reinterpret("uint32x16", words[-1])
+            parts = last << splat(T.uint32(16), LANES), last & splat(T.uint32(0xFFFF0000), LANES)
+            low, high = (
+                let(half - T.reinterpret("float32x16", part)) for half, part in zip((low, high), parts, strict=True)
+            )
+        bits = let(tiles.narrowed_pair(low, high))
+        words.append(let(T.reinterpret("int32x16", T.Shuffle([bits], turns))))
+    return words
+
+
+def _magnitude(number: Expr) -> Expr:
+    """The bits of sixteen numbers without their signs, which are ordered as the numbers are."""
+    return T.reinterpret("uint32x16", number) & splat(T.uint32(0x7FFFFFFF), LANES)
+
+
+def _is_extraordinary(largest: Expr, lanes: int = 1) -> Expr:
+    """Whether the largest magnitude of a row or a feature asks for float32."""
+    large, small, zero = (splat(T.uint32(bits), lanes) for bits in (LARGE, SMALL, 0))
+    return T.Or(largest >= large, T.And(largest < small, largest > zero))
 
 
 # ---- Multiplying
@@ -339,6 +274,61 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class PanelTerms:
+    """`data` ((tiles of a pass, terms, 16), panel): words of the terms of a panel's weights."""
+
+    layout: TermLayout
+    data: Expr
+
+    @staticmethod
+    def allocated(layout: TermLayout, deepest: int) -> PanelTerms:
+        return PanelTerms(layout, vectors.scratch((deepest * layout.terms * tiles.WORDS, layout.panel), "int32"))
+
+    def at(self, tile: Expr, term: int = 0, word: Expr | int = 0, column: int = 0) -> list[Expr]:
+        """Where a word of a tile, counted from the first of the pass, is."""
+        return [(tile * self.layout.terms + term) * tiles.WORDS + word, T.int64(column * LANES)]
+
+    def split(self, weights: Expr, p: Expr, of: Pass) -> Expr:
+        """Writes those of panel p in a pass. Whether one of its features there is extraordinary."""
+        whole, rest = divmod(self.layout.op.in_features, DEPTH)
+        largest = vectors.scratch((COLUMNS, LANES), "uint32")
+        for column in range(COLUMNS):
+            store(largest, [T.int64(column), T.int64(0)], splat(T.uint32(0), LANES), LANES)
+
+        def pair(tile: Expr, word: Expr, numbers: int) -> None:
+            for column in range(COLUMNS):
+                k = materialize(tile * DEPTH + word * 2)
+                halves = [let(load(weights, [p, k + i, T.int64(column * LANES)], LANES)) for i in range(numbers)]
+                place = [T.int64(column), T.int64(0)]
+                most = load(largest, place, LANES)
+                for half in halves:
+                    most = T.max(most, _magnitude(half))
+                store(largest, place, most, LANES)
+                high = halves[1] if numbers == 2 else splat(T.float32(0), LANES)
+                for term, words in enumerate(_pair_terms(halves[0], high, self.layout.terms)):
+                    store(self.data, self.at(tile - of.first, term, word, column), words, LANES)
+
+        with T.serial(of.first, T.min(of.end, T.int64(whole))) as tile, T.serial(T.int64(tiles.WORDS)) as word:
+            pair(tile, word, 2)
+        if rest:
+            tile, pairs, odd = T.int64(whole), rest // 2, rest % 2
+            with T.If(of.end > whole), T.Then():
+                with T.serial(T.int64(pairs)) as word:
+                    pair(tile, word, 2)
+                if odd:
+                    pair(tile, T.int64(pairs), 1)
+                with T.serial(T.int64(pairs + odd), T.int64(tiles.WORDS)) as word:
+                    for term, column in itertools.product(range(self.layout.terms), range(COLUMNS)):
+                        zeros = splat(T.int32(0), LANES)
+                        store(self.data, self.at(tile - of.first, term, word, column), zeros, LANES)
+        flags = [
+            vectors.any_lane(_is_extraordinary(load(largest, [T.int64(column), T.int64(0)], LANES), LANES), LANES)
+            for column in range(COLUMNS)
+        ]
+        return T.Or(*flags)
+
+
+@dataclass(frozen=True)
 class TermProduct(Product):
     """What is multiplied by terms."""
 
@@ -347,7 +337,13 @@ class TermProduct(Product):
     config: Config = field(default_factory=dict)
 
     def add_terms(
-        self, p: Expr, heights: list[Expr], of: Pass, tile: Expr, between: Callable[[int], None] | None = None
+        self,
+        panel: PanelTerms,
+        p: Expr,
+        heights: list[Expr],
+        of: Pass,
+        tile: Expr,
+        between: Callable[[int], None] | None = None,
     ) -> None:
         """The sums += all products of a tile of K, of tiles of rows and panel p. between(number) comes behind those of
         each pair of terms."""
@@ -360,11 +356,11 @@ class TermProduct(Product):
 
         def right(c: int, j: int) -> None:
             if held.get(tiles.RIGHTS[c]) != (c, j):
-                at = [p, layout.place(tile, j), T.int64(c * LANES)]
-                tiles.load_tile(tiles.RIGHTS[c], self.packed[0], at, layout.panel)
+                at = panel.at(tile - of.first, j, column=c)
+                tiles.load_tile(tiles.RIGHTS[c], panel.data, at, layout.panel)
             held[tiles.RIGHTS[c]] = (c, j)
 
-        asks = self._asks(p, heights, of, tile)
+        asks = self._asks(panel, p, heights, of, tile)
         share, queue = -(-len(asks) // (len(layout.pairs) * len(heights) * COLUMNS)), iter(asks)
         for number, (i, j) in enumerate(layout.pairs):
             for r, c in itertools.product(range(len(heights)), range(COLUMNS)):
@@ -376,14 +372,11 @@ class TermProduct(Product):
             if between is not None:
                 between(number)
 
-    def _asks(self, p: Expr, heights: list[Expr], of: Pass, tile: Expr) -> list[Callable[[], None]]:
+    def _asks(self, panel: PanelTerms, p: Expr, heights: list[Expr], of: Pass, tile: Expr) -> list[Callable[[], None]]:
         """What asks for a line each: for those of the next step, and for a share of the next panel, into the second
         cache."""
         layout = self.layout
         lines = layout.terms * tiles.ROWS
-        size = layout.panels * layout.words * layout.panel
-        flat = T.decl_buffer((T.int64(size),), "int32", data=self.packed[0].data)
-        line = CACHE_LINE // 4
         asks: list[Callable[[], None]] = []
         ends = tile + 1 == of.end
         following = materialize(T.Select(ends, of.first, tile + 1))
@@ -393,60 +386,26 @@ class TermProduct(Product):
                 partial(vectors.prefetch, self.rows.data, [row, following, T.int64(0), T.int64(n * DEPTH)])
                 for n in range(lines)
             ]
-        here = materialize((p * layout.words + following * lines) * layout.panel)
-        asks += [partial(vectors.prefetch, flat, [here + n * line]) for n in range(lines * COLUMNS)]
-        share = -(-lines * COLUMNS // self.config["block"])
+        here = materialize(following - of.first)
+        asks += [
+            partial(vectors.prefetch, panel.data, panel.at(here, word=n, column=c))
+            for n, c in itertools.product(range(lines), range(COLUMNS))
+        ]
+        # What the heights of a block ask for at a step are the weights of a tile.
+        share = -(-DEPTH * COLUMNS // self.config["block"])
         slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(self.config["block"]))
-        there = materialize(((p + 1) * layout.words + tile * lines) * layout.panel + slot * (share * line))
-        asks += [partial(vectors.prefetch, flat, [there + n * line], soon=False) for n in range(share)]
+        there = materialize(((p + 1) * layout.steps + tile * DEPTH) * layout.panel + slot * (share * LANES))
+        asks += [partial(self._ask, there + n * LANES, 1, soon=False) for n in range(share)]
         return asks
 
-    def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, words: tuple[Expr, Expr]) -> None:
-        """The sums of rows += the products of float32 of these words along K and of panel p."""
-        whole = self.layout.op.in_features // 2
-
-        def products(word: Expr, count: int, as_they_are: bool) -> None:
-            for i, weights in enumerate(self._numbers(p, word, as_they_are)[:count]):
-                k = materialize(word * 2 + i)
-                tile.outer_product(lambda r: self.rows.x[rows[r], k], weights.__getitem__)
-
-        def both(as_they_are: bool) -> None:
-            with T.serial(words[0], T.min(words[1], T.int64(whole))) as word:
-                products(word, 2, as_they_are)
-            if self.layout.op.in_features % 2:
-                with T.If(words[1] > whole), T.Then():
-                    products(T.int64(whole), 1, as_they_are)
-
-        if not self.layout.has_plain_panels:
-            both(False)
-            return
-        with T.If(self.packed[2][p, T.int64(0)] == 0):
-            with T.Then():
-                both(False)
-            with T.Else():
-                both(True)
-
-    def _numbers(self, p: Expr, word: Expr, as_they_are: bool) -> list[list[Expr]]:
-        """Both numbers of a word along K, each for all columns of a panel."""
-        layout = self.layout
-        tile, place = T.truncdiv(word, T.int64(tiles.WORDS)), T.truncmod(word, T.int64(tiles.WORDS))
-
-        def bits(term: int, column: int) -> Expr:
-            at = [p, layout.place(tile, term, place), T.int64(column * LANES)]
-            return let(T.reinterpret("uint32x16", load(self.packed[0], at, LANES)))
-
-        def number(i: int, column: int) -> Expr:
-            if as_they_are:
-                return T.reinterpret("float32x16", bits(i, column))
-            halves = [bits(term, column) for term in range(layout.terms)]
-            shift, upper = splat(T.uint32(16), LANES), splat(T.uint32(0xFFFF0000), LANES)
-            terms = [T.reinterpret("float32x16", half & upper if i else half << shift) for half in halves]
-            total = terms.pop()
-            while terms:
-                total = total + terms.pop()
-            return total
-
-        return [[let(number(i, column)) for column in range(COLUMNS)] for i in range(2)]
+    def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, part: tuple[Expr, Expr]) -> None:
+        """The sums of rows += the products of float32 of these tiles of K and of panel p."""
+        end = T.min(part[1] * DEPTH, T.int64(self.layout.op.in_features))
+        with T.serial(part[0] * DEPTH, end) as k:
+            tile.outer_product(
+                lambda r: self.rows.x[rows[r], k],
+                lambda c: load(self.packed[0], [p, k, T.int64(c * LANES)], LANES),
+            )
 
     def ask_for_y(self, p: Expr, height: Expr) -> None:
         """Asks for what `write` writes."""
@@ -484,8 +443,20 @@ class TermProduct(Product):
             self.apply_epilogue(p, first, first + rows)
 
 
-def _tasks(task: TermProduct, cores: int, config: Config) -> None:
-    task, layout, flags = replace(task, config=config), task.layout, task.rows.extraordinary
+def _tasks(task: TermProduct, cores: int, config: Config, few_rows: Config) -> None:
+    if task.layout.op.row_count is not None:
+        return _by_terms(replace(task, config=config), cores)
+    with T.If(task.count < WORTH_SPLITTING):
+        with T.Then():
+            rows = PackedRows(task.layout, task.rows.x)
+            plain = Product(task.layout, rows, task.packed, task.y, task.columns, task.count, task.lines, task.operands)
+            tasks(plain, cores, few_rows)
+        with T.Else():
+            _by_terms(replace(task, config=config), cores)
+
+
+def _by_terms(task: TermProduct, cores: int) -> None:
+    layout, flags, config = task.layout, task.rows.extraordinary, task.config
     passes = -(-layout.tiles // config["depth"])
     deepest = -(-layout.tiles // passes)
     parts = -(-deepest // layout.chain)
@@ -497,20 +468,21 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
             start, end = (of.first + T.truncdiv(n * size, T.int64(parts)) for n in (number, number + 1))
             body(number, materialize(start), materialize(end))
 
-    def by_terms(p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
+    def multiply(panel: PanelTerms, p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
         count = len(heights) * COLUMNS
 
         def part(number: Expr, start: Expr, end: Expr) -> None:
             for tile in range(count):
                 tiles.zero(tile)
+            add_terms = partial(task.add_terms, panel, p, heights, of)
             if parts > 2:
                 with T.If(number > 1):
                     with T.Then():
-                        task.add_terms(p, heights, of, start, lambda i: sums.add_part(i, len(layout.pairs), count))
+                        add_terms(start, lambda i: sums.add_part(i, len(layout.pairs), count))
                     with T.Else():
-                        task.add_terms(p, heights, of, start)
+                        add_terms(start)
             with T.serial(start + 1 if parts > 2 else start, end) as tile:
-                task.add_terms(p, heights, of, tile)
+                add_terms(tile)
             place = materialize(T.min(number, T.int64(PART)))
             for tile in range(count):
                 tiles.store_tile(tile, sums.data, sums.at(place, tile), tiles.ROWS)
@@ -526,7 +498,7 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
                 rows = [materialize(T.min(first + i * PLAIN_ROWS + r, task.count - 1)) for r in range(PLAIN_ROWS)]
                 tile = RegisterTile(PLAIN_ROWS, task.columns)
                 tile.fill(0.0)
-                task.add_plain(p, rows, tile, (start * tiles.WORDS, end * tiles.WORDS))
+                task.add_plain(p, rows, tile, (start, end))
                 place, row = materialize(T.truncdiv(i, T.int64(4))), materialize(T.truncmod(i, T.int64(4)) * PLAIN_ROWS)
                 for r in range(PLAIN_ROWS):
                     for c in range(COLUMNS):
@@ -538,18 +510,19 @@ def _tasks(task: TermProduct, cores: int, config: Config) -> None:
         each_part(of, part)
 
     def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
-        sums = BlockSums.allocated()
+        sums, panel = BlockSums.allocated(), PanelTerms.allocated(layout, deepest)
+        extraordinary = materialize(T.cast(panel.split(task.packed[0], p, of), "int32"), "int32")
         tiles.configure(T.min(task.count, T.int64(tiles.ROWS)), right=tiles.RIGHTS)
         with T.serial(first, end) as height:
             pair = [materialize(height * ROWS), materialize(T.min(height * ROWS + 1, tall - 1))]
             task.ask_for_y(p, height)
-            flag = task.packed[2][p, T.int64(0)] | flags[pair[0]] | flags[pair[1]]
+            flag = extraordinary | flags[pair[0]] | flags[pair[1]]
             with T.If(flag == 0):
                 with T.Then(), T.If(pair[0] == pair[1]):
                     with T.Then():
-                        by_terms(p, pair[:1], sums, of)
+                        multiply(panel, p, pair[:1], sums, of)
                     with T.Else():
-                        by_terms(p, pair, sums, of)
+                        multiply(panel, p, pair, sums, of)
                 with T.Else():
                     plainly(p, height, sums, of)
             task.write(p, height, sums, parts, of, passes)

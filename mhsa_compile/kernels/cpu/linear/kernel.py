@@ -85,30 +85,35 @@ class CpuLinearKernel:
         tiles = [register_tile(room, (1, 2, 4, 6, 8), [c * joined]) for c in reversed(fitting)]
         lines, vectors_wide = min(tiles, key=cost)
         rows, columns = lines * joined, vectors_wide // joined
-        layout = self.layout(op, profile, columns)
-        # Where a third level feeds the rows (they ask for 2 bytes a cycle) they need not stay in L2, and the panels are
-        # loaded less often. A core with vectors of 256 bits or a megabyte of L2 is taken to have that level.
-        hardware = profile.hardware
-        levels = 8 if hardware.vector_bits >= 256 or hardware.l2_kib > 512 else 1
-        block = max(1, levels * profile.hardware.l2_kib * 1024 // (layout.step_bytes * layout.steps * rows))
-        cache = profile.hardware.l1d_kib * 1024
-        if unit.group == 1:
-            # Float32 sums, four parts at least and six from 64 terms a part on: PyTorch's library sums a single row of
-            # x in many lanes. With four parts of 128 terms the error is up to 0.98 of the budget, with six of 128 half
-            # of it; with 64 at most, sums that wait take 5 to 8 % of the time on AVX2. The panel's part takes three
-            # eighths of the L1 cache.
-            longest = max(64, cache * 3 // 8 // (layout.step_bytes * layout.panel))
-            depth = max(16, min(64, -(-layout.steps // 4)), min(128, longest, layout.steps // 6))
-        else:  # only speed counts: half of the L1 cache
-            depth = max(32, min(128, cache // 2 // (layout.step_bytes * layout.panel) // 32 * 32))
-        # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
-        rest = cache * 3 // 4 - layout.step_bytes * depth * layout.panel
-        group = rest // (rows * (4 * layout.panel + layout.step_bytes * depth))
-        block, group = min(512, block), max(1, min(8, group))
-        return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
+        return register_tile_config(self.layout(op, profile, columns), rows, profile)
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         return linear(self.layout(op, profile, config["columns"]), profile, config)
+
+
+def register_tile_config(layout: PackedLayout, rows: int, profile: CpuProfile) -> dict[str, int]:
+    """The config of a register tile of so many rows: a block of rows of x that the caches hold, parts of K, and a group
+    of tiles that share such a part."""
+    # Where a third level feeds the rows (they ask for 2 bytes a cycle) they need not stay in L2, and the panels are
+    # loaded less often. A core with vectors of 256 bits or a megabyte of L2 is taken to have that level.
+    hardware = profile.hardware
+    levels = 8 if hardware.vector_bits >= 256 or hardware.l2_kib > 512 else 1
+    block = max(1, levels * profile.hardware.l2_kib * 1024 // (layout.step_bytes * layout.steps * rows))
+    cache = profile.hardware.l1d_kib * 1024
+    if layout.unit.group == 1:
+        # Float32 sums, four parts at least and six from 64 terms a part on: PyTorch's library sums a single row of
+        # x in many lanes. With four parts of 128 terms the error is up to 0.98 of the budget, with six of 128 half
+        # of it; with 64 at most, sums that wait take 5 to 8 % of the time on AVX2. The panel's part takes three
+        # eighths of the L1 cache.
+        longest = max(64, cache * 3 // 8 // (layout.step_bytes * layout.panel))
+        depth = max(16, min(64, -(-layout.steps // 4)), min(128, longest, layout.steps // 6))
+    else:  # only speed counts: half of the L1 cache
+        depth = max(32, min(128, cache // 2 // (layout.step_bytes * layout.panel) // 32 * 32))
+    # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
+    rest = cache * 3 // 4 - layout.step_bytes * depth * layout.panel
+    group = rest // (rows * (4 * layout.panel + layout.step_bytes * depth))
+    block, group = min(512, block), max(1, min(8, group))
+    return {"rows": rows, "columns": layout.columns, "block": block, "depth": depth, "group": group}
 
 
 def linear(layout: PackedLayout, profile: CpuProfile, config: Config) -> Emitted:

@@ -93,11 +93,11 @@ class Product:
         """Elements of the packed weights in a cache line."""
         return CACHE_LINE // DTYPE_BYTES[self.layout.weight]
 
-    def _ask(self, first: Expr, lines: int) -> None:
+    def _ask(self, first: Expr, lines: int, *, soon: bool = True) -> None:
         array, size = self.packed[0], self.layout.panels * self.layout.words * self.layout.panel
         flat, start = T.decl_buffer((T.int64(size),), array.dtype, data=array.data), materialize(first)
         for i in range(lines):
-            vectors.prefetch(flat, [start + i * self._line])
+            vectors.prefetch(flat, [start + i * self._line], soon=soon)
 
     def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
         """y of a sum."""

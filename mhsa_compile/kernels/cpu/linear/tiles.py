@@ -133,7 +133,8 @@ class TileProduct(Product):
                 layout.unit.product(c, tiles.LEFT, tiles.RIGHT)
             # A tile of rows asks for its share of the panel after this one.
             slot = T.truncmod(T.truncdiv(start, T.int64(tiles.ROWS)), T.int64(SHARES)) * layout.tiles + k
-            self._ask((p + 1) * (layout.words * layout.panel) + slot * (layout.columns * self._line), layout.columns)
+            first = (p + 1) * (layout.words * layout.panel) + slot * (layout.columns * self._line)
+            self._ask(first, layout.columns, soon=False)
             behind(k)
 
     def start(self, own: Expr) -> Expr:
