@@ -9,7 +9,7 @@ from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.blocks import CpuBlockLinearKernel
 from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKernel, CpuTileQuantisedLinearKernel
-from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat32TileLinearKernel
+from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat16TileLinearKernel, CpuFloat32TileLinearKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
@@ -53,6 +53,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuTileLinearKernel(),
         CpuFloat32TileLinearKernel(),
+        CpuFloat16TileLinearKernel(),
         CpuTileInt8LinearKernel(),
         CpuLinearKernel(),
         CpuTileQuantisedLinearKernel(),

@@ -13,8 +13,6 @@ from mhsa_compile.kernels.interface.kernel import Kernel, TermProducts, products
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     BlockLinearOp,
-    KvConcatOp,
-    KvScatterOp,
     LinearOp,
     Op,
     ProductOp,
@@ -49,18 +47,8 @@ def resolve(op: Op, asked: Float32Request, profile: TargetProfile) -> Resolution
 
 
 def resolutions(ops: Mapping[str, Op], asked: Float32Request, profile: TargetProfile) -> dict[str, Resolution]:
-    """Those of a model's operations, by their names. One that has a cache takes single tokens as well, of which
-    products by terms take longer: "auto" leaves its linears of any number of rows as they are."""
-    steps = asked == "auto" and any(isinstance(op, KvScatterOp | KvConcatOp) for op in ops.values())
-
-    @functools.cache
-    def decide(op: Op) -> Resolution:
-        resolution = resolve(op, asked, profile)
-        is_open = isinstance(op, LinearOp) and any(isinstance(dim, str) for dim in op.rows)
-        if steps and is_open and resolution.op != op:
-            return Resolution(op, 'single tokens take longer by terms; float32_products="bf16x6" asks for them')
-        return resolution
-
+    """Those of a model's operations, by their names."""
+    decide = functools.cache(functools.partial(resolve, asked=asked, profile=profile))
     return {name: decide(op) for name, op in ops.items()}
 
 

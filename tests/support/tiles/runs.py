@@ -13,7 +13,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKernel, CpuTileQuantisedLinearKernel
-from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat32TileLinearKernel
+from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat16TileLinearKernel, CpuFloat32TileLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
 from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
 from mhsa_compile.kernels.cpu.units import tiles
@@ -26,7 +26,14 @@ from support.kernel_runs import built, vector_machine
 
 MACHINE = vector_machine(512, 32, "x86-64-v4", (*sorted(this_cpu.TILES), "avx512_bf16"))
 BFLOAT16 = ml_dtypes.bfloat16
-DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "int32": np.int32, "int8": np.int8, "uint8": np.uint8}
+DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": BFLOAT16,
+    "int32": np.int32,
+    "int8": np.int8,
+    "uint8": np.uint8,
+}
 DRAWS = 200
 """Products of each kind of numbers."""
 
@@ -161,8 +168,9 @@ CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     **{f"product {name}": lambda name=name: product(name) for name in tiles._PRODUCTS},
     "linear": lambda: linear(BY_TILES, (1, 15, 16, 17, 33), 70, (31, 64), dtype="bfloat16"),
     "linear, whole": lambda: linear(BY_TILES, (64,), 128, (96,), dtype="bfloat16"),
-    "linear of float32 by six products": lambda: linear(BY_TERMS, (5, 33), 70, (31, 64), float32_products="bf16x6"),
+    "linear of float32 by six products": lambda: linear(BY_TERMS, (5, 65), 70, (31, 64), float32_products="bf16x6"),
     "linear of float32 by three products": lambda: linear(BY_TERMS, (33,), 70, (40,), float32_products="bf16x3"),
+    "linear of float16": lambda: linear(CpuFloat16TileLinearKernel(), (33,), 70, (40,), dtype="float16"),
     "linear of rounded rows": lambda: linear(OF_ROUNDED, (5, 33), 130, (31, 64), int8_weights=True, dtype="bfloat16"),
     "linear of bytes": lambda: linear(OF_BYTES, (5, 33), 130, (31, 64), x_dtype="uint8", stored=("int8", "uint8")),
     "linear of signed bytes": lambda: linear(OF_BYTES, (17,), 64, (40,), x_dtype="int8", stored=("int8",)),

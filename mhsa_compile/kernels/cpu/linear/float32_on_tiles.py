@@ -1,4 +1,5 @@
-"""Linears of float32 on matrix tiles, by bfloat16 terms: the products that `spec/float32_products.py` lists.
+"""Linears of float32 on matrix tiles, by bfloat16 terms, with the products that `spec/float32_products.py` lists; of
+float16, by two terms and all four products of them.
 
 Rows of x are split once a call, into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step
 reads lines that lie side by side. Weights are packed as the kernel of float32 has them, and a task splits its panel of
@@ -10,65 +11,58 @@ of it pass over all tasks, and y takes their sums.
 A chain of float32 sums drifts. That of bf16x6 starts anew after CHAIN; vectors add what it gave to the total while
 tiles multiply the next part. The coarse words lose more by their terms than by a chain.
 
-What terms would make something else of is computed in float32: blocks of 32 rows of which one holds Inf, NaN or a
-number from 2^60 on, or none but zeros and numbers below 2^-50; panels that have such a feature in a part of K. What
-remains has a largest product between 2^-100 and 2^120 for each row and feature: nothing overflows that does not in
-float32, and what the unit loses below 2^-126 is less than 2^-24 of that product. Beside larger numbers of its row, one
-below 2^-102 loses its last term, and one below 2^-126 is zero.
+What terms would make something else of (units/float32_terms.py) is computed in float32: blocks of 32 rows of which one
+is extraordinary, and panels that have such a feature in a part of K.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.formats.choice import FORMATS
-from mhsa_compile.kernels.cpu.linear.activations import PackedRows
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide, store_narrow
+from mhsa_compile.kernels.cpu.linear.activations import prepared
 from mhsa_compile.kernels.cpu.linear.kernel import product_function, register_tile_config
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, each_panel, tasks
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
-from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
+from mhsa_compile.kernels.cpu.linear.term_factors import (
+    COLUMNS,
+    DEPTH,
+    WORTH_SPLITTING,
+    WORTH_SPLITTING_FLOAT16,
+    PanelTerms,
+    Pass,
+    TermLayout,
+    TermRows,
+    split_rows,
+)
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
+from mhsa_compile.kernels.cpu.units.float32_terms import LANES
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products, is_coarse
+from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products
 
-ROWS, COLUMNS = 2, 2
-"""Tiles of the sums: two of A and two of B beside them have registers of their own, and stay while terms change."""
+ROWS = 2
+"""Tiles of rows: of the sums there are two by two, and two of A and two of B have registers of their own, which stay
+while terms change."""
 HEIGHT = ROWS * tiles.ROWS
-ORDER: dict[Float32Products, tuple[tuple[int, int], ...]] = {
-    "bf16x6": ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)),
-    "bf16x3": ((1, 0), (0, 0), (0, 1)),
-    "bf16": ((0, 0),),
-}
-"""The pairs of TERM_PRODUCTS, of which each has a term in common with the one before it."""
-CHAIN, COARSE_CHAIN = 4, 32
-"""Tiles of K after which a chain of sums starts anew: 128 numbers, and 1024 where products are coarse."""
 TOTAL, PART = 0, 1
 """Of the two places of a block's sums: the total, and the part that is added to it next."""
-LARGE, SMALL = 0x5D800000, 0x26800000
-"""Bits of 2^60 and of 2^-50: the largest magnitude of a row or a feature is ordinary between them."""
-WORTH_SPLITTING = 24
-"""Rows from which on six products take no longer than float32's."""
 FEW_ROWS = 8
 """Of a register tile, where fewer rows than that are multiplied in float32."""
 SHORTEST, FEWEST = 128, 8
 """Terms of a sum, and features, from which on no call is known to exceed float32's error budget: below, where one term
 is much larger than the others, PyTorch's many lanes are more exact than a chain, by terms or not."""
-LANES, DEPTH = tiles.ROWS, 32
-TILE = tiles.ROWS * DEPTH
 PLAIN_ROWS = 4
 """Of a register tile where products are float32's."""
 
@@ -93,7 +87,7 @@ class CpuFloat32TileLinearKernel:
         return tuple(TERM_PRODUCTS) if plain and tiles.BFLOAT16.is_on(profile) else ()
 
     def exact_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
-        few = op.row_count is not None and op.row_count < WORTH_SPLITTING
+        few = op.row_count is not None and op.row_count < WORTH_SPLITTING["bf16x6"]
         short = op.in_features < SHORTEST or op.out_features < FEWEST
         return () if few or short else ("bf16x6",)
 
@@ -108,9 +102,9 @@ class CpuFloat32TileLinearKernel:
         return {"block": 8, "depth": 24} if op.in_features <= 24 * DEPTH else {"block": 16, "depth": 12}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
-        layout = TermLayout(op, FORMATS["float32"], Float32Lanes.of(profile), COLUMNS)
+        layout = TermLayout(op, FORMATS[op.dtype], Float32Lanes.of(profile), COLUMNS)
         few_rows = register_tile_config(layout, FEW_ROWS, profile)
-        if op.row_count is not None and op.row_count < WORTH_SPLITTING:
+        if op.row_count is not None and op.row_count < layout.worth_splitting:
             run = product_function("linear", layout, profile, few_rows)
         else:
             deal = partial(_tasks, few_rows=few_rows)
@@ -118,125 +112,33 @@ class CpuFloat32TileLinearKernel:
         return Emitted(run, pack(layout), layout.packed)
 
 
-@dataclass(frozen=True)
-class TermLayout(PackedLayout):
-    """Weights as float32, in panels as wide as two tiles."""
+class CpuFloat16TileLinearKernel(CpuFloat32TileLinearKernel):
+    """The same of float16, by two terms of each number, which are all of it."""
 
-    def imported(self) -> AbstractContextManager[Any]:
-        return tiles.BFLOAT16.imported()
+    name = "cpu.float16_linear_on_tiles"
 
-    @property
-    def tiles(self) -> int:
-        """Those of K."""
-        return -(-self.op.in_features // DEPTH)
+    def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
+        if op.int8_weights or op.dtype != "float16":
+            return f"float16, not {'weights in eight bits' if op.int8_weights else op.dtype}"
+        if op.row_count is not None and op.row_count < WORTH_SPLITTING_FLOAT16:
+            return f"rows from {WORTH_SPLITTING_FLOAT16} on, not {op.row_count}"
+        return None if tiles.BFLOAT16.is_on(profile) else "a CPU with amx_bf16"
 
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Terms of x and of the weights that are multiplied."""
-        return ORDER[self.op.float32_products]
+    def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return {**super().search_space(op, profile), "depth": (_tiles(op),)}
 
-    @property
-    def terms(self) -> int:
-        return 1 + max(max(pair) for pair in self.pairs)
+    def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
+        if reason := super().why_not_config(op, profile, config):
+            return reason
+        return None if config["depth"] >= _tiles(op) else "all of K in one pass, since y is rounded once"
 
-    @property
-    def chain(self) -> int:
-        return COARSE_CHAIN if is_coarse(self.op.float32_products) else CHAIN
+    def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
+        return {"block": 8, "depth": _tiles(op)}
 
 
-# ---- Splitting
-
-
-@dataclass(frozen=True)
-class TermRows(PackedRows):
-    """`data` (tiles of rows, tiles of K, terms, 16 * 32), the bits of bfloat16; `x` as it came; `extraordinary` (tiles
-    of rows,), 1 where a row of the tile is."""
-
-    x: Expr = None
-    extraordinary: Expr = None
-
-
-def split_rows(layout: TermLayout, x: Expr, count: Expr, size: Expr) -> TermRows:
-    """The terms of x (count, K), after the loop that writes them unless rows are few. What rows behind the last hold
-    nobody reads."""
-    heights, width = ceil_div(size, tiles.ROWS), layout.op.in_features
-    data = T.alloc_buffer((heights, T.int64(layout.tiles), T.int64(layout.terms), T.int64(TILE)), "uint16")
-    flags = T.alloc_buffer((heights,), "int32")
-    whole, rest = divmod(width, DEPTH)
-    with T.If(count >= WORTH_SPLITTING), T.Then(), T.parallel(materialize(ceil_div(count, tiles.ROWS))) as height:
-        rows = materialize(T.min(T.int64(tiles.ROWS), count - height * tiles.ROWS))
-        largest = vectors.scratch((tiles.ROWS, LANES), "uint32")
-        store(flags, [height], T.int32(0), 1)
-        with T.serial(rows) as i:
-            store(largest, [i, T.int64(0)], splat(T.uint32(0), LANES), LANES)
-
-        def split(tile: Expr, i: Expr, halves: list[Expr]) -> None:
-            most = load(largest, [i, T.int64(0)], LANES)
-            for half in halves:
-                most = T.max(most, _magnitude(half))
-            store(largest, [i, T.int64(0)], most, LANES)
-            for term, bits in enumerate(_terms(halves, layout.terms)):
-                store(data, [height, tile, T.int64(term), i * DEPTH], bits, DEPTH)
-
-        # Tile by tile, so that what is written lies side by side.
-        with T.serial(T.int64(whole)) as tile, T.serial(rows) as i:
-            at = [height * tiles.ROWS + i, tile * DEPTH]
-            split(tile, i, [let(load(x, [at[0], at[1] + start], LANES)) for start in (0, LANES)])
-        if rest:
-            last = T.alloc_buffer((DEPTH,), "float32")
-            store(last, [T.int64(0)], splat(T.float32(0), DEPTH), DEPTH)
-            with T.serial(rows) as i:
-                for offset, lanes in vectors.chunks(rest, LANES):
-                    at = [height * tiles.ROWS + i, T.int64(whole * DEPTH + offset)]
-                    store(last, [T.int64(offset)], load(x, at, lanes), lanes)
-                split(T.int64(whole), i, [let(load(last, [T.int64(start)], LANES)) for start in (0, LANES)])
-        with T.serial(rows) as i:
-            most = T.call_llvm_pure_intrin("uint32", "llvm.vector.reduce.umax", load(largest, [i, T.int64(0)], LANES))
-            with T.If(_is_extraordinary(let(most))), T.Then():
-                store(flags, [height], T.int32(1), 1)
-    return TermRows(layout, data, x=x, extraordinary=flags)
-
-
-def _terms(halves: list[Expr], count: int) -> list[Expr]:
-    """The terms of 32 numbers, each to nearest even of what those before it leave."""
-    terms: list[Expr] = []
-    for _ in range(count):
-        if terms:
-            low = [T.Shuffle([terms[-1]], [T.int32(start + i) for i in range(LANES)]) for start in (0, LANES)]
-            wide = [T.cast(bits, "uint32x16") << splat(T.uint32(16), LANES) for bits in low]
-            halves = [let(half - T.reinterpret("float32x16", b)) for half, b in zip(halves, wide, strict=True)]
-        terms.append(let(tiles.narrowed_pair(*halves)))
-    return terms
-
-
-def _pair_terms(low: Expr, high: Expr, count: int) -> list[Expr]:
-    """The terms of two rows of weights, which are neighbours along K, as words of both."""
-    words: list[Expr] = []
-    turns = [T.int32(i // 2 + LANES * (i % 2)) for i in range(2 * LANES)]
-    for _ in range(count):
-        if words:
-            last = T.reinterpret("uint32x16", words[-1])
-            parts = last << splat(T.uint32(16), LANES), last & splat(T.uint32(0xFFFF0000), LANES)
-            low, high = (
-                let(half - T.reinterpret("float32x16", part)) for half, part in zip((low, high), parts, strict=True)
-            )
-        bits = let(tiles.narrowed_pair(low, high))
-        words.append(let(T.reinterpret("int32x16", T.Shuffle([bits], turns))))
-    return words
-
-
-def _magnitude(number: Expr) -> Expr:
-    """The bits of sixteen numbers without their signs, which are ordered as the numbers are."""
-    return T.reinterpret("uint32x16", number) & splat(T.uint32(0x7FFFFFFF), LANES)
-
-
-def _is_extraordinary(largest: Expr, lanes: int = 1) -> Expr:
-    """Whether the largest magnitude of a row or a feature asks for float32."""
-    large, small, zero = (splat(T.uint32(bits), lanes) for bits in (LARGE, SMALL, 0))
-    return T.Or(largest >= large, T.And(largest < small, largest > zero))
-
-
-# ---- Multiplying
+def _tiles(op: LinearOp) -> int:
+    """Those of K."""
+    return -(-op.in_features // DEPTH)
 
 
 @dataclass(frozen=True)
@@ -262,70 +164,6 @@ class BlockSums:
     def add(self, tile: Expr | int, row: Expr | int) -> None:
         total, part = (self.at(place, tile, row) for place in (TOTAL, PART))
         store(self.data, total, load(self.data, total, LANES) + load(self.data, part, LANES), LANES)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Tiles first .. end of K, of pass `number`: y is the sum of all passes."""
-
-    number: Expr
-    first: Expr
-    end: Expr
-
-
-@dataclass(frozen=True)
-class PanelTerms:
-    """`data` ((tiles of a pass, terms, 16), panel): words of the terms of a panel's weights."""
-
-    layout: TermLayout
-    data: Expr
-
-    @staticmethod
-    def allocated(layout: TermLayout, deepest: int) -> PanelTerms:
-        return PanelTerms(layout, vectors.scratch((deepest * layout.terms * tiles.WORDS, layout.panel), "int32"))
-
-    def at(self, tile: Expr, term: int = 0, word: Expr | int = 0, column: int = 0) -> list[Expr]:
-        """Where a word of a tile, counted from the first of the pass, is."""
-        return [(tile * self.layout.terms + term) * tiles.WORDS + word, T.int64(column * LANES)]
-
-    def split(self, weights: Expr, p: Expr, of: Pass) -> Expr:
-        """Writes those of panel p in a pass. Whether one of its features there is extraordinary."""
-        whole, rest = divmod(self.layout.op.in_features, DEPTH)
-        largest = vectors.scratch((COLUMNS, LANES), "uint32")
-        for column in range(COLUMNS):
-            store(largest, [T.int64(column), T.int64(0)], splat(T.uint32(0), LANES), LANES)
-
-        def pair(tile: Expr, word: Expr, numbers: int) -> None:
-            for column in range(COLUMNS):
-                k = materialize(tile * DEPTH + word * 2)
-                halves = [let(load(weights, [p, k + i, T.int64(column * LANES)], LANES)) for i in range(numbers)]
-                place = [T.int64(column), T.int64(0)]
-                most = load(largest, place, LANES)
-                for half in halves:
-                    most = T.max(most, _magnitude(half))
-                store(largest, place, most, LANES)
-                high = halves[1] if numbers == 2 else splat(T.float32(0), LANES)
-                for term, words in enumerate(_pair_terms(halves[0], high, self.layout.terms)):
-                    store(self.data, self.at(tile - of.first, term, word, column), words, LANES)
-
-        with T.serial(of.first, T.min(of.end, T.int64(whole))) as tile, T.serial(T.int64(tiles.WORDS)) as word:
-            pair(tile, word, 2)
-        if rest:
-            tile, pairs, odd = T.int64(whole), rest // 2, rest % 2
-            with T.If(of.end > whole), T.Then():
-                with T.serial(T.int64(pairs)) as word:
-                    pair(tile, word, 2)
-                if odd:
-                    pair(tile, T.int64(pairs), 1)
-                with T.serial(T.int64(pairs + odd), T.int64(tiles.WORDS)) as word:
-                    for term, column in itertools.product(range(self.layout.terms), range(COLUMNS)):
-                        zeros = splat(T.int32(0), LANES)
-                        store(self.data, self.at(tile - of.first, term, word, column), zeros, LANES)
-        flags = [
-            vectors.any_lane(_is_extraordinary(load(largest, [T.int64(column), T.int64(0)], LANES), LANES), LANES)
-            for column in range(COLUMNS)
-        ]
-        return T.Or(*flags)
 
 
 @dataclass(frozen=True)
@@ -392,10 +230,10 @@ class TermProduct(Product):
             for n, c in itertools.product(range(lines), range(COLUMNS))
         ]
         # What the heights of a block ask for at a step are the weights of a tile.
-        share = -(-DEPTH * COLUMNS // self.config["block"])
+        share = -(-DEPTH * layout.panel // self._line // self.config["block"])
         slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(self.config["block"]))
-        there = materialize(((p + 1) * layout.steps + tile * DEPTH) * layout.panel + slot * (share * LANES))
-        asks += [partial(self._ask, there + n * LANES, 1, soon=False) for n in range(share)]
+        there = materialize(((p + 1) * layout.steps + tile * DEPTH) * layout.panel + slot * (share * self._line))
+        asks += [partial(self._ask, there + n * self._line, 1, soon=False) for n in range(share)]
         return asks
 
     def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, part: tuple[Expr, Expr]) -> None:
@@ -403,8 +241,8 @@ class TermProduct(Product):
         end = T.min(part[1] * DEPTH, T.int64(self.layout.op.in_features))
         with T.serial(part[0] * DEPTH, end) as k:
             tile.outer_product(
-                lambda r: self.rows.x[rows[r], k],
-                lambda c: load(self.packed[0], [p, k, T.int64(c * LANES)], LANES),
+                lambda r: load_wide(self.rows.x, [rows[r], k], 1),
+                lambda c: load_wide(self.packed[0], [p, k, T.int64(c * LANES)], LANES),
             )
 
     def ask_for_y(self, p: Expr, height: Expr) -> None:
@@ -436,7 +274,7 @@ class TermProduct(Product):
                         if passes > 1:
                             before = load(self.y, at, size)
                             piece = piece + T.Select(part.number > 0, before, splat(T.float32(0), size))
-                        store(self.y, at, piece, size)
+                        store_narrow(self.y, at, piece, size)
 
         self.real_columns(p, columns)
         with T.If(part.number == passes - 1), T.Then():
@@ -446,9 +284,9 @@ class TermProduct(Product):
 def _tasks(task: TermProduct, cores: int, config: Config, few_rows: Config) -> None:
     if task.layout.op.row_count is not None:
         return _by_terms(replace(task, config=config), cores)
-    with T.If(task.count < WORTH_SPLITTING):
+    with T.If(task.count < task.layout.worth_splitting):
         with T.Then():
-            rows = PackedRows(task.layout, task.rows.x)
+            rows = prepared(task.layout, task.rows.x, task.count, task.rows.size)
             plain = Product(task.layout, rows, task.packed, task.y, task.columns, task.count, task.lines, task.operands)
             tasks(plain, cores, few_rows)
         with T.Else():
