@@ -63,6 +63,8 @@ FEW_ROWS = 8
 SHORTEST, FEWEST = 128, 8
 """Terms of a sum, and features, from which on no call is known to exceed float32's error budget: below, where one term
 is much larger than the others, PyTorch's many lanes are more exact than a chain, by terms or not."""
+SHARES = 4
+"""So many pairs of tiles of rows ask for all of the next panel."""
 PLAIN_ROWS = 4
 """Of a register tile where products are float32's."""
 
@@ -229,9 +231,8 @@ class TermProduct(Product):
             partial(vectors.prefetch, panel.data, panel.at(here, word=n, column=c))
             for n, c in itertools.product(range(lines), range(COLUMNS))
         ]
-        # What the heights of a block ask for at a step are the weights of a tile.
-        share = -(-DEPTH * layout.panel // self._line // self.config["block"])
-        slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(self.config["block"]))
+        share = -(-DEPTH * layout.panel // self._line // SHARES)
+        slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(SHARES))
         there = materialize(((p + 1) * layout.steps + tile * DEPTH) * layout.panel + slot * (share * self._line))
         asks += [partial(self._ask, there + n * self._line, 1, soon=False) for n in range(share)]
         return asks
