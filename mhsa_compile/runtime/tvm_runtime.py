@@ -156,6 +156,7 @@ class Runtime:
     _configure: Callable[[int, int, list[str]], None]
     _pool_threads: Callable[[], int]
     release_memory: Callable[[], None]
+    _dtype: Callable[[str], Any]
     _view: Callable[[Any, Any, Any, int], Any]
     _allocate: Callable[[Any, Any, Any, None], Any]
     _copy: Callable[[Any, Any], None]
@@ -167,7 +168,7 @@ class Runtime:
     def empty(self, shape: Sequence[int], dtype: str, gpu: int) -> Any:
         """A tensor of TVM's in a GPU's memory. Freeing it waits for the GPU."""
         device = self.ffi.device("cuda", gpu)
-        return self._allocate(self.ffi.Shape(tuple(shape)), self.ffi.dtype(dtype), device, None)
+        return self._allocate(self.ffi.Shape(tuple(shape)), self._dtype(dtype), device, None)
 
     def on_gpu(self, arrays: Sequence[Any], gpu: int) -> list[Any]:
         """Tensors of TVM's with the same contents in a GPU's memory; those that lie there stay where they are."""
@@ -198,7 +199,7 @@ class Runtime:
         NumPy's DLPack has no word for bfloat16, TVM's has: it goes in and out as uint16.
         """
         tensor = self.ffi.from_dlpack(array)
-        return self._view(tensor, tensor.shape, self.ffi.dtype(dtype), 0)
+        return self._view(tensor, tensor.shape, self._dtype(dtype), 0)
 
     def library(self, code: bytes, digest: str) -> Library:
         """Maps a module.so, whose sha256 is `digest`: these very bytes, once for all who load them, and for ever.
@@ -294,6 +295,7 @@ def start() -> Runtime:
         _configure=function("runtime.config_threadpool"),
         _pool_threads=function("runtime.NumThreads"),
         release_memory=function("vm.builtin.memory_manager.clear"),
+        _dtype=functools.cache(tvm_ffi.dtype),  # a microsecond each time
         _view=function("runtime.TVMTensorCreateView"),
         _allocate=function("runtime.TVMTensorAllocWithScope"),
         _copy=function("runtime.TVMTensorCopyFromTo"),
