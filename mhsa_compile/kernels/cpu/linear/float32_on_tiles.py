@@ -2,7 +2,7 @@
 float16, by two terms and all four products of them.
 
 Rows of x are split once a call, into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step
-reads lines that lie side by side. Weights are packed as the kernel of float32 has them, and a task splits its panel of
+reads lines that lie side by side. Weights are packed as the kernel of float32 has them, and a task splits its strip of
 32 features before a block of rows of x passes over it: as many bytes come from memory as without terms, and few rows,
 for which splitting takes too long, are multiplied in float32. Two by two tiles of sums take all products of a step, and
 a tile that the next product needs too stays in its register, so that 24 products load 14 tiles. Where K is long, parts
@@ -12,7 +12,7 @@ A chain of float32 sums drifts. That of bf16x6 starts anew after CHAIN; vectors 
 tiles multiply the next part. The coarse words lose more by their terms than by a chain.
 
 What terms would make something else of (units/float32_terms.py) is computed in float32: blocks of 32 rows of which one
-is extraordinary, and panels that have such a feature in a part of K.
+is extraordinary, and strips that have such a feature in a part of K.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide, store_narrow
+from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.linear.activations import prepared
 from mhsa_compile.kernels.cpu.linear.kernel import product_function, register_tile_config
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, each_panel, tasks
@@ -37,8 +37,8 @@ from mhsa_compile.kernels.cpu.linear.term_factors import (
     DEPTH,
     WORTH_SPLITTING,
     WORTH_SPLITTING_FLOAT16,
-    PanelTerms,
     Pass,
+    StripTerms,
     TermLayout,
     TermRows,
     split_rows,
@@ -46,7 +46,6 @@ from mhsa_compile.kernels.cpu.linear.term_factors import (
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
-from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
 from mhsa_compile.kernels.cpu.units.float32_terms import LANES
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
@@ -58,13 +57,13 @@ while terms change."""
 HEIGHT = ROWS * tiles.ROWS
 TOTAL, PART = 0, 1
 """Of the two places of a block's sums: the total, and the part that is added to it next."""
-FEW_ROWS = 8
-"""Of a register tile, where fewer rows than that are multiplied in float32."""
+FEW_ROWS = {2: 8, 4: 4}
+"""Of a register tile by its vectors, where fewer rows than are worth splitting are multiplied in float32."""
 SHORTEST, FEWEST = 128, 8
 """Terms of a sum, and features, from which on no call is known to exceed float32's error budget: below, where one term
 is much larger than the others, PyTorch's many lanes are more exact than a chain, by terms or not."""
 SHARES = 4
-"""So many pairs of tiles of rows ask for all of the next panel."""
+"""So many pairs of tiles of rows ask for all of the next strip."""
 PLAIN_ROWS = 4
 """Of a register tile where products are float32's."""
 
@@ -104,14 +103,15 @@ class CpuFloat32TileLinearKernel:
         return {"block": 8, "depth": 24} if op.in_features <= 24 * DEPTH else {"block": 16, "depth": 12}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
-        layout = TermLayout(op, FORMATS[op.dtype], Float32Lanes.of(profile), COLUMNS)
-        few_rows = register_tile_config(layout, FEW_ROWS, profile)
+        layout = TermLayout.of(op, profile)
+        panels = layout.panels_of_strips
+        few_rows = register_tile_config(panels, FEW_ROWS[panels.columns], profile)
         if op.row_count is not None and op.row_count < layout.worth_splitting:
-            run = product_function("linear", layout, profile, few_rows)
+            run = product_function("linear", panels, profile, few_rows)
         else:
             deal = partial(_tasks, few_rows=few_rows)
             run = product_function("linear", layout, profile, config, rows=split_rows, product=TermProduct, deal=deal)
-        return Emitted(run, pack(layout), layout.packed)
+        return Emitted(run, pack(panels), layout.packed)
 
 
 class CpuFloat16TileLinearKernel(CpuFloat32TileLinearKernel):
@@ -170,7 +170,7 @@ class BlockSums:
 
 @dataclass(frozen=True)
 class TermProduct(Product):
-    """What is multiplied by terms."""
+    """What is multiplied by terms, a strip after the other."""
 
     layout: TermLayout
     rows: TermRows
@@ -178,14 +178,14 @@ class TermProduct(Product):
 
     def add_terms(
         self,
-        panel: PanelTerms,
+        strip: StripTerms,
         p: Expr,
         heights: list[Expr],
         of: Pass,
         tile: Expr,
         between: Callable[[int], None] | None = None,
     ) -> None:
-        """The sums += all products of a tile of K, of tiles of rows and panel p. between(number) comes behind those of
+        """The sums += all products of a tile of K, of tiles of rows and strip p. between(number) comes behind those of
         each pair of terms."""
         layout, held = self.layout, dict[int, tuple[int, int]]()
 
@@ -196,11 +196,11 @@ class TermProduct(Product):
 
         def right(c: int, j: int) -> None:
             if held.get(tiles.RIGHTS[c]) != (c, j):
-                at = panel.at(tile - of.first, j, column=c)
-                tiles.load_tile(tiles.RIGHTS[c], panel.data, at, layout.panel)
+                at = strip.at(tile - of.first, j, column=c)
+                tiles.load_tile(tiles.RIGHTS[c], strip.data, at, layout.panel)
             held[tiles.RIGHTS[c]] = (c, j)
 
-        asks = self._asks(panel, p, heights, of, tile)
+        asks = self._asks(strip, p, heights, of, tile)
         share, queue = -(-len(asks) // (len(layout.pairs) * len(heights) * COLUMNS)), iter(asks)
         for number, (i, j) in enumerate(layout.pairs):
             for r, c in itertools.product(range(len(heights)), range(COLUMNS)):
@@ -212,8 +212,8 @@ class TermProduct(Product):
             if between is not None:
                 between(number)
 
-    def _asks(self, panel: PanelTerms, p: Expr, heights: list[Expr], of: Pass, tile: Expr) -> list[Callable[[], None]]:
-        """What asks for a line each: for those of the next step, and for a share of the next panel, into the second
+    def _asks(self, strip: StripTerms, p: Expr, heights: list[Expr], of: Pass, tile: Expr) -> list[Callable[[], None]]:
+        """What asks for a line each: for those of the next step, and for a share of the next strip, into the second
         cache."""
         layout = self.layout
         lines = layout.terms * tiles.ROWS
@@ -228,22 +228,24 @@ class TermProduct(Product):
             ]
         here = materialize(following - of.first)
         asks += [
-            partial(vectors.prefetch, panel.data, panel.at(here, word=n, column=c))
+            partial(vectors.prefetch, strip.data, strip.at(here, word=n, column=c))
             for n, c in itertools.product(range(lines), range(COLUMNS))
         ]
-        share = -(-DEPTH * layout.panel // self._line // SHARES)
         slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(SHARES))
-        there = materialize(((p + 1) * layout.steps + tile * DEPTH) * layout.panel + slot * (share * self._line))
-        asks += [partial(self._ask, there + n * self._line, 1, soon=False) for n in range(share)]
+        first = materialize(tile * DEPTH + slot * (DEPTH // SHARES))
+        for k, column in itertools.product(range(DEPTH // SHARES), range(0, layout.panel, self._line)):
+            panel, place = self.layout.place(p + 1, column)
+            asks.append(partial(vectors.prefetch, self.packed[0], [panel, first + k, place], soon=False))
         return asks
 
     def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, part: tuple[Expr, Expr]) -> None:
-        """The sums of rows += the products of float32 of these tiles of K and of panel p."""
+        """The sums of rows += the products of float32 of these tiles of K and of strip p."""
+        panel, first = (materialize(index) for index in self.layout.place(p, T.int64(0)))
         end = T.min(part[1] * DEPTH, T.int64(self.layout.op.in_features))
         with T.serial(part[0] * DEPTH, end) as k:
             tile.outer_product(
                 lambda r: load_wide(self.rows.x, [rows[r], k], 1),
-                lambda c: load_wide(self.packed[0], [p, k, T.int64(c * LANES)], LANES),
+                lambda c: load_wide(self.packed[0], [panel, k, first + c * LANES], LANES),
             )
 
     def ask_for_y(self, p: Expr, height: Expr) -> None:
@@ -254,7 +256,7 @@ class TermProduct(Product):
                 vectors.prefetch(self.y, [first + i, p * self.layout.panel + offset], write=True)
 
     def write(self, p: Expr, height: Expr, sums: BlockSums, parts: int, part: Pass, passes: int) -> None:
-        """y[rows of a height, panel p]. The last panel is padded: only its real columns are written."""
+        """y[rows of a height, strip p]. The last panel is padded: only its real columns are written."""
         first = materialize(height * HEIGHT)
         rows = materialize(T.min(T.int64(HEIGHT), self.count - first))
         tall = materialize(ceil_div(rows, tiles.ROWS))
@@ -267,7 +269,7 @@ class TermProduct(Product):
                         sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, parts))
                     ]
                     total, *last = (load(sums.data, place, lanes) for place in places)
-                    value, bias = sum(last, total), load(self.packed[1], [p, T.int64(offset)], lanes)
+                    value, bias = sum(last, total), load(self.packed[1], self.layout.place(p, offset), lanes)
                     zero = splat(T.float32(0), lanes)
                     value = let(value + (bias if passes == 1 else T.Select(part.number == passes - 1, bias, zero)))
                     for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
@@ -287,8 +289,17 @@ def _tasks(task: TermProduct, cores: int, config: Config, few_rows: Config) -> N
         return _by_terms(replace(task, config=config), cores)
     with T.If(task.count < task.layout.worth_splitting):
         with T.Then():
-            rows = prepared(task.layout, task.rows.x, task.count, task.rows.size)
-            plain = Product(task.layout, rows, task.packed, task.y, task.columns, task.count, task.lines, task.operands)
+            panels = task.layout.panels_of_strips
+            plain = Product(
+                panels,
+                prepared(panels, task.rows.x, task.count, task.rows.size),
+                task.packed,
+                task.y,
+                vectors.chunks(panels.panel, panels.lanes),
+                task.count,
+                task.lines,
+                task.operands,
+            )
             tasks(plain, cores, few_rows)
         with T.Else():
             _by_terms(replace(task, config=config), cores)
@@ -307,13 +318,13 @@ def _by_terms(task: TermProduct, cores: int) -> None:
             start, end = (of.first + T.truncdiv(n * size, T.int64(parts)) for n in (number, number + 1))
             body(number, materialize(start), materialize(end))
 
-    def multiply(panel: PanelTerms, p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
+    def multiply(strip: StripTerms, p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
         count = len(heights) * COLUMNS
 
         def part(number: Expr, start: Expr, end: Expr) -> None:
             for tile in range(count):
                 tiles.zero(tile)
-            add_terms = partial(task.add_terms, panel, p, heights, of)
+            add_terms = partial(task.add_terms, strip, p, heights, of)
             if parts > 2:
                 with T.If(number > 1):
                     with T.Then():
@@ -349,8 +360,8 @@ def _by_terms(task: TermProduct, cores: int) -> None:
         each_part(of, part)
 
     def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
-        sums, panel = BlockSums.allocated(), PanelTerms.allocated(layout, deepest)
-        extraordinary = materialize(T.cast(panel.split(task.packed[0], p, of), "int32"), "int32")
+        sums, strip = BlockSums.allocated(), StripTerms.allocated(layout, deepest)
+        extraordinary = materialize(T.cast(strip.split(task.packed[0], p, of), "int32"), "int32")
         tiles.configure(T.min(task.count, T.int64(tiles.ROWS)), right=tiles.RIGHTS)
         with T.serial(first, end) as height:
             pair = [materialize(height * ROWS), materialize(T.min(height * ROWS + 1, tall - 1))]
@@ -359,9 +370,9 @@ def _by_terms(task: TermProduct, cores: int) -> None:
             with T.If(flag == 0):
                 with T.Then(), T.If(pair[0] == pair[1]):
                     with T.Then():
-                        multiply(panel, p, pair[:1], sums, of)
+                        multiply(strip, p, pair[:1], sums, of)
                     with T.Else():
-                        multiply(panel, p, pair, sums, of)
+                        multiply(strip, p, pair, sums, of)
                 with T.Else():
                     plainly(p, height, sums, of)
             task.write(p, height, sums, parts, of, passes)

@@ -1,6 +1,6 @@
-"""Both factors of a linear as bfloat16 terms: rows of x, once a call, and a panel of the weights, once a task.
+"""Both factors of a linear as bfloat16 terms: rows of x, once a call, and a strip of the weights, once a task.
 
-A tile of x has its lower terms behind it, and so has one of a panel, so that a step reads lines that lie side by side.
+A tile of x has its lower terms behind it, and so has one of a strip, so that a step reads lines that lie side by side.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import Any
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.formats.choice import load_wide
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import float32_terms, tiles
+from mhsa_compile.kernels.cpu.units.float32_lanes import Float32Lanes
 from mhsa_compile.kernels.cpu.units.float32_terms import CHAIN, COARSE_CHAIN, LANES, OF_FLOAT16, ORDER
+from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.spec.float32_products import Float32Products, is_coarse
 
 COLUMNS = 2
-"""Tiles of features in a panel."""
+"""Tiles of features that are multiplied together, a strip: a panel has one or two."""
 DEPTH = tiles.BFLOAT16.depth
 TILE = tiles.ROWS * DEPTH
 WORTH_SPLITTING: dict[Float32Products, int] = {"bf16x6": 64, "bf16x3": 32, "bf16": 16}
@@ -34,7 +37,28 @@ WORTH_SPLITTING_FLOAT16 = 24
 
 @dataclass(frozen=True)
 class TermLayout(PackedLayout):
-    """Weights as they are, in panels as wide as two tiles."""
+    """A strip for a panel; weights are packed in panels of `strips`, as the kernel of float32 takes few rows."""
+
+    strips: int = 1
+
+    @staticmethod
+    def of(op: LinearOp, profile: CpuProfile) -> TermLayout:
+        """Panels of two strips, where that is no more padding."""
+        count = -(-op.out_features // (COLUMNS * LANES))
+        return TermLayout(op, FORMATS[op.dtype], Float32Lanes.of(profile), COLUMNS, 2 - count % 2)
+
+    @property
+    def panels_of_strips(self) -> PackedLayout:
+        return PackedLayout(self.op, self.format, self.unit, self.strips * self.columns)
+
+    @property
+    def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        return self.panels_of_strips.packed
+
+    def place(self, strip: Expr, column: Expr | int) -> tuple[Expr, Expr]:
+        """The panel, and the column in it, of a column of a strip."""
+        first = T.truncmod(strip, T.int64(self.strips)) * self.panel
+        return T.truncdiv(strip, T.int64(self.strips)), first + column
 
     def imported(self) -> AbstractContextManager[Any]:
         return tiles.BFLOAT16.imported()
@@ -133,22 +157,22 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class PanelTerms:
-    """`data` ((tiles of a pass, terms, 16), panel): words of the terms of a panel's weights."""
+class StripTerms:
+    """`data` ((tiles of a pass, terms, 16), strip): words of the terms of a strip's weights."""
 
     layout: TermLayout
     data: Expr
 
     @staticmethod
-    def allocated(layout: TermLayout, deepest: int) -> PanelTerms:
-        return PanelTerms(layout, vectors.scratch((deepest * layout.terms * tiles.WORDS, layout.panel), "int32"))
+    def allocated(layout: TermLayout, deepest: int) -> StripTerms:
+        return StripTerms(layout, vectors.scratch((deepest * layout.terms * tiles.WORDS, COLUMNS * LANES), "int32"))
 
     def at(self, tile: Expr, term: int = 0, word: Expr | int = 0, column: int = 0) -> list[Expr]:
         """Where a word of a tile, counted from the first of the pass, is."""
         return [(tile * self.layout.terms + term) * tiles.WORDS + word, T.int64(column * LANES)]
 
-    def split(self, weights: Expr, p: Expr, of: Pass) -> Expr:
-        """Writes those of panel p in a pass. Whether one of its features there is extraordinary."""
+    def split(self, weights: Expr, strip: Expr, of: Pass) -> Expr:
+        """Writes those of a strip in a pass. Whether one of its features there is extraordinary."""
         whole, rest = divmod(self.layout.op.in_features, DEPTH)
         largest = vectors.scratch((COLUMNS, LANES), "uint32")
         for column in range(COLUMNS):
@@ -157,8 +181,8 @@ class PanelTerms:
         def pair(tile: Expr, word: Expr, numbers: int) -> None:
             for column in range(COLUMNS):
                 k = materialize(tile * DEPTH + word * 2)
-                places = ([p, k + i, T.int64(column * LANES)] for i in range(numbers))
-                halves = [let(load_wide(weights, place, LANES)) for place in places]
+                p, first = self.layout.place(strip, column * LANES)
+                halves = [let(load_wide(weights, [p, k + i, first], LANES)) for i in range(numbers)]
                 place = [T.int64(column), T.int64(0)]
                 most = load(largest, place, LANES)
                 for half in halves:
