@@ -168,8 +168,8 @@ bench-serve-ray: $(RAY)  ## The same model on Ray Serve, with 1 and 2 replicas u
 bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pictures, in most of an hour
 	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build
 
-fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; DTYPE=bfloat16 MACHINE=tiles: these alone; half an hour
-	@PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 $(if $(DTYPE),--dtype $(DTYPE)) $(if $(MACHINE),--machine $(MACHINE))
+fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; DTYPE=bfloat16 MACHINE=tiles KIND=linear: these alone; half an hour
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 $(if $(DTYPE),--dtype $(DTYPE)) $(if $(MACHINE),--machine $(MACHINE)) $(if $(KIND),--kind $(KIND))
 
 fuzz-files: $(STAMP)  ## 100,000 damaged files of every kind into what reads them: no traceback, crash or hang; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.files --inputs 100000 --workers 2

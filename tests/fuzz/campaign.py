@@ -1,7 +1,7 @@
 """Random specs, shapes, masks and dtypes against float64 until so many are right, or one is wrong: `make fuzz-parity`.
 
     python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 --seed 7
-    python -m fuzz.campaign --dtype bfloat16 --machine tiles
+    python -m fuzz.campaign --dtype bfloat16 --machine tiles --kind linear
 
 Kernels run through the JIT, in a second or less each; flows are whole compilations, verified with their self-checks.
 Hypothesis draws the cases and, where one is over its budget, shrinks it; what is printed then is a Python program.
@@ -28,6 +28,7 @@ from fuzz.cases import MACHINES
 from fuzz.narrowing import ANY, Narrowing
 
 DTYPES = ("float32", "bfloat16", "float16")
+KINDS = ("attention", "decode", "linear", "inside")
 ROUND = 25
 """Cases that hypothesis draws from one seed. It varies what it has drawn: many rounds are more varied than one."""
 EVERY = 15.0
@@ -79,7 +80,7 @@ def rounds(what: str, count: int, seed: int, tell: Callable[[Any], None], narrow
         seen.add(repr(case))
         tell(outcome)
 
-    strategy = {"kernels": kernel_cases, "flows": flow_cases}[what]().map(narrowing)
+    strategy = (flow_cases() if what == "flows" else kernel_cases(narrowing.kind)).map(narrowing)
     quiet = settings(
         max_examples=min(ROUND, count), deadline=None, database=None, phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck), print_blob=False, report_multiple_bugs=False,
@@ -168,9 +169,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the cases; by default one of its own, printed")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of all cases (default: any)")
     parser.add_argument("--machine", choices=MACHINES, default=None, help="that kernels are for (default: any)")
+    parser.add_argument("--kind", choices=KINDS, default=None, help="of kernels (default: any)")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(1_000_000) if given.seed is None else given.seed
-    return campaign(given.kernels, given.flows, given.workers, seed, Narrowing(given.dtype, given.machine))
+    return campaign(given.kernels, given.flows, given.workers, seed, Narrowing(given.dtype, given.machine, given.kind))
 
 
 if __name__ == "__main__":

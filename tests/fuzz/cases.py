@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mhsa_compile.spec.float32_products import Float32Request
+
 MACHINES = {  # vector bits, registers, LLVM's CPU, features beyond it
     "native": None,
     "avx2": (256, 16, "x86-64-v3", ()),
@@ -41,6 +43,7 @@ class AttentionCase:
     magnitude   of the scores: 1 is what random numbers give, 30 leaves one key, 0 makes all alike
     poison      NaN and Inf in keys and values that nobody sees
     extras      what else the operation has, of "lengths", "sinks", "slopes"; and `softcap`, 0 where it has none
+    products    how products of float32 are asked for; what no kernel of the machine makes is "ieee"
     """
 
     seed: int
@@ -61,6 +64,7 @@ class AttentionCase:
     extras: tuple[str, ...]
     softcap: float
     calls: tuple[tuple[int, int, int], ...]
+    products: Float32Request = "ieee"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class LinearCase:
     padding: int
     fixed: bool
     calls: tuple[tuple[int, int], ...]
+    products: Float32Request = "ieee"
 
 
 @dataclass(frozen=True)

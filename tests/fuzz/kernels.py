@@ -31,6 +31,7 @@ from fuzz.attention import (
     scores_of,
 )
 from fuzz.cases import MACHINES, AttentionCase, InsideCase, LinearCase, Outcome
+from mhsa_compile.compiler.selection.float32_products import resolve
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
@@ -39,6 +40,7 @@ from mhsa_compile.nn.functional import softmax_outputs_of_rows, to_numpy, to_tor
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.verification.oracle import softmax_outputs as reference_inside
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
+from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
 from mhsa_compile.verification.parity import Draw, judge
 from mhsa_compile.verification.top_k_parity import repetitions
 
@@ -51,7 +53,9 @@ def linear_outcome(case: LinearCase) -> Outcome:
     op = LinearOp(
         rows, case.in_features, case.widths, case.biased, case.transposed, case.dtype, case.int8, case.padding
     )  # type: ignore[arg-type]
-    kernel, emitted, library = _built(op, profile(case.machine, case.cores))
+    target = profile(case.machine, case.cores)
+    op = resolve(op, case.products, target).op  # type: ignore[assignment]
+    kernel, emitted, library = _built(op, target)
     rng, dtype = np.random.default_rng(case.seed), NUMPY[case.dtype]
     weights = [rng.standard_normal((n, op.in_features), np.float32).astype(dtype) for n in op.widths]
     biases = [
@@ -70,7 +74,7 @@ def linear_outcome(case: LinearCase) -> Outcome:
 
     shares = [judge(lambda turn, call=call: draw(*call), {}).ratio for call in case.calls]
     features = [name for name in ("int8", "padding", "fixed") if getattr(case, name)]
-    features += ["side by side"] * (len(op.widths) > 1) + [case.machine]
+    features += ["side by side"] * (len(op.widths) > 1) + [case.machine, op.float32_products]
     return Outcome(max(shares), len(shares), kernel.name, case.dtype, tuple(features))
 
 
@@ -84,20 +88,23 @@ def _linear_truth(
         for w, b in zip(weights, biases, strict=True)
     ]
     product = product_in_int8 if op.int8_weights else torch.matmul
-    eager = [product(to_torch(x), to_torch(w).T) + to_torch(b) for w, b in zip(weights, biases, strict=True)]
+    with products_by_terms(op.float32_products):
+        eager = [product(to_torch(x), to_torch(w).T) + to_torch(b) for w, b in zip(weights, biases, strict=True)]
     return np.concatenate(exact, axis=-1), to_numpy(torch.cat(eager, dim=-1))
 
 
 def attention_outcome(case: AttentionCase) -> Outcome:
-    op = attention_op(case)
-    kernel, emitted, library = _built(op, profile(case.machine, case.cores))
+    target = profile(case.machine, case.cores)
+    op: AttentionOp = resolve(attention_op(case), case.products, target).op  # type: ignore[assignment]
+    kernel, emitted, library = _built(op, target)
 
     def draw(rng: np.random.Generator, number: int, orders: int) -> list[Draw]:
         sizes = case.calls[number]
         operands = draw_operands(rng, op, sizes, case.magnitude, number)
         truth = evaluated(op, operands, torch.float64)
         narrow = getattr(torch, op.dtype)
-        yardstick = farthest(truth, [evaluated(op, reordered(operands, i), narrow) for i in range(orders)])
+        with products_by_terms(op.float32_products):
+            yardstick = farthest(truth, [evaluated(op, reordered(operands, i), narrow) for i in range(orders)])
         if case.poison:
             poison(op, operands)
         y = tvm.runtime.tensor(_garbage(output_shape(op, sizes), case.dtype))
@@ -105,7 +112,7 @@ def attention_outcome(case: AttentionCase) -> Outcome:
         return [(truth, yardstick.astype(NUMPY[op.dtype]), output_rows(y.numpy(), op.output))]
 
     shares = [_share(case, number, draw) for number in range(len(case.calls))]
-    return Outcome(max(shares), len(shares), kernel.name, case.dtype, _features(case))
+    return Outcome(max(shares), len(shares), kernel.name, case.dtype, (*_features(case), op.float32_products))
 
 
 def _share(case: AttentionCase, number: int, draw: Callable[[np.random.Generator, int, int], list[Draw]]) -> float:

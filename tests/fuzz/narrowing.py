@@ -1,4 +1,4 @@
-"""Cases of one dtype, or for one machine: what is drawn, changed to that."""
+"""Cases of one dtype or kind, or for one machine: what is drawn, changed to that."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ TILE = 32
 
 @dataclass(frozen=True)
 class Narrowing:
-    """A dtype and a name of `cases.MACHINES`, or None for any. Whole compilations are for `native`, whatever the
-    machine. On tiles widths of heads are such that tiles take them."""
+    """A dtype, a name of `cases.MACHINES` and a kind of `strategies.KERNEL_SHARES`, or None for any. Whole compilations
+    are for `native`, whatever the machine. On tiles widths of heads are such that tiles take them."""
 
     dtype: str | None = None
     machine: str | None = None
+    kind: str | None = None
 
     def __call__(self, case: Case) -> Case:
         if isinstance(case, InsideCase):
@@ -25,7 +26,7 @@ class Narrowing:
         if isinstance(case, AttentionCase | LinearCase):
             case = replace(case, dtype=self.dtype or case.dtype, machine=self.machine or case.machine)
             if isinstance(case, LinearCase):
-                return replace(case, int8=case.int8 and self.machine != "tiles")
+                return case
             E, F = case.widths
             return replace(case, widths=(self._width(E), self._width(F)))
         changed = replace(case, spec=self._spec(case.spec))

@@ -6,7 +6,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 from support import this_cpu
@@ -14,6 +14,7 @@ from support.kernel_runs import vector_machine
 
 from fuzz.cases import MACHINES, AttentionCase, InsideCase, LinearCase
 from mhsa_compile.hardware import host
+from mhsa_compile.spec.float32_products import Float32Request
 
 EXTRAS = ("lengths", "sinks", "slopes")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,6 +40,7 @@ seeds = st.integers(0, 2**31 - 1)
 machines = st.sampled_from(drawn())
 cores = st.sampled_from([1, 1, 2, 3, 7])
 dtypes = st.sampled_from(["float32", *DTYPES])
+products = st.sampled_from(get_args(Float32Request))
 
 
 def maybe(strategy: st.SearchStrategy[Any], share: int = 2) -> st.SearchStrategy[Any]:
@@ -140,6 +142,7 @@ def attention_cases(draw: st.DrawFn, *, few_queries: bool = False) -> AttentionC
         extras=tuple(name for name in EXTRAS if draw(st.integers(0, 3)) == 3),
         softcap=draw(st.sampled_from([0.0, 0.0, 0.0, 5.0, 30.0])),
         calls=_where_fixed(calls, fixed, same=layout == "fused"),
+        products=draw(products),
     )
 
 
@@ -176,6 +179,7 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
         padding=draw(st.sampled_from([0, 0, 3, 16])),
         fixed=fixed,
         calls=tuple(calls[:1] if fixed else calls),
+        products=draw(products),
     )
 
 
@@ -206,12 +210,15 @@ KERNEL_SHARES = (("attention", 7), ("decode", 5), ("linear", 4), ("inside", 4))
 """How many of twenty kernels are of each kind."""
 
 
-def kernel_cases() -> st.SearchStrategy[AttentionCase | LinearCase | InsideCase]:
+def kernel_cases(kind: str | None = None) -> st.SearchStrategy[AttentionCase | LinearCase | InsideCase]:
+    """Of one kind of KERNEL_SHARES, or of all."""
     of_kind = {
         "attention": attention_cases(),
         "decode": attention_cases(few_queries=True),
         "linear": linear_cases(),
         "inside": inside_cases(),
     }
+    if kind is not None:
+        return of_kind[kind]
     turns = [kind for kind, share in KERNEL_SHARES for _ in range(share)]
     return st.sampled_from(turns).flatmap(of_kind.__getitem__)
