@@ -18,6 +18,7 @@ from support.kernel_runs import call, compiled
 from support.this_cpu import with_tiles
 
 import mhsa_compile as mhsa
+from mhsa_compile.compiler.selection.float32_products import resolve
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
@@ -230,7 +231,7 @@ def test_one_hot_rows_select_exactly() -> None:
 
 
 def _graph(dtype: int, dims: dict[str, list[Any]]) -> onnx.ModelProto:
-    """softmax(A B^T) C, with nothing between that an attention would be read from."""
+    """sin(A B^T) C, of which no attention is read."""
     nodes = [
         helper.make_node("Transpose", ["b"], ["t"], perm=[0, 1, 3, 2]),
         helper.make_node("MatMul", ["a", "t"], ["s"]),
@@ -244,7 +245,7 @@ def _graph(dtype: int, dims: dict[str, list[Any]]) -> onnx.ModelProto:
 
 
 @with_tiles
-@pytest.mark.thorough_but("bf16x6")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["bfloat16", "bf16x6"])
 def test_threads(kind: str) -> None:
     """Many calls in a row, with the rows of one entry dealt to several."""
@@ -269,6 +270,10 @@ def test_what_it_takes() -> None:
     assert KERNEL.float32_products(op, PROFILE) == tuple(TERM_PRODUCTS)
     assert KERNEL.float32_products(op, load_profile("znver4")) == ()
     assert KERNEL.float32_products(replace(op, dtype="bfloat16"), PROFILE) == ()
+    asked = replace(op, float32_products="ieee")
+    assert resolve(asked, "auto", PROFILE).op == asked
+    assert "in its time" in resolve(asked, "auto", PROFILE).reason
+    assert [resolve(asked, word, PROFILE).op.float32_products for word in TERM_PRODUCTS] == list(TERM_PRODUCTS)
     assert "IEEE" in KERNEL.why_not(replace(op, float32_products="ieee"), PROFILE)
     assert "float16" in KERNEL.why_not(replace(op, dtype="float16"), PROFILE)
     assert "amx_bf16" in KERNEL.why_not(op, load_profile("znver4"))

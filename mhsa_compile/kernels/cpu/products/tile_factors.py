@@ -124,6 +124,9 @@ class TileFactor:
             if natural:
                 with T.serial(rows) as i:
                     for lines in groups:
+                        if self.is_split:  # scratch of the task before has left the caches
+                            for term in range(self.terms):
+                                vectors.prefetch(data, [*lines.place, own + 1, T.int64(term), i * DEPTH], write=True)
                         for term, bits in enumerate(self._bits(lines, tile, i)):
                             store(data, [*lines.place, own, T.int64(term), i * DEPTH], bits, DEPTH)
             else:
