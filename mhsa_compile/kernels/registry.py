@@ -14,6 +14,7 @@ from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
+from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
 from mhsa_compile.kernels.cpu.products.skinny import CpuSkinnyProductKernel
 from mhsa_compile.kernels.cpu.quantise import CpuQuantiseKernel
 from mhsa_compile.kernels.cpu.recurrence import CpuRecurrenceKernel
@@ -61,6 +62,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         CpuBlockLinearKernel(),
         CpuQuantiseKernel(),
         CpuSkinnyProductKernel(),
+        CpuTileProductKernel(),
         CpuProductKernel(),
         CpuSoftmaxKernel(),
         CpuRecurrenceKernel(),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper, parser
 from support.onnx_models import model_of
+from support.this_cpu import with_tiles
 
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
@@ -86,3 +88,42 @@ def test_weights_in_constant_nodes_are_weights(model: onnx.ModelProto) -> None:
     assert {info.name for info in artifact.manifest.weights} == {"w", "b", "v"}
     x = np.random.default_rng(0).standard_normal((2, 6, 5, 13)).astype("f4")
     assert np.array_equal(mhsa.load(artifact)(x=x), mhsa.load(mhsa.compile(model))(x=x))
+
+
+WIDE = {  # as whisper's encoder and ViT begin: x, w, and the attributes
+    "a signal": ((2, 80, 101), (64, 80, 3), {"strides": [2], "pads": [1, 1]}),
+    "patches of an image": ((2, 3, 64, 48), (96, 3, 16, 16), {"strides": [16, 16]}),
+}
+ON_TILES = {"bfloat16": ("auto", "cpu.linear_on_tiles"), "float32": ("bf16x6", "cpu.float32_linear_on_tiles")}
+
+
+def wide(name: str, dtype: str) -> onnx.ModelProto:
+    dims, shape, attributes = WIDE[name]
+    weights = np.random.default_rng(0).standard_normal(shape).astype(getattr(ml_dtypes, dtype, dtype))
+    kind = helper.np_dtype_to_tensor_dtype(weights.dtype)
+    node = helper.make_node("Conv", ["x", "w"], ["y"], **attributes)
+    return model_of([node], {"x": (kind, dims)}, {"y": (kind, None)}, {"w": weights})
+
+
+@pytest.mark.thorough_but("bfloat16-a signal")
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("dtype", ON_TILES)
+def test_wide_ones_are_linears_on_tiles(dtype: str, name: str) -> None:
+    word, kernel = ON_TILES[dtype]
+    model = wide(name, dtype)
+    artifact = mhsa.compile(model, "sapphirerapids", without_attention="accept", float32_products=word)  # type: ignore[arg-type]
+    assert [op.kernel for op in artifact.manifest.ops if op.op == "linear"] == [kernel]
+    assert not any("conv" in op.op for op in artifact.manifest.ops)
+
+
+@with_tiles
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("dtype", ON_TILES)
+def test_wide_ones_on_tiles_are_as_exact(dtype: str, name: str) -> None:
+    model, word = wide(name, dtype), ON_TILES[dtype][0]
+    artifact = mhsa.compile(model, without_attention="accept", float32_products=word)  # type: ignore[arg-type]
+    assert ON_TILES[dtype][1] in {op.kernel for op in artifact.manifest.ops}
+    x = np.random.default_rng(1).standard_normal(WIDE[name][0]).astype(getattr(ml_dtypes, dtype, dtype))
+    (truth,), (yardstick,) = oracle(model, {"x": x}), eager(model, {"x": x})
+    assert max_error(truth, mhsa.load(artifact)(x=x)) <= budget(truth, yardstick, dtype)

@@ -11,6 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import mhsa_compile as mhsa
+from mhsa_compile.hardware.profile import detect
+from mhsa_compile.kernels.cpu.units import tiles
 
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 STEP = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
@@ -51,7 +53,9 @@ def transposed(request: pytest.FixtureRequest) -> tuple[str, Any]:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_free_sizes(transposed: tuple[str, Any], threads: int) -> None:
     dtype, artifact = transposed
-    assert [(op.op, op.kernel) for op in artifact.manifest.ops] == [("product", "cpu.product")]
+    on_tiles = dtype == "bfloat16" and tiles.BFLOAT16.is_on(detect())
+    kernel = "cpu.product_on_tiles" if on_tiles else "cpu.product"
+    assert [(op.op, op.kernel) for op in artifact.manifest.ops] == [("product", kernel)]
     call = mhsa.load(artifact, threads=threads)
     for B, M, K, N in [(2, 7, 13, 5), (1, 197, 301, 197), (3, 211, 131, 67), (1, 1, 1, 1), (2, 3, 0, 4), (0, 3, 4, 5)]:
         a, b = numbers((B, M, K), dtype), numbers((B, N, K), dtype)

@@ -12,8 +12,9 @@ from support.tiles.tile_flow import TileFunction, tile_functions
 
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
+from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
 from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, ProductOp, ProductOperand
 
 TARGET = load_profile("sapphirerapids")
 SUMS = 2
@@ -28,6 +29,12 @@ def attention(E: int, S: int | str = "S") -> AttentionOp:
     )  # fmt: skip
 
 
+def product(dtype: str, word: str = "ieee") -> ProductOp:
+    operand = ProductOperand((8, "M", 96), (0,), 1, 2)
+    turned = ProductOperand((8, "N", 96), (0,), 2, 1)
+    return ProductOp((8,), "M", 96, "N", operand, turned, dtype, dtype, word)
+
+
 KERNELS = {
     # One tile by two: three loads for two products.
     "linear": (
@@ -37,6 +44,9 @@ KERNELS = {
     ),
     # One tile by two where there are 32 queries, one by one where there are 16.
     **{f"attention, {E}": (CpuTileAttentionKernel(), attention(E), {Fraction(3, 2), Fraction(2)}) for E in (64, 128)},
+    "product": (CpuTileProductKernel(), product("bfloat16"), {Fraction(3, 2)}),
+    # Six products of two tiles by two, and of one by two.
+    "product of float32": (CpuTileProductKernel(), product("float32", "bf16x6"), {Fraction(14, 24), Fraction(11, 12)}),
 }
 
 

@@ -15,10 +15,18 @@ from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKernel, CpuTileQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat16TileLinearKernel, CpuFloat32TileLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
+from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
 from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
-from mhsa_compile.kernels.interface.ops import HeadLayout, LinearOp, QuantisedLinearOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import (
+    HeadLayout,
+    LinearOp,
+    ProductOp,
+    ProductOperand,
+    QuantisedLinearOp,
+    WindowSpec,
+)
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from support import this_cpu
 from support.attention_ops import attention_of
@@ -162,6 +170,25 @@ def attention(
     return results
 
 
+def products(sizes: tuple[tuple[int, int, int], ...], *, turned: bool, **fields: Any) -> list[np.ndarray]:
+    """A B of these (M, K, N), both stored with K last or, `turned`, with K first."""
+    places = (ProductOperand((2, "K", "M"), (0,), 2, 1), ProductOperand((2, "K", "N"), (0,), 1, 2))
+    if not turned:
+        places = (ProductOperand((2, "M", "K"), (0,), 1, 2), ProductOperand((2, "N", "K"), (0,), 2, 1))
+    op = ProductOp((2,), "M", "K", "N", *places, **fields)
+    kernel = CpuTileProductKernel()
+    assert kernel.why_not(op, MACHINE) is None
+    run, rng, results = built(kernel.emit(op, MACHINE, {}), MACHINE)["run"], np.random.default_rng(7), []
+    for M, K, N in sizes:
+        a, b = (_drawn(rng, op.dtype, 2, *((K, size) if turned else (size, K))) for size in (M, N))
+        if op.dtype == "float32":
+            a[0, 0, 0], b[1, -1, -1] = np.inf, 1e-30
+        y = tvm.runtime.tensor(np.zeros((2, M, N), DTYPES[op.dtype]))
+        run(*map(tvm.runtime.tensor, (a, b)), y)
+        results.append(y.numpy().view(f"uint{8 * y.numpy().itemsize}"))
+    return results
+
+
 BY_TILES, BY_TERMS = CpuTileLinearKernel(), CpuFloat32TileLinearKernel()
 OF_ROUNDED, OF_BYTES = CpuTileInt8LinearKernel(), CpuTileQuantisedLinearKernel()
 CASES: dict[str, Callable[[], list[np.ndarray]]] = {
@@ -174,6 +201,12 @@ CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     "linear of rounded rows": lambda: linear(OF_ROUNDED, (5, 33), 130, (31, 64), int8_weights=True, dtype="bfloat16"),
     "linear of bytes": lambda: linear(OF_BYTES, (5, 33), 130, (31, 64), x_dtype="uint8", stored=("int8", "uint8")),
     "linear of signed bytes": lambda: linear(OF_BYTES, (17,), 64, (40,), x_dtype="int8", stored=("int8",)),
+    "products": lambda: products(
+        ((16, 64, 32), (5, 70, 45), (33, 401, 31)), turned=False, dtype="bfloat16", result="bfloat16"
+    ),
+    "products, turned": lambda: products(((17, 45, 33),), turned=True, dtype="bfloat16", result="bfloat16"),
+    "products of float32 by six": lambda: products(((40, 150, 45),), turned=False, float32_products="bf16x6"),
+    "products of float32 by three": lambda: products(((17, 45, 33),), turned=True, float32_products="bf16x3"),
     "attention, one tile of queries": lambda: attention(((16, 64),), 32, 32, (1, 1)),
     "attention": lambda: attention(((7, 33), (33, 77)), 64, 64),
     "attention, 128": lambda: attention(((17, 97),), 128, 128),

@@ -8,7 +8,7 @@ element by element, in whatever order its axes are stored; where it is narrow, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def indices(operand: ProductOperand, place: Sequence[Expr], row: Expr, column: E
 
 DEPTH = 128
 """Terms of a part of a sum: the panel's part stays in the caches, and rounding grows with the parts' root."""
-BLOCKS, TASKS = (192, 512), 4
+BLOCKS, TASKS = (512, 192), 4
 """Rows of a block, about: so often is an element of B read once it is copied, and so many sums stay in L2. The larger
 one where that makes so many tasks for each core."""
 CHUNK = 1 << 12
@@ -85,7 +85,7 @@ def _tile_shape(op: ProductOp, unit: Unit, registers: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class _Matrices:
+class Matrices:
     """One entry of the batch: A (M, K), B (K, N) and Y (M, N) as elements of what is stored."""
 
     op: ProductOp
@@ -104,39 +104,75 @@ class _Matrices:
         return [*self.place, row, column]
 
 
-def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> Expr:
-    dim, panel = SizeVars(), columns * unit.lanes
-    with prim_func("product") as builder:
-        # 1. The arguments; where all entries of the batch share B, their rows of A and Y as those of one.
+@dataclass(frozen=True)
+class ProductArguments:
+    """Arguments of the function being built, and `op` as what they are: where all entries of the batch share B, their
+    rows of A and Y are those of one."""
+
+    op: ProductOp
+    a: Expr
+    b: Expr
+    y: Expr
+    dims: list[Expr]
+    batch: list[Expr]
+    rows: Expr
+
+    @staticmethod
+    def of(op: ProductOp, dim: SizeVars) -> ProductArguments:
         dims = [dim(d) for d in op.left.dims]
         a = argument("a", dims, op.dtype)
         b = argument("b", [dim(d) for d in op.right.dims], op.dtype)
-        outer, size, width = [dim(d) for d in op.batch], dim(op.rows), dim(op.columns)
-        y = argument("y", [*outer, size, width], op.result)
+        batch, size, width = [dim(d) for d in op.batch], dim(op.rows), dim(op.columns)
+        y = argument("y", [*batch, size, width], op.result)
         if op.is_flat:
-            size, outer = prod(outer, start=size), []
+            size, batch = prod(batch, start=size), []
             dims = [size, dim(op.inner)]
             a = T.decl_buffer(tuple(dims), op.dtype, data=a.data)
             y = T.decl_buffer((size, width), op.result, data=y.data)
-            op = replace(
-                op, batch=(), left=ProductOperand(op.left.dims[-2:], (), 0, 1), right=replace(op.right, batch=())
-            )
-        a = a if op.dtype == unit.dtype else _in_float32(a, dims)
-        # 2. The tasks.
-        M, K, N = materialize(size), materialize(dim(op.inner)), materialize(width)
-        batch = [materialize(extent) for extent in outer]
-        small, large = (rows * max(1, size // rows) for size in BLOCKS)
-        panels = materialize(ceil_div(N, panel))
-        several = materialize(prod(batch, start=panels))
-        is_enough = several * ceil_div(M, large) >= TASKS * cores
-        block = materialize(T.Select(is_enough, T.int64(large), T.int64(small)))
-        blocks = materialize(ceil_div(M, block))
-        count = several * blocks
-        with T.parallel(materialize(count)) as task:
-            p, rest = materialize(T.truncmod(task, panels)), materialize(T.truncdiv(task, panels))
-            first = materialize(T.truncmod(rest, blocks) * block)
-            matrices = _Matrices(op, a, b, y, place_of(materialize(T.truncdiv(rest, blocks)), batch))
-            _Task(matrices, M, K, N, materialize(p * panel), unit, columns, rows, block, large).run_block(first)
+            left = ProductOperand(op.left.dims[-2:], (), 0, 1)
+            op = replace(op, batch=(), left=left, right=replace(op.right, batch=()))
+        return ProductArguments(op, a, b, y, dims, batch, size)
+
+
+def each_block(
+    sizes: tuple[Expr, Expr],
+    batch: Sequence[Expr],
+    choices: Sequence[tuple[int, int]],
+    cores: int,
+    body: Callable[[list[Expr], tuple[Expr, Expr], tuple[Expr, Expr]], None],
+) -> None:
+    """In parallel body(place, rows, columns) for each entry of the batch and each block of Y: rows and columns from one
+    to another. A block is of the first of the `choices`, (rows, columns), that makes enough tasks for each core, or of
+    the last; `sizes` are M and N."""
+    M, N = sizes
+    rows, columns = (T.int64(size) for size in choices[-1])
+    for tall, wide in reversed(choices[:-1]):
+        is_enough = prod(batch, start=ceil_div(M, tall) * ceil_div(N, wide)) >= TASKS * cores
+        rows, columns = T.Select(is_enough, T.int64(tall), rows), T.Select(is_enough, T.int64(wide), columns)
+    rows, columns = materialize(rows), materialize(columns)
+    panels, blocks = materialize(ceil_div(N, columns)), materialize(ceil_div(M, rows))
+    with T.parallel(materialize(prod(batch, start=panels * blocks))) as task:
+        column = materialize(T.truncmod(task, panels) * columns)
+        rest = materialize(T.truncdiv(task, panels))
+        first = materialize(T.truncmod(rest, blocks) * rows)
+        place = place_of(materialize(T.truncdiv(rest, blocks)), batch)
+        ends = materialize(T.min(first + rows, M)), materialize(T.min(column + columns, N))
+        body(place, (first, ends[0]), (column, ends[1]))
+
+
+def _product(op: ProductOp, unit: Unit, rows: int, columns: int, cores: int) -> Expr:
+    dim, panel = SizeVars(), columns * unit.lanes
+    blocks = [(rows * max(1, size // rows), panel) for size in BLOCKS]
+    with prim_func("product") as builder:
+        arguments = ProductArguments.of(op, dim)
+        a = arguments.a if op.dtype == unit.dtype else _in_float32(arguments.a, arguments.dims)
+        M, K, N = materialize(arguments.rows), materialize(dim(op.inner)), materialize(dim(op.columns))
+
+        def run(place: list[Expr], block: tuple[Expr, Expr], columns_: tuple[Expr, Expr]) -> None:
+            matrices = Matrices(arguments.op, a, arguments.b, arguments.y, place)
+            PanelTask(matrices, M, K, N, columns_[0], unit, columns, rows).run_block(*block, blocks[0][0])
+
+        each_block((M, N), [materialize(extent) for extent in arguments.batch], blocks, cores, run)
     return builder.get()
 
 
@@ -156,13 +192,13 @@ def _in_float32(a: Expr, dims: list[Expr]) -> Expr:
     return T.decl_buffer(tuple(dims), "float32", data=wide.data)
 
 
-def _scratch(shape: tuple[int, int]) -> Expr:
+def scratch(shape: tuple[int, int]) -> Expr:
     """Memory of the task's own. Seen through a second buffer, since TVM shrinks a buffer to what it can prove is used,
     and then loses its own proof."""
     return T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data)
 
 
-class _SumPart(NamedTuple):
+class SumPart(NamedTuple):
     """Some terms of all sums, `length` from `begin` on."""
 
     number: Expr
@@ -172,10 +208,10 @@ class _SumPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Task:
-    """The panel from column `column` on, against a block of `block` rows, at most `most`."""
+class PanelTask:
+    """The panel from column `column` on, against a block of rows."""
 
-    matrices: _Matrices
+    matrices: Matrices
     M: Expr
     K: Expr
     N: Expr
@@ -183,32 +219,34 @@ class _Task:
     unit: Unit
     columns: int
     rows: int
-    block: Expr
-    most: int
 
     @property
     def panel(self) -> int:
         return self.columns * self.unit.lanes
 
-    def run_block(self, first: Expr) -> None:
-        packed, sums = _scratch((DEPTH, self.panel)), _scratch((self.most, self.panel))
-        tiles = materialize(ceil_div(T.min(self.M - first, self.block), self.rows))
+    def run_block(self, first: Expr, end: Expr, most: int) -> None:
+        """Rows first .. end, at most so many."""
+        packed, sums = scratch((DEPTH, self.panel)), scratch((most, self.panel))
+        tiles = materialize(ceil_div(end - first, self.rows))
         parts = materialize(T.max(T.int64(1), ceil_div(self.K, DEPTH)))
         is_whole = materialize(T.cast(self.column + self.panel <= self.N, "int64"))
         with T.serial(parts) as number:
             begin = materialize(number * DEPTH)
-            part = _SumPart(number, begin, materialize(T.min(self.K - begin, T.int64(DEPTH))), number == parts - 1)
-            with T.If(is_whole > 0):
-                with T.Then():
-                    self._pack(packed, part)
-                with T.Else():
-                    self._pack_rest(packed, part)
+            part = SumPart(number, begin, materialize(T.min(self.K - begin, T.int64(DEPTH))), number == parts - 1)
+            self.pack(packed, part, is_whole)
             with T.serial(tiles) as i:
                 line = materialize(i * self.rows)
-                self._tile(packed, sums, materialize(first + line), line, part, is_whole)
+                self.add_tile(packed, sums, materialize(first + line), (line, T.int64(0)), part, is_whole)
 
-    def _pack(self, packed: Expr, part: _SumPart) -> None:
-        """packed[k] = B[part.begin + k, the panel's columns]."""
+    def pack(self, packed: Expr, part: SumPart, is_whole: Expr) -> None:
+        """packed[k] = B[part.begin + k, the panel's columns], all of which there are if it `is_whole`."""
+        with T.If(is_whole > 0):
+            with T.Then():
+                self._pack_whole(packed, part)
+            with T.Else():
+                self._pack_rest(packed, part)
+
+    def _pack_whole(self, packed: Expr, part: SumPart) -> None:
         matrices, lanes = self.matrices, self.unit.lanes
         right = matrices.op.right
         if right.columns == len(right.dims) - 1:
@@ -236,16 +274,19 @@ class _Task:
 
         vectors.each_run(T.int64(0), part.length, lanes, pack)
 
-    def _pack_rest(self, packed: Expr, part: _SumPart) -> None:
+    def _pack_rest(self, packed: Expr, part: SumPart) -> None:
         """The same by single elements; columns that are not there are copies of the last, which nobody reads."""
         matrices = self.matrices
         with T.serial(part.length) as k, T.serial(T.int64(self.panel)) as j:
             column = T.min(self.column + j, self.N - 1)
             store(packed, [k, j], load_wide(matrices.b, matrices.right(part.begin + k, column), 1), 1)
 
-    def _tile(self, packed: Expr, sums: Expr, first: Expr, line: Expr, part: _SumPart, is_whole: Expr) -> None:
-        """Adds a part's products to the sums of some rows, from row `first` on, or writes them with the last part."""
-        matrices, lanes = self.matrices, self.unit.lanes
+    def add_tile(
+        self, packed: Expr, sums: Expr, first: Expr, place: tuple[Expr, Expr], part: SumPart, is_whole: Expr
+    ) -> None:
+        """Adds a part's products to the sums of rows from `first` on, which lie at `place`, or writes these with the
+        last part."""
+        matrices, lanes, (line, at_column) = self.matrices, self.unit.lanes, place
         at = [materialize(T.min(first + r, self.M - 1)) for r in range(self.rows)]
         tile = self.unit.zeros(self.rows, vectors.chunks(self.panel, lanes))
         rows = Rows(matrices.a, lambda row, k: matrices.left(row, part.begin + k), at)
@@ -253,7 +294,7 @@ class _Task:
         turn = self.unit.run, self.unit.runs_at_once(self.rows, self.columns)
         self.unit.add_products(tile, rows, packed_columns, (T.int64(0), part.length), turn=turn)
         with T.If(part.number > 0), T.Then():
-            tile.each(lambda r, c: tile.get(r, c) + load(sums, [line + r, T.int64(c * lanes)], lanes))
+            tile.each(lambda r, c: tile.get(r, c) + load(sums, [line + r, at_column + c * lanes], lanes))
         with T.If(T.And(part.is_last, is_whole > 0)):
             with T.Then():
                 for r, row in enumerate(at):
@@ -262,8 +303,10 @@ class _Task:
             with T.Else():
                 for r in range(self.rows):
                     for c in range(self.columns):
-                        store(sums, [line + r, T.int64(c * lanes)], tile.get(r, c), lanes)
+                        store(sums, [line + r, at_column + c * lanes], tile.get(r, c), lanes)
                 with T.If(part.is_last), T.Then():
                     for r, row in enumerate(at):
                         with T.serial(self.N - self.column) as j:
-                            store_narrow(matrices.y, matrices.result(row, self.column + j), sums[line + r, j], 1)
+                            store_narrow(
+                                matrices.y, matrices.result(row, self.column + j), sums[line + r, at_column + j], 1
+                            )
