@@ -75,10 +75,10 @@ def share(op: AttentionOp, y: np.ndarray, *inputs: np.ndarray, word: str = "ieee
 
 
 def test_what_it_takes() -> None:
-    op = of_float32(512, 512)
+    op = of_float32(256, 256)
     assert KERNEL.float32_products(op, TARGET) == tuple(TERM_PRODUCTS)
     assert KERNEL.exact_products(op, TARGET) == ("bf16x6",)
-    for other in (of_float32(), of_float32(128, 512), of_float32(512, 128), of_float32(512, 512, E=160)):
+    for other in (of_float32(), of_float32(255, 512), of_float32(512, 255), of_float32(512, 512, E=160)):
         assert KERNEL.exact_products(other, TARGET) == ()
     assert "float32 by bfloat16 terms" in str(KERNEL.why_not(replace(op, float32_products="ieee"), TARGET))
     assert "float16" in str(KERNEL.why_not(replace(op, dtype="float16"), TARGET))
@@ -155,12 +155,12 @@ INPUTS = {
 @pytest.mark.parametrize("E", [64, 128])
 def test_six_products_are_inside_float32s_budget(E: int) -> None:
     """In every class of inputs, for few and many keys. (One draw of a row where two keys are nearly equal may be lucky
-    for PyTorch: three are held against the largest of its errors.)"""
+    for PyTorch: eight are held against the largest of its errors.)"""
     op, rng = of_float32(E=E, F=E), np.random.default_rng(E)
     shares = {}
     for name, draw in INPUTS.items():
         for L, S in ((33, 17), (70, 131), (64, 512), (40, 2000)):
-            draws = [draw(rng, *operands(op, 1, L, S, seed)) for seed in range(3)]
+            draws = [draw(rng, *operands(op, 1, L, S, seed)) for seed in range(8)]
             draws = [[np.ascontiguousarray(x, np.float32) for x in inputs] for inputs in draws]
             exact = [attention(op, *inputs, None) for inputs in draws]
             eager = [attention(op, *inputs, None, dtype=torch.float32) for inputs in draws]
@@ -170,7 +170,8 @@ def test_six_products_are_inside_float32s_budget(E: int) -> None:
 
 
 SPECIAL = {
-    "NaN": np.nan, "Inf": np.inf, "-Inf": -np.inf, "huge": 2.0**70, "just too large": 2.0**60, "denormal": 1e-42,
+    "NaN": np.nan, "Inf": np.inf, "-Inf": -np.inf, "huge": 2.0**70, "just too large": 2.0**60,
+    "of large scores": 2.0**20, "denormal": 1e-42,
 }  # fmt: skip
 
 

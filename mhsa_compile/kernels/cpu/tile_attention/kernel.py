@@ -36,10 +36,10 @@ from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products
 
-WORTH_SPLITTING = 512
+WORTH_SPLITTING = 256
 """Queries and keys from which on attention by six products, all of it seen, takes less time than float32's."""
-WIDEST = 128
-"""Elements of a head up to which no class of inputs is known to exceed float32's error budget."""
+WIDTHS = (64, 96, 128)
+"""Elements of a head of which that is so, and no class of inputs is known to exceed float32's error budget."""
 
 
 class CpuTileAttentionKernel(CpuAttentionKernel):
@@ -64,7 +64,7 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
     def exact_products(self, op: AttentionOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
         long = all(isinstance(length, int) and length >= WORTH_SPLITTING for length in (op.q_length, op.kv_length))
         plain = op.window is None and not op.scores
-        return ("bf16x6",) if long and plain and max(op.head_dim, op.v_head_dim) <= WIDEST else ()
+        return ("bf16x6",) if long and plain and {op.head_dim, op.v_head_dim} <= set(WIDTHS) else ()
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (16, 32), "keys": (64, 128, 192, 256, 512)}
