@@ -154,19 +154,19 @@ def attention(
     )  # fmt: skip
     kernel = CpuTileAttentionKernel()
     run = built(kernel.emit(op, MACHINE, {"queries": 32, "keys": 64}), MACHINE)["run"]
-    rng, results = np.random.default_rng(5), []
+    rng, results, dtype = np.random.default_rng(5), [], DTYPES[op.dtype]
     for L, S in sizes:
         shapes = ((H, L, E), (G, S, E), (G, S, F))
-        q, k, v = (rng.standard_normal((1, *shape), np.float32).astype(BFLOAT16) for shape in shapes)
+        q, k, v = (rng.standard_normal((1, *shape), np.float32).astype(dtype) for shape in shapes)
         k *= 4
         mask = []
         if "mask" in fields:
             mask = [rng.random((1, 1, L, S)) < 0.5]
             mask[0][:, :, 1::4] = False
             v[0, 0, S // 2] = np.inf
-        y = tvm.runtime.tensor(np.zeros((1, L, H * F), BFLOAT16))
+        y = tvm.runtime.tensor(np.zeros((1, L, H * F), dtype))
         run(*(tvm.runtime.tensor(array) for array in (q, k, v, *mask)), y)
-        results.append(y.numpy().view(np.uint16))
+        results.append(y.numpy().view(f"uint{8 * y.numpy().itemsize}"))
     return results
 
 
@@ -213,6 +213,12 @@ CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     "attention, other widths": lambda: attention(((40, 70),), 96, 32, (3, 3)),
     "attention, causal": lambda: attention(((45, 45), (16, 70)), 32, 32, band=WindowSpec(None, 0, "bottom_right")),
     "attention, window": lambda: attention(((70, 70),), 32, 64, band=WindowSpec(9, 3, "top_left"), softcap=5.0),
+    **{
+        f"attention of float32 by {word}": lambda word=word: attention(
+            ((33, 110),), 32, 32, band=WindowSpec(None, 0, "bottom_right"), dtype="float32", float32_products=word
+        )
+        for word in ("bf16x6", "bf16x3", "bf16")
+    },
     "attention, mask": lambda: attention(((33, 70),), 32, 32, mask=CallMask("bool", (1, 1, 33, 70))),
 }
 """By name; each gives the bits of its outputs."""

@@ -34,7 +34,12 @@ from mhsa_compile.kernels.cpu.tile_attention.values import FEATURES, KEYS, KeyVa
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.spec.float32_products import Float32Products
+from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products
+
+WORTH_SPLITTING = 256
+"""Queries and keys from which on attention by six products, all of it seen, takes less time than float32's."""
+WIDTHS = (64, 96, 128)
+"""Elements of a head of which that is so, and no class of inputs is known to exceed float32's error budget."""
 
 
 class CpuTileAttentionKernel(CpuAttentionKernel):
@@ -43,8 +48,8 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
     name = "cpu.attention_on_tiles"
 
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
-        if op.dtype != "bfloat16" and op.float32_products != "bf16":
-            return f"bfloat16, or float32 multiplied as that, not {op.dtype}"
+        if op.dtype != "bfloat16" and (op.dtype != "float32" or op.float32_products not in TERM_PRODUCTS):
+            return f"bfloat16, or float32 by bfloat16 terms, not {op.dtype}"
         if not tiles.BFLOAT16.is_on(profile):
             return "a CPU with amx_bf16"
         if op.head_dim % KEYS or op.v_head_dim % FEATURES:
@@ -54,10 +59,12 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
         return super().why_not(op, profile)
 
     def float32_products(self, op: AttentionOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
-        return ("bf16",)
+        return tuple(TERM_PRODUCTS)
 
     def exact_products(self, op: AttentionOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
-        return ()
+        long = all(isinstance(length, int) and length >= WORTH_SPLITTING for length in (op.q_length, op.kv_length))
+        plain = op.window is None and not op.scores
+        return ("bf16x6",) if long and plain and {op.head_dim, op.v_head_dim} <= set(WIDTHS) else ()
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (16, 32), "keys": (64, 128, 192, 256, 512)}
@@ -103,7 +110,9 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
                 def tile(width: int) -> None:
                     shape = {**config, "queries": width}
                     visibility = AlignedMask(operands, width, config["keys"], parts, LANES)
-                    task = TileAttentionTask(operands, visibility, values, [b, g], unit, config["keys"])
+                    task = TileAttentionTask(
+                        operands, visibility, values, values.first_row(arguments, b, g), unit, config["keys"]
+                    )
                     task.begin()
                     KeyLoop(task, visibility, shape, Route(equal_blocks=True, begins_early=True), runs).emit()
                     task.end(output)

@@ -1,4 +1,5 @@
-"""Powers of two of a whole vector in six instructions, and what a pair of them becomes for tiles."""
+"""Powers of two of a whole vector in six instructions, or in ten with an error below 1 ulp, and what a pair of them
+becomes for tiles."""
 
 from __future__ import annotations
 
@@ -7,42 +8,57 @@ from collections.abc import Sequence
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.simd.vectors import constant, load, splat
-from mhsa_compile.kernels.cpu.units import tiles
+from mhsa_compile.kernels.cpu.simd.vector_math import EXP2_COEFFICIENTS
+from mhsa_compile.kernels.cpu.simd.vectors import constant, let, splat
 
 LANES = 16
 COEFFICIENTS = (0.99992522, 0.69583354, 0.22606716, 0.07802452)
 """2^f on [0, 1), minimax of degree 3 with relative error 7.5e-5; what is rounded to bfloat16 has 2e-3."""
 
 
-def exp2(x: Expr) -> Expr:
-    """2^x of sixteen float32: 0 of -inf, inf of inf, NaN of NaN."""
-    fraction = T.Bind(T.call_pure_extern("float32x16", "mhsa_fraction", x))
-    value = constant(COEFFICIENTS[-1], LANES)
-    for coefficient in COEFFICIENTS[-2::-1]:
+def exp2(x: Expr, terms: int = 1) -> Expr:
+    """2^x of sixteen float32: 0 of -inf, inf of inf, NaN of NaN. What has several terms has an error below 1 ulp."""
+    coefficients: Sequence[float] = COEFFICIENTS if terms == 1 else EXP2_COEFFICIENTS
+    fraction = let(_call("mhsa_fraction" if terms == 1 else "mhsa_signed_fraction", x))
+    power = x if terms == 1 else x - fraction
+    value = constant(coefficients[-1], LANES)
+    for coefficient in coefficients[-2::-1]:
         value = value * fraction + constant(coefficient, LANES)
-    return T.call_pure_extern("float32x16", "mhsa_scaled", value, x)
+    return _call("mhsa_scaled", value, power)
 
 
-def positive_pairs(low: Expr, high: Expr) -> Expr:
-    """Two vectors of numbers from 0 on as words of two bfloat16, to nearest; half of the last place is rounded up."""
-    half = splat(T.uint32(0x8000), LANES)
-    low, high = (T.reinterpret("uint32x16", value) + half for value in (low, high))
-    word = (low >> splat(T.uint32(16), LANES)) | (high & splat(T.uint32(0xFFFF0000), LANES))
-    return T.reinterpret("int32x16", word)
+def _call(name: str, *vectors: Expr) -> Expr:
+    return T.call_pure_extern("float32x16", name, *vectors)
+
+
+def words_of_terms(pair: Sequence[Expr], terms: int) -> list[Expr]:
+    """The terms of two vectors of numbers as words of two bfloat16 each, to nearest; half of the last place is rounded
+    away from zero. Of 24 bits the third has what two leave."""
+    words, upper = [], splat(T.uint32(0xFFFF0000), LANES)
+    for term in range(terms):
+        if term < 2:
+            bits = [_rounded(value) for value in pair]
+        else:
+            bits = [T.reinterpret("uint32x16", value) for value in pair]
+        if term + 1 < terms:
+            bits = [let(value & upper) for value in bits]
+            pair = [let(value - _as_float(own)) for value, own in zip(pair, bits, strict=True)]
+        words.append(T.reinterpret("int32x16", (bits[0] >> splat(T.uint32(16), LANES)) | (bits[1] & upper)))
+    return words
+
+
+def _rounded(value: Expr) -> Expr:
+    """Bits whose upper half is a number's bfloat16."""
+    return T.reinterpret("uint32x16", value) + splat(T.uint32(0x8000), LANES)
+
+
+def _as_float(bits: Expr) -> Expr:
+    return T.reinterpret("float32x16", bits)
 
 
 def pairs(low: Expr, high: Expr) -> Expr:
     """Two vectors of numbers as words of two bfloat16, to nearest even, denormals as zero."""
     return T.call_pure_extern("int32x16", "mhsa_tile_pairs", low, high)
-
-
-def row_of_bfloat16(buffer: Expr, index: Sequence[Expr]) -> Expr:
-    """32 neighbours of a row as bits of bfloat16, uint16; float32 is rounded to nearest even, denormals are zero."""
-    if buffer.dtype == "bfloat16":
-        return T.reinterpret("uint16x32", load(buffer, index, 32))
-    low, high = (load(buffer, [*index[:-1], index[-1] + first], LANES) for first in (0, LANES))
-    return tiles.narrowed_pair(low, high)
 
 
 def halves(words: Expr) -> Sequence[Expr]:
@@ -58,6 +74,10 @@ declare <16 x float> @llvm.x86.avx512.mask.scalef.ps.512(<16 x float>, <16 x flo
 declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
 define <16 x float> @mhsa_fraction(<16 x float> %x) alwaysinline nounwind memory(none) {{
   %r = call <16 x float> @llvm.x86.avx512.mask.reduce.ps.512(<16 x float> %x, i32 9, <16 x float> undef, i16 -1, i32 4)
+  ret <16 x float> %r
+}}
+define <16 x float> @mhsa_signed_fraction(<16 x float> %x) alwaysinline nounwind memory(none) {{
+  %r = call <16 x float> @llvm.x86.avx512.mask.reduce.ps.512(<16 x float> %x, i32 8, <16 x float> undef, i16 -1, i32 4)
   ret <16 x float> %r
 }}
 define <16 x float> @mhsa_scaled(<16 x float> %x, <16 x float> %n) alwaysinline nounwind memory(none) {{
