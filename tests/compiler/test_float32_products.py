@@ -135,15 +135,8 @@ def test_a_manifest_without_a_choice_has_the_bytes_of_before():
     assert np.array_equal(*((one.path / "module.so").read_bytes() for one in (artifact, ieee)))
 
 
-def test_a_model_with_a_cache_keeps_linears_of_any_number_of_rows(unit):
-    """Single tokens take longer by terms; a word that was asked for by name stays."""
+def test_a_model_with_a_cache_gets_it_too(unit):
+    """A call with single tokens multiplies in float32, in the same function."""
     cache = KvConcatOp("B", "P", "L", 2, 64, HeadLayout(0, "heads", 0))
-    open_rows, known = linear(), replace(linear(), rows=(2, 64))
-    for ops, asked, words in (
-        ((open_rows, known), "auto", ["bf16x6", "bf16x6"]),
-        ((open_rows, known, cache), "auto", ["ieee", "bf16x6"]),
-        ((open_rows, known, cache), "bf16x6", ["bf16x6", "bf16x6"]),
-    ):
-        answers = resolutions(dict(zip("abc", ops, strict=False)), asked, AVX512)
-        assert [answers[name].op.float32_products for name in "ab"] == words
-        assert ("single tokens" in answers["a"].reason) == (words[0] == "ieee")
+    answers = resolutions({"a": linear(), "cache": cache}, "auto", AVX512)
+    assert answers["a"].op.float32_products == "bf16x6" and answers["cache"].op == cache

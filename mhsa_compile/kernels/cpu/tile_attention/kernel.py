@@ -38,7 +38,7 @@ from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products
 
 WORTH_SPLITTING = 256
 """Queries and keys from which on attention by six products, all of it seen, takes less time than float32's."""
-WIDTHS = (64, 96, 128)
+WIDTHS = (64, 128)
 """Elements of a head of which that is so, and no class of inputs is known to exceed float32's error budget."""
 
 
