@@ -13,6 +13,7 @@ DECODERS := $(VENV)/.decoders
 ACCURACY := $(VENV)/.accuracy
 NUMKONG := $(VENV)/numkong
 TILE_TESTS := $(addprefix tests/kernels/cpu/test_tile_,attention.py code.py emulation.py)
+ON_TILES := $(addprefix tests/kernels/cpu/test_,tile_attention_by_terms.py float32_on_tiles.py float16_on_tiles.py products_on_tiles.py)
 GPU_JOBS ?= 4
 AGAINST ?= HEAD
 ifdef PREPARED  # PREPARED=1: what runs on a GPU takes $(PYTHON) as it is, as where there is no network (docs/gpu.md)
@@ -89,7 +90,7 @@ test-arm: $(STAMP)  ## On an emulated ARM machine: every target and kernel, an e
 	@$(BIN)/python -m pytest -m 'arm and not thorough' -n 2 --dist worksteal
 
 test-tiles: $(STAMP)  ## Kernels on matrix tiles: all of their tests where the CPU has tiles, then parity on emulated ones, which needs AVX512-BF16; minutes
-	@$(BIN)/python -m pytest -m '' -n 2 --dist worksteal $(TILE_TESTS) tests/runtime/test_tiles_beside_others.py
+	@$(BIN)/python -m pytest -m '' -n 2 --dist worksteal $(TILE_TESTS) $(ON_TILES) tests/runtime/test_tiles_beside_others.py
 	@MHSA_EMULATED_TILES=1 $(BIN)/python -m pytest -m '' -n 2 --dist worksteal $(TILE_TESTS)
 
 test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU is needed, a missing compiler fails
