@@ -40,7 +40,7 @@ _FEATURES = [[8 * (i // 4) + i % 4 + 4 * upper for i in range(16)] for upper in 
 
 @dataclass(frozen=True)
 class KeyValueTiles:
-    """Of each chunk, those of all heads in one row:
+    """K and V of all heads in one call, a row for each chunk of keys:
 
     tiles (n, F / 16 * terms * 16 * 32)    uint16, of V
     flags (n,)                             int32
