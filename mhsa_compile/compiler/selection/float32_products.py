@@ -86,7 +86,9 @@ def _kernels(op: Op, profile: TargetProfile) -> dict[Float32Products, Kernel[Any
     """The first kernel of the family for each word with which one takes an operation: of those up to the first that
     takes it with "ieee", which is not passed over for a word."""
     first: dict[Float32Products, Kernel[Any]] = {}
-    kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ()) if multiplies_float32(op) else ()
+    if not multiplies_float32(op):
+        return first
+    kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
     for kernel in kernels:
         if type(op) is not kernel.op_type:
             continue

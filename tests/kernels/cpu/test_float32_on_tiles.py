@@ -206,7 +206,7 @@ def assert_as_float32(layer: Linear, x: np.ndarray, rtol: float = RTOL) -> None:
         size = np.abs(x.astype(np.float64)) @ np.abs(layer.weight.T.astype(np.float64)) + np.abs(layer.bias)
         allowed = rtol * size + layer.op.in_features * np.finfo(np.float32).smallest_subnormal
         if layer.op.float32_products == "bf16":  # of a weight that is smaller than bfloat16's normal numbers
-            allowed += np.abs(x.astype(np.float64)).sum(1, keepdims=True) * 2.0**-134
+            allowed += np.abs(x.astype(np.float64)).sum(1, keepdims=True) * 2.0**-133
         assert (np.abs(y - exact)[finite] <= allowed[finite]).all()
 
 

@@ -1,8 +1,8 @@
 """Linears of float32 on matrix tiles whose factors are rounded to bfloat16: one product for one of float32.
 
-Weights are packed as bfloat16, half the bytes, in the form in which tiles take them, so that a task reads and multiplies
-as one of bfloat16 does (linear/tiles.py). Rows of x are rounded once a call, each tile of them 1 KiB of its own. Sums, bias
-and y are float32.
+Weights are packed as bfloat16, half the bytes, in the form in which tiles take them, so that a task reads and
+multiplies as one of bfloat16 does (linear/tiles.py). Rows of x are rounded once a call, each tile of them 1 KiB of its
+own. Sums, bias and y are float32.
 
 What rounding would make something else of (units/float32_terms.py) is multiplied in float32 instead, by the same
 weights: tiles of 16 rows of which one is extraordinary, and panels that have such a feature.
@@ -17,13 +17,22 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
+from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.formats.floats import Bfloat16
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
-from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, Place, pack
+from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, PackedFeature, pack
 from mhsa_compile.kernels.cpu.linear.term_factors import TermRows, split_rows
 from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, CpuTileLinearKernel, Sums, TileLayout, TileProduct, deal
-from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, any_lane, load, materialize, splat, store, vector_type
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    RegisterTile,
+    any_lane,
+    let,
+    load,
+    materialize,
+    splat,
+    store,
+    vector_type,
+)
 from mhsa_compile.kernels.cpu.units import float32_terms, tiles
 from mhsa_compile.kernels.cpu.units.float32_terms import LANES
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
@@ -31,8 +40,8 @@ from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.spec.float32_products import Float32Products
 
 WORD: Float32Products = "bf16"
-LARGEST = 3.3895313892515355e38
-"""Of bfloat16: 255 * 2^120."""
+SMALLEST, LARGEST, INFINITY = 0x10000, 0x7F7F0000, 0x7F800000
+"""Magnitudes of bfloat16, as bits of a float32."""
 PLAIN_ROWS = 4
 """Of a register tile where products are float32's."""
 
@@ -57,7 +66,7 @@ class CpuRoundedTileLinearKernel(CpuTileLinearKernel):
         return ()
 
     def layout(self, op: LinearOp) -> RoundedLayout:
-        return RoundedLayout(op, FiniteBfloat16("bfloat16", "bfloat16"), tiles.BFLOAT16, COLUMNS)
+        return RoundedLayout(op, ClampedBfloat16("bfloat16", "bfloat16"), tiles.BFLOAT16, COLUMNS)
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout, rows = self.layout(op), partial(split_rows, terms=1, least=1)
@@ -65,14 +74,21 @@ class CpuRoundedTileLinearKernel(CpuTileLinearKernel):
         return Emitted(run, pack(layout, _flag), layout.packed)
 
 
-class FiniteBfloat16(Bfloat16):
-    """Rounded to nearest, but what is finite stays finite."""
+class ClampedBfloat16(Bfloat16):
+    """Rounded to nearest, but what is finite stays finite, and what is not zero stays so: beside an infinity of x it
+    matters."""
 
     def narrowed(self, value: Expr, lanes: int, factor: Expr | None = None) -> Expr:
-        largest = splat(T.float32(LARGEST), lanes)
-        is_finite = float32_terms.magnitude(value, lanes) < splat(T.uint32(0x7F800000), lanes)
-        bounded = T.max(T.min(value, largest), splat(T.float32(0), lanes) - largest)
-        return super().narrowed(T.Select(is_finite, bounded, value), lanes)
+        def number(bits: int) -> Expr:
+            return splat(T.uint32(bits), lanes)
+
+        bits = T.reinterpret(vector_type("uint32", lanes), value)
+        magnitude = let(float32_terms.magnitude(value, lanes))
+        clamped = T.min(T.max(magnitude, number(SMALLEST)), number(LARGEST))
+        stays = T.Or(magnitude == number(0), magnitude >= number(INFINITY))
+        magnitude = T.Select(stays, magnitude, clamped)
+        sign = bits & number(0x80000000)
+        return super().narrowed(T.reinterpret(vector_type("float32", lanes), magnitude | sign), lanes)
 
 
 class RoundedLayout(TileLayout):
@@ -83,7 +99,7 @@ class RoundedLayout(TileLayout):
         return (*super().packed, ((self.panels, self.panel), "int32"))
 
 
-def _flag(place: Place, feature: OutputFeature) -> None:
+def _flag(place: PackedFeature, feature: OutputFeature) -> None:
     largest = T.alloc_buffer((1,), "uint32")
     store(largest, [T.int64(0)], T.uint32(0), 1)
     with T.serial(T.int64(place.layout.op.in_features)) as k:
