@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.call_table import TABLE
 from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayerForward, is_plain
 from mhsa_compile.integrations.first_calls import FirstCalls
+from mhsa_compile.integrations.quantised_layers import quantiser_of
 from mhsa_compile.integrations.torch_attention import LayerForward
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
 from mhsa_compile.integrations.weight_state import ReplacedForward
@@ -65,7 +66,7 @@ class AccelerationRow:
 class AccelerationReport:
     """The rows, in the order of the model's modules. Printed, it is a table.
 
-    `linears` has rows of its own, where linears were asked for. `calls`: reason -> how many calls of replaced layers
+    `linears` has rows of its own, where linears were asked for, and of each that another tool quantised. `calls`: reason -> how many calls of replaced layers
     PyTorch computed itself for it. `checked`: how many first calls of a kind were held against PyTorch's.
     `float32_products` is how float32 was asked to be multiplied.
     """
@@ -183,15 +184,14 @@ def accelerate(
     """
     _check(model, on_unsupported)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
-    choice = linears if isinstance(linears, Checkpoint) else _checked_form(linears)
+    choice = _checked_choice(linears)
     report = AccelerationReport(float32_request(float32_products))
     try:
         with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
             _replace_in_transformers(model, profile, report, check)
             _replace_layers(model, profile, report, check)
             report.rows += _others(model, report)
-            if linears is not False:
-                _replace_linears(model, profile, report, choice, check)
+            _replace_linears(model, profile, report, choice, check)
         if on_unsupported == "raise" and report.kept:
             row = report.kept[0]
             raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
@@ -326,10 +326,10 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
             _set_nested(encoder, False)
 
 
-def _checked_form(linears: bool | str) -> BlockForm | None:
-    """What the weights of linears become; None where they stay. Raises InputError."""
-    if isinstance(linears, bool):
-        return None
+def _checked_choice(linears: bool | str | Checkpoint) -> _Choice:
+    """What becomes of linears. Raises InputError."""
+    if isinstance(linears, bool | Checkpoint):
+        return linears
     form = block_form(linears) if isinstance(linears, str) and linears != "int8" else None
     if form is None:
         expected = 'True, False, what read_checkpoint gave, or a word for blocks, such as "int4" or "int8:block=32"'
@@ -337,18 +337,29 @@ def _checked_form(linears: bool | str) -> BlockForm | None:
     return form
 
 
+_Choice: TypeAlias = bool | BlockForm | Checkpoint
+"""Whether linears are replaced, what their weights become, or whose they are."""
+
+
 def _replace_linears(
     model: nn.Module,
     profile: TargetProfile,
     report: AccelerationReport,
-    choice: BlockForm | Checkpoint | None,
+    choice: _Choice,
     check: bool,
 ) -> None:
-    """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself. Raises InputError where none
-    has the weights of a checkpoint."""
+    """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself, and says of quantised ones
+    that they are kept. Raises InputError where none has the weights of a checkpoint."""
     read = {part for layer in model.modules() if isinstance(layer, nn.MultiheadAttention) for part in layer.modules()}
     for name, layer in model.named_modules():
-        if layer in read or not torch_linear.is_linear(layer):
+        if layer in read:
+            continue
+        if tool := quantiser_of(layer):
+            report.linears.append(
+                AccelerationRow(name, type(layer).__name__, f"quantised by {tool}, which computes it")
+            )
+            continue
+        if choice is False or not torch_linear.is_linear(layer):
             continue
         if why := torch_linear.why_not(layer):
             report.linears.append(AccelerationRow(name, type(layer).__name__, why))
@@ -365,12 +376,10 @@ def _replace_linears(
         raise InputError("linears", f"a model with weights of {choice.path!r}", got)
 
 
-def _stored_form(
-    choice: BlockForm | Checkpoint | None, name: str, layer: nn.Module
-) -> tuple[BlockForm | None, WeightBlocks | None, str]:
+def _stored_form(choice: _Choice, name: str, layer: nn.Module) -> tuple[BlockForm | None, WeightBlocks | None, str]:
     """(what a linear's weights become, the blocks that a checkpoint has for it, why it has none)."""
     if not isinstance(choice, Checkpoint):
-        return choice, None, ""
+        return choice if isinstance(choice, BlockForm) else None, None, ""
     stored = choice.of_layer(name, torch_linear.rows_of(layer))
     return (None, None, stored) if isinstance(stored, str) else (stored.form(rounds_x=choice.rounds_x), stored, "")
 
