@@ -361,6 +361,7 @@ def _manifest(
         limits=canonical.limits,
         agreements=tuple(imported.agreements),
         slow=scheduled.slow,
+        cost=scheduled.cost,
         files={},
     )
 

@@ -66,9 +66,9 @@ class AccelerationRow:
 class AccelerationReport:
     """The rows, in the order of the model's modules. Printed, it is a table.
 
-    `linears` has rows of its own, where linears were asked for, and of each that another tool quantised. `calls`: reason -> how many calls of replaced layers
-    PyTorch computed itself for it. `checked`: how many first calls of a kind were held against PyTorch's.
-    `float32_products` is how float32 was asked to be multiplied.
+    `linears` has rows of its own, where linears were asked for, and of each that another tool quantised.
+    `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it. `checked`: how many first calls
+    of a kind were held against PyTorch's. `float32_products` is how float32 was asked to be multiplied.
     """
 
     def __init__(self, float32_products: Float32Request = "auto") -> None:
