@@ -170,15 +170,15 @@ def rows_of(kind: str) -> tuple[np.ndarray, np.ndarray]:
     gguf = pytest.importorskip("gguf")
     drawn, which = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
     terms, size = gguf.GGML_QUANT_SIZES[which]
-    if kind in ("Q8_0", "Q4_0"):
+    if not kind.endswith("K"):
         weight = drawn.standard_normal((7, 512), dtype=np.float32)
-        weight[2, :32] = 0
+        weight[2, :32], weight[1, :32] = 0, -0.75
         rows = gguf.quantize(weight, which)
     else:  # the package does not make these: any bytes are some, where the float16 numbers are finite
         rows = drawn.integers(0, 256, (7, 512 // terms * size), dtype=np.uint8)
         halves = (drawn.standard_normal((7, 512 // terms, 2)) * 0.01).astype(np.float16)
         blocks = rows.reshape(7, -1, size)
-        if kind == "Q4_K":
+        if kind != "Q6_K":
             blocks[..., :4] = halves.view(np.uint8)
             blocks[0, 0, 4] = blocks[0, 0, 12] = 0  # the first scale and offset
             blocks[1, 0, 4], blocks[1, 0, 12] = 0, blocks[1, 0, 12] & 0xF0  # the first scale alone
@@ -190,12 +190,13 @@ def rows_of(kind: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("kind", _TYPES)
 def test_blocks_of_gguf_are_what_the_package_makes_of_them(kind: str) -> None:
     rows, expected = rows_of(kind)
-    result = _blocks("w", kind, rows).floats().numpy()
-    if kind != "Q4_K":
+    blocks = _blocks("w", kind, rows)
+    result = blocks.floats().numpy()
+    if kind in ("Q4_0", "Q5_0", "Q6_K", "Q8_0"):
         np.testing.assert_array_equal(result, expected)
         return
-    # W = d sc q - dmin m; the zero point dmin m / (d sc) is rounded, the difference and the product are.
-    offsets = np.abs(_blocks("w", kind, np.array(rows)).points().numpy() * _blocks("w", kind, rows).scales.numpy())
+    # W = scale q + offset; the zero point, -offset / scale, is rounded, and the difference and the product are.
+    offsets = np.abs(blocks.points().numpy() * blocks.scales.numpy())
     most = 2.0**-23 * (np.repeat(offsets, 32, 1) + 2 * np.abs(expected))
     assert (np.abs(result - expected) <= most).all() and (result[1, :32] == expected[1, :32]).all()
     assert not (result == expected).all()  # so the page says
@@ -204,7 +205,7 @@ def test_blocks_of_gguf_are_what_the_package_makes_of_them(kind: str) -> None:
 @pytest.mark.parametrize("kind", _TYPES)
 def test_blocks_without_a_finite_scale_are_refused(kind: str) -> None:
     rows, _ = rows_of(kind)
-    place = rows.shape[1] // (512 // (256 if kind.endswith("K") else 32)) - 2 if kind == "Q6_K" else 0
+    place = 208 if kind == "Q6_K" else 0
     rows[3, place : place + 2] = np.array([np.nan], np.float16).view(np.uint8)
     with pytest.raises(ModelError, match=f"w: expected finite scales of {kind}, got NaN or infinity"):
         _blocks("w", kind, rows)

@@ -1,21 +1,25 @@
 """GGUF of llama.cpp, read by the package gguf: a block of a row is some bytes, in an order of each type.
 
 type    terms of a block   bytes   holds
-Q8_0     32                34      a float16 scale, numbers of 8 bits with a sign
-Q4_0     32                18      a float16 scale, numbers of 4 bits around 8: terms i and i + 16 in a byte
+Q8_0     32                34      a float16 scale d, numbers of 8 bits with a sign
+Q4_0     32                18      d, numbers of 4 bits around 8: terms i and i + 16 in a byte
+Q4_1     32                20      d and a float16 offset m, numbers as in Q4_0
+Q5_0     32                22      d, a fifth bit of each number, numbers as in Q4_0, around 16
+Q5_1     32                24      d, m, the rest as in Q5_0
 Q4_K    256               144      float16 d, dmin; of each 32 terms 6 bits of a scale and an offset; 4-bit numbers
+Q5_K    256               176      the same, and a fifth bit of each number
 Q6_K    256               210      4 bits and 2 bits of each number, an 8-bit scale for each 16 terms, float16 d
 
-W = (q - zero) scale holds all of Q8_0, Q4_0 and Q6_K exactly: scales are products of at most 19 bits, and Q6_K's
-numbers take 8 bits. Q4_K is d sc q - dmin m; its scale d sc is exact in float32, its zero dmin m / (d sc) is rounded,
-so that weights differ from llama.cpp's by two roundings of float32. Source: gguf-py/gguf/quants.py.
+W = (q - zero) scale holds all of Q8_0, Q4_0, Q5_0 and Q6_K exactly: scales are products of at most 19 bits, and numbers
+of 5 and 6 bits take 8. The others are scale q + offset. Their scales are exact in float32, their zeros, -offset / scale,
+are rounded, so that weights differ from llama.cpp's by two roundings of float32. Source: gguf-py/gguf/quants.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -45,7 +49,7 @@ def read(place: Path) -> Checkpoint:
             if len(tensor.shape) > 2:
                 unread[name] = f"{kind} of {len(tensor.shape)} axes"
             elif kind not in _TYPES:
-                unread[name] = f"{kind}, of which no kernel is at hand: {', '.join(_TYPES)} are"
+                unread[name] = f"{kind}, which is not read: {', '.join(_TYPES)} are"
             else:
                 linears[name] = _blocks(tensor.name, kind, np.array(tensor.data))
         aliases, heads = _aliases(gguf, reader), _heads(reader, linears)
@@ -120,16 +124,54 @@ def _q4_0(blocks: np.ndarray) -> _BlockParts:
     return _nibbles(blocks[:, :, None, 2:]).reshape(*blocks.shape[:2], 1, 32), _half(blocks[..., :2]), None
 
 
+def _q4_1(blocks: np.ndarray) -> _BlockParts:
+    numbers = _nibbles(blocks[:, :, None, 4:]).reshape(*blocks.shape[:2], 1, 32)
+    return _with_offsets(numbers, _half(blocks[..., :2]), _half(blocks[..., 2:4]))
+
+
+def _q5_0(blocks: np.ndarray) -> _BlockParts:
+    return _of_five_bits(blocks[..., 2:]) + np.uint8(112), _half(blocks[..., :2]), None  # around 128, not 16
+
+
+def _q5_1(blocks: np.ndarray) -> _BlockParts:
+    return _with_offsets(_of_five_bits(blocks[..., 4:]), _half(blocks[..., :2]), _half(blocks[..., 2:4]))
+
+
+def _of_five_bits(blocks: np.ndarray) -> np.ndarray:
+    """Four bytes of fifth bits, a term each, then bytes of nibbles."""
+    fifths = np.unpackbits(blocks[..., :4], axis=-1, bitorder="little")
+    numbers: np.ndarray = _nibbles(blocks[..., 4:]).reshape(fifths.shape) | fifths << 4
+    return numbers[:, :, None]
+
+
 def _q4_k(blocks: np.ndarray) -> _BlockParts:
+    return _with_offsets(_nibbles_of_k(blocks[..., 16:]), *_scales_of_k(blocks))
+
+
+def _q5_k(blocks: np.ndarray) -> _BlockParts:
+    fifths = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return _with_offsets(_nibbles_of_k(blocks[..., 48:]) | fifths << 4, *_scales_of_k(blocks))
+
+
+def _nibbles_of_k(bytes: np.ndarray) -> np.ndarray:
+    """Parts of 32 terms, two of them in 32 bytes."""
+    return _nibbles(bytes.reshape(*bytes.shape[:2], 4, 32)).reshape(*bytes.shape[:2], 8, 32)
+
+
+def _scales_of_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(scales, offsets) of the eight parts of a block, the offsets as they are added."""
     d, dmin = _half(blocks[..., :2]), _half(blocks[..., 2:4])
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    scales = d * np.concatenate([low & 63, (high & 15) | (low >> 2 & 48)], -1).astype(np.float32)
-    offsets = dmin * np.concatenate([middle & 63, (high >> 4) | (middle >> 2 & 48)], -1).astype(np.float32)
-    numbers = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
-    # Where the scale is 0 all weights are -offset: (0 - 1) offset.
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 2 & 48)], -1).astype(np.float32)
+    offsets = np.concatenate([middle & 63, (high >> 4) | (middle >> 2 & 48)], -1).astype(np.float32)
+    return d * scales, -dmin * offsets
+
+
+def _with_offsets(numbers: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> _BlockParts:
+    """W = scale q + offset. Where the scale is 0 all weights are the offset: (1 - 0) offset."""
     constant = scales == 0
-    zeros = np.where(constant, np.float32(1), offsets / np.where(constant, np.float32(1), scales))
-    numbers = np.where(constant[..., None], np.uint8(0), numbers)
+    zeros = np.where(constant, np.float32(0), -offsets / np.where(constant, np.float32(1), scales))
+    numbers = np.where(constant[..., None], np.uint8(1), numbers)
     return numbers, np.where(constant, offsets, scales), zeros.astype(np.float32)
 
 
@@ -141,9 +183,13 @@ def _q6_k(blocks: np.ndarray) -> _BlockParts:
     return numbers.reshape(*blocks.shape[:2], 16, 16), scales, None
 
 
-_TYPES: dict[str, tuple[Callable[[np.ndarray], _BlockParts], int, int]] = {
+_TYPES: dict[str, tuple[Callable[[np.ndarray], _BlockParts], Literal[4, 8], int]] = {
     "Q4_0": (_q4_0, 4, 18),
+    "Q4_1": (_q4_1, 4, 20),
     "Q4_K": (_q4_k, 4, 144),
+    "Q5_0": (_q5_0, 8, 22),
+    "Q5_1": (_q5_1, 8, 24),
+    "Q5_K": (_q5_k, 8, 176),
     "Q6_K": (_q6_k, 8, 210),
     "Q8_0": (_q8_0, 8, 34),
 }

@@ -23,8 +23,8 @@ def read_checkpoint(path: str | Path, *, activations: Literal["int8", "float"] =
 
     GPTQ   4 and 8 bits, checkpoint formats "gptq" (zero points less one) and "gptq_v2"; no activation order
     AWQ    4 bits, version "gemm"
-    GGUF   Q8_0, Q4_0, Q4_K and Q6_K, by the package gguf; other types are in `unread`. Zero points of Q4_K are floats,
-           rounded once, and its activations are never rounded
+    GGUF   Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K and Q6_K, by the package gguf; other types are in `unread`. Zero
+           points of those with offsets are floats, rounded once, and their activations are never rounded
 
     Groups of 16, 32, 64, 128 and 256 terms are blocks of ours, longer ones and whole columns several of one scale.
     Raises InputError, ModelError for what is damaged or means something else, InstallationError without gguf.
