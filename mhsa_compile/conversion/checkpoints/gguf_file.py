@@ -10,9 +10,10 @@ Q4_K    256               144      float16 d, dmin; of each 32 terms 6 bits of a
 Q5_K    256               176      the same, and a fifth bit of each number
 Q6_K    256               210      4 bits and 2 bits of each number, an 8-bit scale for each 16 terms, float16 d
 
-W = (q - zero) scale holds all of Q8_0, Q4_0, Q5_0 and Q6_K exactly: scales are products of at most 19 bits, and numbers
-of 5 and 6 bits take 8. The others are scale q + offset. Their scales are exact in float32, their zeros, -offset / scale,
-are rounded, so that weights differ from llama.cpp's by two roundings of float32. Source: gguf-py/gguf/quants.py.
+W = (q - zero) scale holds all of Q8_0, Q4_0, Q5_0 and Q6_K exactly: scales are products of at most 19 bits, numbers
+of 5 and 6 bits take 8. The others are scale q + offset. Their scales are exact in float32, their zeros, -offset /
+scale, are rounded, so that weights differ from llama.cpp's by two roundings of float32. Source: gguf-
+py/gguf/quants.py.
 """
 
 from __future__ import annotations
