@@ -22,6 +22,7 @@ from mhsa_compile.version import __version__
 if TYPE_CHECKING:
     from mhsa_compile import analysis
     from mhsa_compile.compiler.pipeline import compile
+    from mhsa_compile.conversion.checkpoints.read import read_checkpoint
     from mhsa_compile.conversion.from_torch import from_torch
     from mhsa_compile.conversion.from_transformers import from_bert, from_llama, from_transformers
     from mhsa_compile.hardware.profile import TargetProfile
@@ -50,6 +51,7 @@ __all__ = [
     "from_transformers",
     "load",
     "masks",
+    "read_checkpoint",
     "restore",
     "verify",
     "weights",
@@ -70,6 +72,7 @@ _PLACES = {
     "from_transformers": "conversion.from_transformers:from_transformers",
     "load": "runtime.compiled_attention:load",
     "masks": "spec.masks",
+    "read_checkpoint": "conversion.checkpoints.read:read_checkpoint",
     "restore": "integrations.accelerate:restore",
     "verify": "verification.verify:verify",
     "weights": "nn.modules:weights",

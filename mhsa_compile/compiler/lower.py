@@ -17,6 +17,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.compiler.bound_linears import with_bound_linears
+from mhsa_compile.compiler.call_cost import predicted_call
 from mhsa_compile.compiler.calls import calls, symbol_of, with_calls
 from mhsa_compile.compiler.codegen.build import LoweredModule
 from mhsa_compile.compiler.derived_weights import DERIVE, with_derived_weights
@@ -26,7 +27,6 @@ from mhsa_compile.compiler.fallback.plain_forms import plain_form
 from mhsa_compile.compiler.own_operations import with_own_operations
 from mhsa_compile.compiler.selection.float32_products import Resolution, resolutions
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
-from mhsa_compile.compiler.slow_operations import slow_operations
 from mhsa_compile.compiler.weight_binding import Bound, add_bind_functions
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
@@ -66,7 +66,8 @@ def schedule(
     fallbacks = _fallbacks(imported.module["main"], choices)
     plain_module = _write_out(imported.module, plain) if plain else imported.module
     others, reports = _lower_others(plain_module, profile, shelf)
-    slow = slow_operations(others, imported, profile) if isinstance(profile, CpuProfile) else ()
+    on_tiles = {name for name, c in choices.items() if "tiles" in c.choice.kernel.name}
+    cost, slow = predicted_call(others, imported, on_tiles, profile) if isinstance(profile, CpuProfile) else (None, ())
     builder = relax.BlockBuilder(others)
     run = {name: builder.add_func(c.emitted.run, f"{c.op.kind}_{name}") for name, c in choices.items()}
     body, bound = _with_kernels(imported, others, choices, run)
@@ -81,7 +82,7 @@ def schedule(
     if imported.derived:
         del module[DERIVE]
     reports = [*(_report(name, resolved[name], choice) for name, choice in choice_of.items()), *reports, *fallbacks]
-    return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow)
+    return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow, cost)
 
 
 def prepare(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:

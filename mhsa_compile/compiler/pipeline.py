@@ -29,7 +29,7 @@ from mhsa_compile.records.record import Record, RecordSet
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MODEL, MODULE, SOURCE, WEIGHTS, Manifest
 from mhsa_compile.spec.float32_products import Float32Request, float32_request
-from mhsa_compile.spec.weight_words import Int4Weights, int4_weights, is_int8
+from mhsa_compile.spec.weight_words import BlockForm, block_form, is_int8
 from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def compile(
     weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
                     with activations of eight bits, a scale for each row; the artifact stores the weights as they are.
                     "int4": the artifact has weights of four bits, a scale for each block of 32 terms, and linears
-                    compute with them as they are, and with activations of eight bits (`spec/weight_words.py` has the
-                    words for other blocks, zero points, and activations as they are)
+                    compute with them as they are, and with activations of eight bits; "int8:block=32": of eight
+                    (`spec/weight_words.py` has the words for other blocks, zero points, and activations as they are)
     float32_products  how linears, attention and other products multiply float32: "ieee"; by bfloat16 terms, where the
                     target's kernels do, "bf16x6" (as exact), "bf16x3" or "bf16" (less); or "auto", which stays inside
                     float32's error budget. `artifact.manifest.ops` says what each operation got, and why not that
@@ -109,7 +109,7 @@ def compile(
     ['cpu.linear', 'cpu.attention', 'cpu.linear']
     """
     tell = progress or (lambda stage: None)
-    few_bits = int4_weights(weights)
+    few_bits = block_form(weights)
     float32_products = float32_request(float32_products)
     if without_attention not in get_args(WithoutAttention):
         raise InputError("without_attention", '"warn", "accept" or "refuse"', repr(without_attention))
@@ -142,7 +142,7 @@ def compile(
         tell("import")
         canonical = _canonical(read, extra_outputs, without_attention)
         if few_bits is not None:  # from here on this is the model: what it is held against, and what the artifact has
-            canonical = _with_int4_weights(canonical, few_bits)
+            canonical = _with_block_weights(canonical, few_bits)
             read, weights = replace(read, original=canonical.model), None
         read, imported = _import(read, canonical, weights)
         tell("schedule")
@@ -179,13 +179,13 @@ def import_source(
 ) -> ImportedModule:
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims. Arguments
     and errors as `compile`."""
-    few_bits = int4_weights(weights)
+    few_bits = block_form(weights)
     environment.check_compiler()
     user_folders.let_tvm_load()
     read = read_source(source, dims, None)
     canonical = _canonical(read)
     if few_bits is not None:
-        canonical, weights = _with_int4_weights(canonical, few_bits), None
+        canonical, weights = _with_block_weights(canonical, few_bits), None
     return _import(read, canonical, weights)[1]
 
 
@@ -203,10 +203,10 @@ def _in_place(source: Any) -> onnx.ModelProto:
     return with_caches_in_place(model)
 
 
-def _with_int4_weights(canonical: Canonical, few_bits: Int4Weights) -> Canonical:
-    from mhsa_compile.frontend.fusion.few_bits import with_int4_weights
+def _with_block_weights(canonical: Canonical, few_bits: BlockForm) -> Canonical:
+    from mhsa_compile.frontend.fusion.few_bits import with_block_weights
 
-    return replace(canonical, model=with_int4_weights(canonical.model, few_bits))
+    return replace(canonical, model=with_block_weights(canonical.model, few_bits))
 
 
 def _import(read: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
@@ -361,6 +361,7 @@ def _manifest(
         limits=canonical.limits,
         agreements=tuple(imported.agreements),
         slow=scheduled.slow,
+        cost=scheduled.cost,
         files={},
     )
 

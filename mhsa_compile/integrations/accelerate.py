@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from mhsa_compile.compiler import pipeline
+from mhsa_compile.conversion.checkpoints.checkpoint import Checkpoint
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
@@ -28,16 +29,18 @@ from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.call_table import TABLE
 from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayerForward, is_plain
 from mhsa_compile.integrations.first_calls import FirstCalls
+from mhsa_compile.integrations.quantised_layers import quantiser_of
 from mhsa_compile.integrations.torch_attention import LayerForward
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
 from mhsa_compile.integrations.weight_state import ReplacedForward
 from mhsa_compile.nn.modules import MultiHeadAttention
+from mhsa_compile.nn.weight_blocks import WeightBlocks
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.float32_products import Float32Request, float32_request
-from mhsa_compile.spec.weight_words import Int4Weights, int4_weights
+from mhsa_compile.spec.weight_words import BlockForm, block_form
 
 NAME = "_mhsa_acceleration"
 """The attribute of an accelerated model that holds its report."""
@@ -46,11 +49,14 @@ NAME = "_mhsa_acceleration"
 @dataclass(frozen=True)
 class AccelerationRow:
     """One attention or linear: `name` in the model ("" is the model itself), the class, and why it was kept, "" if it
-    was replaced."""
+    was replaced. `weights` says what a linear of few bits multiplies, `why_floats` why one has none of a checkpoint's.
+    """
 
     name: str
     kind: str
     why_kept: str = ""
+    weights: str = ""
+    why_floats: str = ""
 
     @property
     def replaced(self) -> bool:
@@ -60,9 +66,9 @@ class AccelerationRow:
 class AccelerationReport:
     """The rows, in the order of the model's modules. Printed, it is a table.
 
-    `linears` has rows of its own, where linears were asked for. `calls`: reason -> how many calls of replaced layers
-    PyTorch computed itself for it. `checked`: how many first calls of a kind were held against PyTorch's.
-    `float32_products` is how float32 was asked to be multiplied.
+    `linears` has rows of its own, where linears were asked for, and of each that another tool quantised.
+    `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it. `checked`: how many first calls
+    of a kind were held against PyTorch's. `float32_products` is how float32 was asked to be multiplied.
     """
 
     def __init__(self, float32_products: Float32Request = "auto") -> None:
@@ -121,6 +127,10 @@ class AccelerationReport:
             lines.append(f"{sum(row.replaced for row in self.linears)} of {len(self.linears)} linears replaced")
             reasons = Counter(row.why_kept for row in self.linears if not row.replaced)
             lines += [f"  {number} kept: {why}" for why, number in reasons.items()]
+            words = Counter(row.weights for row in self.linears if row.replaced and row.weights)
+            lines += [f"  {number} of {word}" for word, number in words.items()]
+            floats = Counter(row.why_floats for row in self.linears if row.replaced and row.why_floats)
+            lines += [f"  {number} of float32: {why}" for why, number in floats.items()]
         if self.checked:
             lines.append(f"  {self.checked} first calls of a kind checked against PyTorch's")
         lines += [f"  {number} calls computed by PyTorch: {why}" for why, number in self.calls.items()]
@@ -136,7 +146,7 @@ def accelerate(
     target: str | TargetProfile = "native",
     on_unsupported: Literal["keep", "raise"] = "keep",
     *,
-    linears: bool | str = False,
+    linears: bool | str | Checkpoint = False,
     float32_products: Float32Request = "auto",
     check: bool = True,
 ) -> AccelerationReport:
@@ -150,9 +160,10 @@ def accelerate(
     on_unsupported  what becomes of attention that cannot be replaced: "keep" leaves it, and the report says why;
                     "raise" is a ModelError
     linears         whether every other nn.Linear, and Conv1D of transformers, of float32 is replaced, too: faster for
-                    short inputs, and a second copy of its weights. `report.linears` has a row for each. "int4", or a
-                    word of `spec.weight_words` that begins so: with weights of four bits, an eighth of a copy, and
-                    activations of eight bits, which is less exact
+                    short inputs, and a second copy of its weights. `report.linears` has a row for each. "int4", or
+                    another word of `spec.weight_words` for blocks: with weights of four bits, an eighth of a copy, and
+                    activations of eight bits, which is less exact. What `read_checkpoint` gave: with the numbers of
+                    that file, wherever they stand for the weights that the layer has
     float32_products  how what is replaced multiplies float32, as in `compile`; the report says what layers got
     check           whether the first call of each kind (inputs, masks, single queries and others) of each layer is
                     held against PyTorch's: a layer that differs by more than rounding is PyTorch's from then on, and a
@@ -173,15 +184,14 @@ def accelerate(
     """
     _check(model, on_unsupported)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
-    form = _checked_form(linears)
+    choice = _checked_choice(linears)
     report = AccelerationReport(float32_request(float32_products))
     try:
         with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
             _replace_in_transformers(model, profile, report, check)
             _replace_layers(model, profile, report, check)
             report.rows += _others(model, report)
-            if linears:
-                _replace_linears(model, profile, report, form, check)
+            _replace_linears(model, profile, report, choice, check)
         if on_unsupported == "raise" and report.kept:
             row = report.kept[0]
             raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
@@ -316,30 +326,62 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
             _set_nested(encoder, False)
 
 
-def _checked_form(linears: bool | str) -> Int4Weights | None:
-    """What the weights of linears become; None where they stay. Raises InputError."""
-    if isinstance(linears, bool):
-        return None
-    form = int4_weights(linears) if isinstance(linears, str) and not linears.startswith("int8") else None
+def _checked_choice(linears: bool | str | Checkpoint) -> _Choice:
+    """What becomes of linears. Raises InputError."""
+    if isinstance(linears, bool | Checkpoint):
+        return linears
+    form = block_form(linears) if isinstance(linears, str) and linears != "int8" else None
     if form is None:
-        raise InputError("linears", 'True, False, or a word of "int4"', repr(linears))
+        expected = 'True, False, what read_checkpoint gave, or a word for blocks, such as "int4" or "int8:block=32"'
+        raise InputError("linears", expected, repr(linears))
     return form
 
 
+_Choice: TypeAlias = bool | BlockForm | Checkpoint
+"""Whether linears are replaced, what their weights become, or whose they are."""
+
+
 def _replace_linears(
-    model: nn.Module, profile: TargetProfile, report: AccelerationReport, form: Int4Weights | None, check: bool
+    model: nn.Module,
+    profile: TargetProfile,
+    report: AccelerationReport,
+    choice: _Choice,
+    check: bool,
 ) -> None:
-    """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself."""
+    """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself, and says of quantised ones
+    that they are kept. Raises InputError where none has the weights of a checkpoint."""
     read = {part for layer in model.modules() if isinstance(layer, nn.MultiheadAttention) for part in layer.modules()}
     for name, layer in model.named_modules():
-        if layer in read or not torch_linear.is_linear(layer):
+        if layer in read:
             continue
-        why = torch_linear.why_not(layer)
-        report.linears.append(AccelerationRow(name, type(layer).__name__, why))
-        if not why:
-            first_calls = FirstCalls(name, check, report.count_check)
-            forward = LinearForward(layer, _Loader(profile, report).linear, report.count, first_calls, form)
-            _put_forward(layer, forward, report)
+        if tool := quantiser_of(layer):
+            report.linears.append(
+                AccelerationRow(name, type(layer).__name__, f"quantised by {tool}, which computes it")
+            )
+            continue
+        if choice is False or not torch_linear.is_linear(layer):
+            continue
+        if why := torch_linear.why_not(layer):
+            report.linears.append(AccelerationRow(name, type(layer).__name__, why))
+            continue
+        form, stored, why = _stored_form(choice, name, layer)
+        word = "" if form is None else str(form)
+        report.linears.append(AccelerationRow(name, type(layer).__name__, weights=word, why_floats=why))
+        first_calls = FirstCalls(name, check, report.count_check)
+        forward = LinearForward(layer, _Loader(profile, report).linear, report.count, first_calls, form, stored)
+        _put_forward(layer, forward, report)
+    if isinstance(choice, Checkpoint) and not any(row.weights for row in report.linears):
+        reasons = Counter(row.why_kept or row.why_floats for row in report.linears)
+        got = "; ".join(f"{number}: {why}" for why, number in reasons.items()) or "a model without linears"
+        raise InputError("linears", f"a model with weights of {choice.path!r}", got)
+
+
+def _stored_form(choice: _Choice, name: str, layer: nn.Module) -> tuple[BlockForm | None, WeightBlocks | None, str]:
+    """(what a linear's weights become, the blocks that a checkpoint has for it, why it has none)."""
+    if not isinstance(choice, Checkpoint):
+        return choice if isinstance(choice, BlockForm) else None, None, ""
+    stored = choice.of_layer(name, torch_linear.rows_of(layer))
+    return (None, None, stored) if isinstance(stored, str) else (stored.form(rounds_x=choice.rounds_x), stored, "")
 
 
 def _put_forward(

@@ -21,9 +21,9 @@ from mhsa_compile.integrations.attention_operator import check_inference, is_rec
 from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.weight_state import ReplacedForward
-from mhsa_compile.nn.int4_blocks import Int4Blocks, in_blocks, rounded
+from mhsa_compile.nn.weight_blocks import WeightBlocks, in_blocks, rounded, stands_for
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
-from mhsa_compile.spec.weight_words import Int4Weights
+from mhsa_compile.spec.weight_words import BlockForm
 
 LEAST_WEIGHTS = 256 * 256
 """What a layer must have for its product to take longer than what a call costs besides."""
@@ -38,7 +38,7 @@ class LinearKind(NamedTuple):
     O: int
     has_bias: bool
     is_transposed: bool
-    form: Int4Weights | None
+    form: BlockForm | None
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -50,6 +50,13 @@ def _kinds() -> tuple[type[nn.Module], ...]:
     """nn.Linear, and Conv1D if transformers is in use at all."""
     library = sys.modules.get("transformers.pytorch_utils")
     return (nn.Linear,) if library is None else (nn.Linear, library.Conv1D)
+
+
+def rows_of(layer: nn.Module) -> Tensor:
+    """A linear's weight, (O, I)."""
+    weight: Any = layer.weight
+    rows: Tensor = weight.detach() if isinstance(layer, nn.Linear) else weight.detach().T
+    return rows
 
 
 def why_not(layer: nn.Module) -> str:
@@ -89,7 +96,8 @@ def graph_of(kind: LinearKind) -> onnx.ModelProto:
 
 
 class LinearForward(ReplacedForward[LinearKind, Tensor]):
-    """The forward of one linear. `form` is what its weights become when they are bound; None: they stay."""
+    """The forward of one linear. `form` is what its weights become when they are bound; None: they stay. `stored` are
+    blocks of that form that stand for them, as a file has them; None: they are made."""
 
     def __init__(
         self,
@@ -97,14 +105,15 @@ class LinearForward(ReplacedForward[LinearKind, Tensor]):
         load: Callable[..., CompiledAttention],
         left: Callable[[str], None],
         first_calls: FirstCalls,
-        form: Int4Weights | None,
+        form: BlockForm | None,
+        stored: WeightBlocks | None = None,
     ) -> None:
         super().__init__(layer, load, left, first_calls)
-        self._form = form
+        self._form, self._stored = form, stored
 
     def __reduce__(self) -> Any:
         forward, arguments = super().__reduce__()
-        return forward, (*arguments, self._form)
+        return forward, (*arguments, self._form, self._stored)
 
     def __call__(self, input: Tensor) -> Tensor:
         """x (..., I) -> y (..., O). Raises InputError in training and where a gradient is wanted."""
@@ -131,10 +140,9 @@ class LinearForward(ReplacedForward[LinearKind, Tensor]):
         """PyTorch's result, of weights and activations in few bits where there are such."""
         if self._form is None:
             return self._by_pytorch(input)
-        weight, bias = self._weights()
-        assert weight is not None
+        bias = self._weights()[1]
         rows = rounded(input, self._form.block) if self._form.rounds_x else input
-        y: Tensor = nn.functional.linear(rows, self._blocks(weight).floats(input.shape[-1]), bias)
+        y: Tensor = nn.functional.linear(rows, self._blocks().floats(input.shape[-1]), bias)
         return y
 
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -160,6 +168,11 @@ class LinearForward(ReplacedForward[LinearKind, Tensor]):
             return "a shape that it refuses"
         return ""
 
+    def _why_unbound(self) -> str:
+        if self._stored is None or stands_for(self._stored, self._rows()):
+            return ""
+        return "weights other than the file's, which were bound"
+
     def _kind(self) -> LinearKind:
         weight, bias = self._weights()
         assert weight is not None
@@ -171,11 +184,15 @@ class LinearForward(ReplacedForward[LinearKind, Tensor]):
         names = ("weight", "bias") if kind.has_bias else ("weight",)
         arrays = {name: getattr(self._layer, name).detach() for name in names}
         if kind.form is not None:
-            arrays |= self._blocks(arrays.pop("weight")).named("weight")
+            del arrays["weight"]
+            arrays |= self._blocks().named("weight")
         return kind, arrays
 
-    def _blocks(self, weight: Tensor) -> Int4Blocks:
-        """The weight in four bits."""
+    def _blocks(self) -> WeightBlocks:
+        """The weight in few bits."""
         assert self._form is not None
-        rows = weight if isinstance(self._layer, nn.Linear) else weight.T
-        return in_blocks(rows.detach().contiguous(), self._form)
+        return in_blocks(self._rows().contiguous(), self._form) if self._stored is None else self._stored
+
+    def _rows(self) -> Tensor:
+        """The weight, (O, I)."""
+        return rows_of(self._layer)

@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
 from mhsa_compile.integrations import torch_linear
-from mhsa_compile.nn.int4_blocks import in_blocks, rounded
-from mhsa_compile.spec.weight_words import Int4Weights
+from mhsa_compile.nn.weight_blocks import in_blocks, rounded
+from mhsa_compile.spec.weight_words import BlockForm
 from mhsa_compile.verification.error_budget import budget, max_error
 
 INPUTS, OUTPUTS = 263, 307
@@ -61,7 +61,7 @@ def test_a_linear(make: Callable[[], nn.Module]) -> None:
     assert "forward" not in vars(model[0])
 
 
-FORMS = {"int4": Int4Weights(), "int4:block=64,zeros,activations=float": Int4Weights(64, zeros=True, rounds_x=False)}
+FORMS = {"int4": BlockForm(), "int4:block=64,zeros,activations=float": BlockForm(4, 64, "bytes", rounds_x=False)}
 
 
 @pytest.mark.thorough_but("int4-linear", "*float-Conv1D")

@@ -90,7 +90,7 @@ def _report(out: Path, artifact: Artifact, seconds: float, stages: dict[str, flo
     manifest = artifact.manifest
     if json:
         report = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
-        report |= {"check": manifest.check, "slow": manifest.slow, "stages": stages}
+        report |= {"check": manifest.check, "slow": manifest.slow, "cost": manifest.cost, "stages": stages}
         report |= {"float32_products": manifest.float32_products}
         output.print_json(report | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
         return
@@ -104,8 +104,6 @@ def _report(out: Path, artifact: Artifact, seconds: float, stages: dict[str, flo
         output.line(manifest.check.sentence())
     if outcome := manifest.float32_outcome():
         output.line(f"float32 products: {outcome}")
-    for operation in manifest.slow:
-        output.line(f"slow: {operation.sentence()}")
     layers = list(enumerate(manifest.attention))
     notes = layers if verbose else [(number, block) for number, block in layers if block.note]
     for i, (number, block) in enumerate(notes):
@@ -114,6 +112,8 @@ def _report(out: Path, artifact: Artifact, seconds: float, stages: dict[str, flo
             break
         what = f"layer {number}, {block.name} ({block.form}), {'fused' if block.fused else 'not fused'}"
         output.line(f"  {what}: {block.note}" if block.note else f"  {what}")
+    for line in manifest.cost_lines():
+        output.line(line)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
         ("name", "kind", "kernel", "config", "config from", "note"),
         ((op.name, op.op, op.kernel, output.assignments(op.config), op.source, op.note) for op in manifest.ops),
     )
-    for operation in manifest.slow:
-        output.line(f"slow: {operation.sentence()}")
+    for line in manifest.cost_lines():
+        output.line(line)
     tuned = [(op.name, op.source, op.tuning) for op in manifest.ops if op.tuning]
     if tuned:
         output.print_table("Tuning", ("operation", "config from", "record, or why there is none"), tuned)

@@ -1,4 +1,4 @@
-"""ONNX -> ONNX: products with constant weights get weights of four bits, as MatMulNBits of ONNX Runtime has them."""
+"""ONNX -> ONNX: products with constant weights get weights of few bits, as MatMulNBits of ONNX Runtime has them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.fusion.linear_pattern import Linear, find_linears
 from mhsa_compile.frontend.onnx_graph import GraphView, add_import
 from mhsa_compile.frontend.reading import microsoft
-from mhsa_compile.nn.int4_blocks import in_blocks
-from mhsa_compile.spec.weight_words import Int4Weights
+from mhsa_compile.nn.weight_blocks import in_blocks
+from mhsa_compile.spec.weight_words import BlockForm
 
 
-def with_int4_weights(model: onnx.ModelProto, form: Int4Weights) -> onnx.ModelProto:
-    """The model with four bits in the place of each weight matrix that only products read as it is.
+def with_block_weights(model: onnx.ModelProto, form: BlockForm) -> onnx.ModelProto:
+    """The model with few bits in the place of each weight matrix that only products read as it is.
 
     Raises ModelError for a model without one, and for weights that are not finite.
     """
@@ -26,7 +26,7 @@ def with_int4_weights(model: onnx.ModelProto, form: Int4Weights) -> onnx.ModelPr
     graph = rewriter.graph
     linears = [linear for linear in find_linears(graph).values() if linear.weight in graph.initializers]
     if not linears:
-        raise ModelError("weights", 'a model with a linear for "int4"', "one without")
+        raise ModelError("weights", f"a model with a linear for {form.bits} bits by blocks", "one without")
     for linear in linears:
         place = linear.weight, linear.transposed
         if place not in stored:
@@ -35,7 +35,7 @@ def with_int4_weights(model: onnx.ModelProto, form: Int4Weights) -> onnx.ModelPr
         inputs = [linear.x, numbers, scales, *(zeros or [""] * (linear.bias is not None))]
         inputs += ["", linear.bias] if linear.bias is not None else []
         (K, N) = _sizes(graph, linear)
-        words = {"K": K, "N": N, "bits": 4, "block_size": form.block, "accuracy_level": level}
+        words = {"K": K, "N": N, "bits": form.bits, "block_size": form.block, "accuracy_level": level}
         name = linear.nodes[0].name or linear.output
         node = helper.make_node("MatMulNBits", inputs, [linear.output], name=name, domain=microsoft.DOMAIN, **words)
         if (shape := graph.shape(linear.output)) is not None:  # nobody infers shapes through an operator of Microsoft's
@@ -53,12 +53,14 @@ def _sizes(graph: GraphView, linear: Linear) -> tuple[int, int]:
     return (shape[0], shape[1]) if linear.transposed else (shape[1], shape[0])
 
 
-def _stored(rewriter: Rewriter, graph: GraphView, linear: Linear, form: Int4Weights) -> list[str]:
+def _stored(rewriter: Rewriter, graph: GraphView, linear: Linear, form: BlockForm) -> list[str]:
     """The names of the numbers, scales and zeros of a weight, which are made."""
     array = numpy_helper.to_array(graph.initializers[linear.weight])
     wide = torch.from_numpy(np.ascontiguousarray(array.T if linear.transposed else array).astype(np.float32))
     if not bool(torch.isfinite(wide).all()):
-        raise ModelError(f"weight {linear.weight!r}", "finite numbers, for four bits of each", "NaN or infinity")
+        raise ModelError(
+            f"weight {linear.weight!r}", f"finite numbers, for {form.bits} bits of each", "NaN or infinity"
+        )
     names = []
     for name, values in in_blocks(wide, form).named(linear.weight).items():
         stored = values.numpy() if values.dtype == torch.uint8 else values.numpy().astype(array.dtype)

@@ -160,6 +160,51 @@ class SlowOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.name}{runs}: {share}, {self.times_limit:,} times the machine's limit; {self.why}; {self.way_out}"
 
 
+class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a call costs by arithmetic, at these sizes of the free dims; nothing of it is measured.
+
+    flops       of products in kernels
+    kernels_us  at half of what their units multiply at most, on `cores` at `clock_ghz`, and what starting them takes
+    loops_us    of functions of TVM's own, by their loops
+    bytes       of weights of linears, inputs and outputs
+    memory_us   what `bytes` take at `gbs`, 10^9 bytes a second
+    """
+
+    sizes: dict[str, Size]
+    flops: int
+    kernels_us: float
+    loops_us: float
+    bytes: int
+    gbs: float
+    memory_us: float
+    cores: int
+    clock_ghz: float
+
+    @property
+    def us(self) -> float:
+        """Microseconds of a call: its computations or its memory, whichever takes longer."""
+        return max(self.kernels_us + self.loops_us, self.memory_us)
+
+    def sentence(self) -> str:
+        """The cost in one sentence."""
+        at = "".join(f" {name}={size}" for name, size in self.sizes.items())
+        loops = f", loops of TVM {_time(self.loops_us)}" if self.loops_us else ""
+        kernels = f"{_count(self.flops)}FLOP in kernels {_time(self.kernels_us)}"
+        memory = f"{_count(self.bytes)}B at {self.gbs:.0f} GB/s {_time(self.memory_us)}"
+        machine = f"{self.cores} core{'s' * (self.cores > 1)} at {self.clock_ghz:g} GHz"
+        return f"by arithmetic {_time(self.us)}{f' at{at}' if at else ''}, {machine}: {kernels}{loops}; {memory}"
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} us"
+
+
+def _count(number: int) -> str:
+    """A number with the letter of its thousands."""
+    scale, letter = next(((s, x) for s, x in ((10**9, "G"), (10**6, "M"), (10**3, "k")) if number >= s), (1, ""))
+    return f"{number / scale:.3g} {letter}"
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What manifest.json holds, in its order."""
 
@@ -180,6 +225,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     limits: dict[str, Size] = {}  # symbol -> its largest size, where a table of the model has no more rows
     agreements: tuple[Agreement, ...] = ()  # in the order of the nodes
     slow: tuple[SlowOperation, ...] = ()  # what is expected to be
+    cost: CallCost | None = None  # None of code for GPUs, and in artifacts from before there was one
     check: Check | None = None  # None in artifacts from before there was one
     files: dict[str, Digest]
     sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
@@ -227,6 +273,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             parts = ["ieee: no operation has products of float32 to choose"]
         return f"asked {self.float32_products}, got {'; '.join(parts)}"
 
+    def cost_lines(self) -> list[str]:
+        """What a report ends with: the operations that are expected to be slow, and what a call costs."""
+        cost = [] if self.cost is None else [f"a call: {self.cost.sentence()}"]
+        return [*(f"slow: {operation.sentence()}" for operation in self.slow), *cost]
+
     @property
     def wants_cache_lines(self) -> bool:
         """Whether some of the code takes arrays to begin with a cache line, and reads copies of those that do not."""
@@ -243,8 +294,8 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 def _encode(manifest: Manifest) -> bytes:
     """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted.
 
-    `v_embed_dim`, `agreements`, `slow`, `check` and how float32 is multiplied are written where they are set: an
-    artifact without them has the bytes that it had before there were any.
+    `v_embed_dim`, `agreements`, `slow`, `cost`, `check` and how float32 is multiplied are written where they are set:
+    an artifact without them has the bytes that it had before there were any.
     """
     stated = msgspec.to_builtins(manifest, order="deterministic")
     if manifest.check is None:
@@ -253,6 +304,8 @@ def _encode(manifest: Manifest) -> bytes:
         del stated["agreements"]
     if not manifest.slow:
         del stated["slow"]
+    if manifest.cost is None:
+        del stated["cost"]
     if manifest.float32_products == "auto":
         del stated["float32_products"]
     for op in stated["ops"]:

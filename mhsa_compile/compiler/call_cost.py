@@ -1,17 +1,19 @@
-"""Which functions of TVM's own are expected to run far below what the CPU can do, and to take much of a call.
+"""What a call costs by arithmetic, and which functions of TVM's own take much of it far below what the CPU can do.
 
-Predicted in cycles from the loops of each function as it is scheduled, at the sizes that are fixed and, of free dims,
-at a batch of 1 and lengths of 128. The limit is two fused multiply-adds of a vector a cycle on each core, or four
-bytes of memory a cycle; whole numbers that were widened for a sum count as narrow as they were. A step of a chain, each
-added to what lies there, takes four cycles, any other statement one, a vector of either as long as one element; kernels
-run at half of the limit, and starting any of them takes 3000 cycles.
+Predicted in cycles at the sizes that are fixed and, of free dims, at a batch of 1 and lengths of 128. Kernels run at
+half of the limit of the unit that multiplies for them; functions of TVM's are predicted from their loops as they are
+scheduled. Their limit is two fused multiply-adds of a vector a cycle on each core, or four bytes of memory a cycle;
+whole numbers that were widened for a sum count as narrow as they were. A step of a chain, each added to what lies
+there, takes four cycles, any other statement one, a vector of either as long as one element. Starting anything takes
+3000 cycles. Memory brings weights of linears, inputs and outputs once, four bytes a cycle for each core; the rest stays
+in caches.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +23,18 @@ from tvm import relax, s_tir, tirx
 from tvm.ir import Expr
 
 from mhsa_compile.compiler.calls import calls, symbol_of
+from mhsa_compile.compiler.kernel_work import flops_a_cycle, kernel_flops, kernel_flops_a_cycle, weight_bytes
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, LinearOp, Op, ProductOp, RecurrenceOp
-from mhsa_compile.runtime.artifact.manifest import SlowOperation
+from mhsa_compile.runtime.artifact.manifest import CallCost, SlowOperation
 
 _BATCH, _LENGTH = 1, 128
 _OF_LIMIT, _OF_TIME = 0.1, 0.1
 """Named is what stays below this share of the limit and takes more than this share of the predicted time."""
 _CHAIN, _STATEMENT, _START = 4.0, 1.0, 3000.0
-_FLOPS_A_LANE, _BYTES, _KERNELS_REACH = 4, 4, 0.5
+_BYTES, _KERNELS_REACH = 4, 0.5
+CLOCK_GHZ = 3.0
+"""Of every target: profiles state none, since a CPU's own changes from call to call."""
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 _TUNE = "`mhsa tune` can search for better loops"
 _FIX = f"fix its sizes (`dims`): {_TUNE} of these"
@@ -45,22 +49,58 @@ class _Time:
     limit: float = 0.0
 
 
-def slow_operations(module: Any, imported: ImportedModule, profile: CpuProfile) -> tuple[SlowOperation, ...]:
-    """A row for each function of TVM's own that is slow, the longest first. `module` is the one in which these have
-    their schedules and kernels are still calls by name."""
-    sizes, kernels = _example_sizes(imported), 0.0
+def predicted_call(
+    module: Any, imported: ImportedModule, on_tiles: Collection[str], profile: CpuProfile
+) -> tuple[CallCost, tuple[SlowOperation, ...]]:
+    """(the cost of a call, a row for each function of TVM's own that is slow, the longest first).
+
+    `module` is the one in which these have their schedules and kernels are still calls by name; `on_tiles` are the
+    operations whose kernels multiply on matrix tiles.
+    """
+    sizes, kernels, flops = _example_sizes(imported), 0.0, 0
     runs, times = Counter[str](), dict[str, _Time]()
     functions = {str(v.name_hint): f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
     narrow = _narrow(module["main"].body, functions)
     for call, _ in calls(module["main"].body):
+        name = symbol_of(call)
         if call.op == tvm.ir.Op.get("relax.call_dps_packed"):
-            op = imported.ops.get(symbol_of(call))
-            kernels += _START + (0.0 if op is None else _kernel_cycles(op, call, sizes, profile))
+            op, kernels = imported.ops.get(name), kernels + _START
+            if op is not None and (count := kernel_flops(op, sizes, _LENGTH)):
+                kernels += count / kernel_flops_a_cycle(op, name in on_tiles, profile) / _KERNELS_REACH
+                flops += count
         elif isinstance(call.op, tvm.ir.Op) and call.op.name in _CALLS:
-            name = symbol_of(call)
             one, all_ = _loops_time(functions[name], call, sizes, profile, narrow), times.setdefault(name, _Time())
             all_.predicted, all_.limit = all_.predicted + one.predicted, all_.limit + one.limit
             runs[name] += 1
+    rows = _slow_rows(times, kernels, runs, sizes, functions)
+    read = sum(map(weight_bytes, imported.ops.values())) + _edge_bytes(imported, sizes)
+    gbs = _BYTES * profile.hardware.cores * CLOCK_GHZ
+    cost = CallCost(
+        sizes=sizes,
+        flops=flops,
+        kernels_us=_us(kernels),
+        loops_us=_us(sum(time.predicted for time in times.values())),
+        bytes=read,
+        gbs=gbs,
+        memory_us=round(read / gbs / 1e3, 1),
+        cores=profile.hardware.cores,
+        clock_ghz=CLOCK_GHZ,
+    )
+    return cost, rows
+
+
+def _us(cycles: float) -> float:
+    return round(cycles / CLOCK_GHZ / 1e3, 1)
+
+
+def _slow_rows(
+    times: Mapping[str, _Time],
+    kernels: float,
+    runs: Mapping[str, int],
+    sizes: dict[str, int],
+    functions: Mapping[str, Any],
+) -> tuple[SlowOperation, ...]:
+    """The functions of TVM's own that are far from the limit and take much of the call."""
     total = kernels + sum(time.predicted for time in times.values())
     slow = sorted(
         (
@@ -113,31 +153,16 @@ def _narrow(body: Any, functions: Mapping[str, Any]) -> dict[Any, str]:
     return dtypes
 
 
-def _kernel_cycles(op: Op, call: Any, sizes: Mapping[str, int], profile: CpuProfile) -> float:
-    """The cycles that a kernel's multiply-adds take at least; of kernels without any, none."""
-
-    def size(dim: Dim) -> int:
-        return dim if isinstance(dim, int) else sizes.get(dim, _LENGTH)
-
-    flops = 0
-    if isinstance(op, LinearOp):
-        flops = 2 * math.prod(map(size, op.rows)) * op.in_features * op.out_features
-    elif isinstance(op, ProductOp):
-        rows, inner, columns = map(size, (op.rows, op.inner, op.columns))
-        flops = 2 * math.prod(map(size, op.batch)) * rows * inner * columns
-    elif isinstance(op, RecurrenceOp):
-        rows = size(op.steps) * size(op.batch) * len(op.backwards)
-        flops = 2 * rows * op.gates * op.units**2
-    elif isinstance(op, AttentionOp):
-        pairs = size(op.batch) * size(op.q_length) * size(op.kv_length)
-        flops = 2 * op.num_heads * pairs * (op.head_dim + op.v_head_dim)
-    return flops / _flops_a_cycle("float32", profile) / _KERNELS_REACH
-
-
-def _flops_a_cycle(dtype: str, profile: CpuProfile) -> float:
-    """The limit of all cores."""
-    lanes = max(1, profile.hardware.vector_bits // max(8, tvm.DataType(dtype).bits))
-    return float(_FLOPS_A_LANE * lanes * profile.hardware.cores)
+def _edge_bytes(imported: ImportedModule, sizes: Mapping[str, int]) -> int:
+    """The bytes of a call's inputs and outputs whose sizes are known."""
+    main, weights = imported.module["main"], {*imported.weights, *imported.derived}
+    results = main.ret_ty.fields if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
+    types = [*(p.ty for p in main.params if p.name not in weights), *results]
+    arrays = [one for one in types if isinstance(getattr(one, "shape", None), relax.ShapeExpr)]
+    return sum(
+        math.prod(_number(size, {}, sizes) for size in array.shape.values) * -(-tvm.DataType(array.dtype).bits // 8)
+        for array in arrays
+    )
 
 
 def _loops_time(
@@ -226,7 +251,7 @@ class _Loops:
         self.statements += times
         self.cycles += times * (_CHAIN if is_sum else _STATEMENT) / at_once
         narrowest = min([*factors, str(node.buffer.dtype)], key=lambda dtype: tvm.DataType(dtype).bits)
-        self.at_limit += times * (2 if is_sum else 1) / _flops_a_cycle(narrowest, self._profile)
+        self.at_limit += times * (2 if is_sum else 1) / flops_a_cycle(narrowest, self._profile)
 
 
 def _read(store: Any) -> list[Any]:

@@ -12,13 +12,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
-from mhsa_compile.nn.int4_blocks import in_blocks, rounded
-from mhsa_compile.spec.weight_words import Int4Weights
+from mhsa_compile.nn.weight_blocks import in_blocks, rounded
+from mhsa_compile.spec.weight_words import BlockForm
 from mhsa_compile.verification.verify import verify
 
 SPEC = mhsa.AttentionSpec(embed_dim=96, num_heads=4)
-WORDS = {"int4": Int4Weights(), "int4:block=16,zeros": Int4Weights(16, zeros=True),
-         "int4:activations=float": Int4Weights(rounds_x=False)}  # fmt: skip
+WORDS = {"int4": BlockForm(), "int4:block=16,zeros": BlockForm(4, 16, "bytes"),
+         "int4:activations=float": BlockForm(rounds_x=False), "int8:block=32": BlockForm(8),
+         "int8:zeros=float": BlockForm(8, 32, "floats", rounds_x=False)}  # fmt: skip
 
 
 def product(K: int = 96, N: int = 40, *, gemm: bool = False) -> tuple[onnx.ModelProto, torch.Tensor]:
@@ -36,7 +37,7 @@ def product(K: int = 96, N: int = 40, *, gemm: bool = False) -> tuple[onnx.Model
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), weight
 
 
-@pytest.mark.thorough_but("int4-MatMul", "int4:block=16,zeros-Gemm")
+@pytest.mark.thorough_but("int4-MatMul", "int4:block=16,zeros-Gemm", "int8:zeros=float-MatMul")
 @pytest.mark.parametrize("gemm", [False, True], ids=["MatMul", "Gemm"])
 @pytest.mark.parametrize("word", WORDS)
 def test_products_of_a_file(word: str, gemm: bool) -> None:
@@ -106,8 +107,10 @@ def test_a_weight_of_two_products_is_stored_once() -> None:
     [
         ("int2", 'expected None, "int8", "int4"'),
         ("int4:block=48", "blocks of 16, 32, 64, 128, 256 terms"),
-        ("int4:group=32", "block=32, zeros or activations=float"),
-        ("int8:block=32", 'expected None, "int8", "int4"'),
+        ("int4:group=32", "block=32, zeros, zeros=float or activations=float behind int4"),
+        ("int8:block=48", "blocks of 16, 32, 64, 128, 256 terms"),
+        ("int4:zeros=float,activations=int8", "activations=float with zeros=float"),
+        ("int16:block=32", 'expected None, "int8", "int4"'),
         (4, 'expected None, "int8", "int4"'),
     ],
 )
@@ -125,7 +128,7 @@ def test_weights_that_four_bits_cannot_hold_are_refused() -> None:
 
 
 def test_a_model_without_linears_is_refused() -> None:
-    with pytest.raises(ModelError, match='a model with a linear for "int4"'):
+    with pytest.raises(ModelError, match="a model with a linear for 4 bits"):
         mhsa.compile(mhsa.ScaledDotProductAttention(SPEC), weights="int4")
 
 
@@ -137,7 +140,7 @@ def test_weights_of_another_layer_come_in_the_same_arrays() -> None:
         mhsa.load(artifact, weights=dict(other.named_parameters()))
     arrays = {}
     for name, parameter in other.named_parameters():
-        arrays |= in_blocks(parameter.detach(), Int4Weights()).named(name) if parameter.ndim == 2 else {name: parameter}
+        arrays |= in_blocks(parameter.detach(), BlockForm()).named(name) if parameter.ndim == 2 else {name: parameter}
     x = np.random.default_rng(0).standard_normal((1, 9, 96), dtype=np.float32)
     expected = mhsa.load(mhsa.compile(other, weights="int4"))(x)
     np.testing.assert_array_equal(mhsa.load(artifact, weights=arrays)(x), expected)
