@@ -53,7 +53,7 @@ def rewrite(model: onnx.ModelProto, tensors: Tensors) -> onnx.ModelProto:
     """The model, or itself where it has no such operators; `tensors` are its weights with their contents."""
     if not any(is_standard(node, "DequantizeLinear", "QLinearMatMul") for node in model.graph.node):
         return model
-    return _rounded_last(_Rewriting(_products_of_floats(model), tensors).result())
+    return _rounded_last(_RoundedGraph(_products_of_floats(model), tensors).result())
 
 
 def _products_of_floats(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -107,7 +107,7 @@ def _rounded_last(model: onnx.ModelProto) -> onnx.ModelProto:
     return rewriter.finished()
 
 
-class _Rewriting:
+class _RoundedGraph:
     """One walk over the graph. `steps`: values of floats -> the steps of which they are whole numbers; `floats`:
     values of bytes, and what they stand for -> these floats."""
 
