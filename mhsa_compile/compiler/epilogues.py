@@ -2,8 +2,8 @@
 
     y = linear(x); h = gelu(y); z = h + residual        ->        z = linear(x, residual), with an epilogue
 
-By itself each is a pass over all activations. What is taken is arithmetic on single elements, with numbers and with
-tensors of the same shape, where nobody else reads what lies between.
+By itself each is a pass over all activations. What is taken is arithmetic on single elements, with numbers, with
+tensors of the same shape and with one number for each feature, where nobody else reads what lies between.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Expr
@@ -72,7 +73,7 @@ def _rewritten(bindings: list[Expr], outside: set[Expr], ops: dict[str, Op], tak
         ops[name] = with_one
         function, inputs = value.args
         call = relax.Call(
-            value.op, [function, relax.Tuple([*inputs.fields, *chain.operands])], value.attrs, value.ty_args
+            value.op, [function, relax.Tuple([*inputs.fields, *chain.inputs])], value.attrs, value.ty_args
         )
         for index in (place, *places):
             result[index] = None
@@ -99,7 +100,7 @@ def _follow(chain: _Chain, bindings: list[Expr | None], readers: dict[Expr, list
             break
         places.append(int(following))
         readable = {variable for variable in chain.values if set(readers.get(variable, ())) - set(places)}
-        if readable <= {binding.var}:
+        if readable <= {binding.var} - chain.steps_of.keys():
             most = len(places)
             chain.keep()
     chain.go_back()
@@ -109,27 +110,38 @@ def _follow(chain: _Chain, bindings: list[Expr | None], readers: dict[Expr, list
 class _Chain:
     """Arithmetic on the elements of a linear's result y, step by step.
 
-    `values` are what it has so far: y, then one for each binding that it took. Arguments of steps are constants,
-    "y", or ("operand", i) and ("step", i) until all operands are known.
+    `values` are what it has so far: y, then one for each binding that it took. Of bytes, whose scale and zero are in
+    `steps_of`, that is the byte less its zero, which only a DequantizeLinear reads. Arguments of steps are constants,
+    "y", or ("operand", i), ("feature", i) and ("step", i) until all operands are known.
     """
 
     def __init__(self, y: Expr) -> None:
         self._type = y.ty
         self.values: dict[Expr, Any] = {y: "y"}
+        self.steps_of: dict[Expr, tuple[float, int]] = {}
         self.operands: list[Expr] = []
+        self.features: list[Expr] = []
         self._steps: list[tuple[str, tuple[Any, ...]]] = []
         self.keep()
 
     def keep(self) -> None:
         """Makes this the state to which `go_back` goes back."""
-        self._kept = len(self.operands), len(self._steps)
+        self._kept = len(self.operands), len(self.features), len(self._steps)
 
     def go_back(self) -> None:
-        del self.operands[self._kept[0] :], self._steps[self._kept[1] :]
+        for values, count in zip((self.operands, self.features, self._steps), self._kept, strict=True):
+            del values[count:]
+
+    @property
+    def inputs(self) -> list[Expr]:
+        """What a linear with this epilogue takes behind its biases."""
+        return [*self.operands, *self.features]
 
     def take(self, binding: Expr) -> bool:
         """Adds the steps of a binding; whether that could be."""
         value = binding.value
+        if (taken := self._rounded(binding)) is not None:
+            return taken
         steps = _STEPS.get(value.op.name) if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) else None
         if steps is None or not _alike(binding.var.ty, self._type):
             return False
@@ -140,17 +152,50 @@ class _Chain:
         self.values[binding.var] = step
         return True
 
+    def _rounded(self, binding: Expr) -> bool | None:
+        """The same of a quantization by one number, or of what undoes it; None of another binding."""
+        value = binding.value
+        name = value.op.name if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) else ""
+        if name not in ("relax.quantize", "relax.dequantize"):
+            return None
+        x, *numbers = value.args
+        if x not in self.values or not all(isinstance(number, tvm.ir.GenericConst) for number in numbers):
+            return False
+        scale, zero = (number.value.numpy().reshape(-1) for number in numbers)
+        kind = str(binding.var.ty.dtype if name == "relax.quantize" else x.ty.dtype)
+        if scale.size != 1 or zero.size != 1 or scale.dtype != np.float32 or kind not in ("int8", "uint8"):
+            return False
+        steps = float(scale[0]), int(zero[0])
+        if name == "relax.dequantize":
+            is_own = self.steps_of.get(x) == steps
+            if is_own:
+                self.values[binding.var] = self._step("mul", self.values[x], steps[0])
+            return is_own
+        if x in self.steps_of:
+            return False
+        # A quotient takes sixteen times as long as a product, and differs from it by its last bit.
+        nearest = self._step("round", self._step("mul", self.values[x], float(np.float32(1 / steps[0]))))
+        least, most = (float(bound - steps[1]) for bound in (np.iinfo(kind).min, np.iinfo(kind).max))
+        self.values[binding.var] = self._step("min", self._step("max", nearest, least), most)
+        self.steps_of[binding.var] = steps
+        return True
+
     def _step(self, op: str, *arguments: Any) -> Any:
         self._steps.append((op, arguments))
         return "step", len(self._steps) - 1
 
     def _argument(self, value: Expr) -> Any:
         """What a step knows a value by; None where it cannot be in an epilogue."""
+        if value in self.steps_of:
+            return None
         if value in self.values:
             return self.values[value]
-        if isinstance(value, tvm.ir.GenericConst):
-            array = value.value.numpy()
-            return float(array.item()) if array.size == 1 and str(array.dtype) == "float32" else None
+        if isinstance(value, tvm.ir.GenericConst) and value.value.numpy().size == 1:
+            return float(value.value.numpy().item()) if str(value.ty.dtype) == "float32" else None
+        if isinstance(value, relax.Var | tvm.ir.GenericConst) and _is_of_columns(value.ty, self._type):
+            if value not in self.features:
+                self.features.append(value)
+            return "feature", self.features.index(value)
         if not isinstance(value, relax.Var) or not _alike(value.ty, self._type):
             return None
         if value not in self.operands:
@@ -158,7 +203,7 @@ class _Chain:
         return "operand", self.operands.index(value)
 
     def epilogue(self) -> Epilogue:
-        first = {"operand": 1, "step": 1 + len(self.operands)}
+        first = {"operand": 1, "feature": 1 + len(self.operands), "step": 1 + len(self.inputs)}
 
         def numbered(argument: Any) -> int | float:
             if argument == "y":
@@ -166,7 +211,7 @@ class _Chain:
             return argument if isinstance(argument, float) else first[argument[0]] + argument[1]
 
         steps = (EpilogueStep(op, tuple(map(numbered, arguments))) for op, arguments in self._steps)
-        return Epilogue(len(self.operands), tuple(steps))
+        return Epilogue(len(self.operands), tuple(steps), len(self.features))
 
 
 def _alike(one: Expr, other: Expr) -> bool:
@@ -176,6 +221,17 @@ def _alike(one: Expr, other: Expr) -> bool:
     if one.dtype != other.dtype or one.ndim != other.ndim:
         return False
     return all(map(tvm.sym.Analyzer().can_prove_equal, one.shape.values, other.shape.values))
+
+
+def _is_of_columns(one: Expr, whole: Expr) -> bool:
+    """Whether a value is one number for each place of another's last axis, which has more than one."""
+    kinds = (one, whole)
+    if not all(isinstance(kind, relax.TensorType) and isinstance(kind.shape, relax.ShapeExpr) for kind in kinds):
+        return False
+    if one.ndim != 1 or whole.ndim < 2 or one.dtype != whole.dtype:
+        return False
+    sizes = one.shape.values[0], whole.shape.values[-1]
+    return all(isinstance(size, tvm.tirx.IntImm) for size in sizes) and 1 < int(sizes[0]) == int(sizes[1])
 
 
 def _power(step: Callable[..., Any], x: Any, exponent: Any) -> Any:
@@ -202,6 +258,7 @@ _STEPS: dict[str, Callable[..., Any]] = {
     "relax.nn.relu": lambda step, x: step("max", x, 0.0),
     "relax.nn.silu": _plain("silu"),
     "relax.power": _power,
+    "relax.round": _plain("round"),
     "relax.sigmoid": _plain("sigmoid"),
     "relax.subtract": _plain("sub"),
     "relax.tanh": _plain("tanh"),

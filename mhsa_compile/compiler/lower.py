@@ -203,7 +203,7 @@ def _computed(op: Op, inputs: list[Any]) -> list[Any]:
 
 def _operands(op: Op, inputs: list[Any]) -> list[Any]:
     """What an operation takes behind its activations and weights: the operands of its epilogue."""
-    count = op.epilogue.operands if isinstance(op, LinearOp) and op.epilogue is not None else 0
+    count = op.epilogue.inputs if isinstance(op, LinearOp) and op.epilogue is not None else 0
     return inputs[len(inputs) - count :]
 
 

@@ -61,6 +61,11 @@ class Evaluators:
         """Whether ONNX Runtime was among those that took the file."""
         return any(name != _FLOAT64 for name in self.used)
 
+    @cached_property
+    def of_bytes(self) -> bool:
+        """Whether the model rounds values to bytes, by steps that it states."""
+        return any(node.op_type == "QuantizeLinear" for node in _nodes(self.canonical))
+
     @property
     def doubtful(self) -> str:
         """An operator of the file whose sizes onnx's evaluator is known to get wrong; "" where there is none."""

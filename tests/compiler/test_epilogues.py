@@ -48,6 +48,10 @@ TAKEN = {
     "relu and a residual": (lambda m, x: x + m.narrow(functional.relu(m.wide(x))), ["max", "add"]),
     "swiglu": (lambda m, x: m.narrow(functional.silu(m.gate(x)) * m.wide(x)), ["sigmoid, mul, mul", "", ""]),
     "what reads x again": (lambda m, x: m.narrow(m.wide(x)) * x - x, ["", "mul, sub"]),
+    "a scale of each feature, between others": (
+        lambda m, x: x + functional.relu(m.narrow(m.wide(x))) * m.scale - m.scale,
+        ["", "max, mul, add, sub"],
+    ),
     "a square of a sum": (lambda m, x: m.narrow((m.wide(x) + m.gate(x)) ** 2), ["add, square", "", ""]),
 }
 
@@ -68,7 +72,7 @@ def test_what_is_taken(case: str) -> None:
 
 LEFT: dict[str, Callable[[Layer, Tensor], Tensor]] = {
     "a linear that others read": lambda m, x: (y := m.narrow(m.wide(x))).softmax(-1) * y,
-    "a scale of each feature": lambda m, x: m.narrow(m.wide(x)) * m.scale,
+    "a scale of each row": lambda m, x: m.narrow(m.wide(x)) * x[..., :1],
     "a sum with all rows": lambda m, x: m.narrow(m.wide(x))[:, :1] + x,
     "what follows something else": lambda m, x: m.narrow(m.wide(x)).softmax(-1) + x,
 }

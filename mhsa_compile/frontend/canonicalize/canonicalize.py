@@ -1,11 +1,12 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Eleven steps, each from a whole model to a whole model: weights become initializers, those in blocks or of four bits
+Twelve steps, each from a whole model to a whole model: weights become initializers, those in blocks or of four bits
 floats that are made of bytes, loops their steps, the opset is
 raised, operators that ONNX defines by others are written out where nothing reads them as they are, Einsum becomes
 MatMul, ends of tables get the length of the sequence, convolutions of one pixel become linears and sequences the parts
-of a Split, what is known of shapes becomes constants, Microsoft's operators become standard ones, and decomposed
-attention becomes one node. Then outputs are added that say what attentions do inside, where they are asked for.
+of a Split, what is known of shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes
+that change nothing disappear, and decomposed attention becomes one node. Then outputs are added that say what
+attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
 """
@@ -32,6 +33,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     opset,
     packed_weights,
     pointwise_conv,
+    rounded_values,
     schema_functions,
     sequences,
     trailing_inputs,
@@ -108,6 +110,8 @@ def _in_standard_words(
     if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
         small = propagate_shapes(without_aliases(plain), limits)
     small, theirs = microsoft.rewrite(small, tensors, limits)
+    if (plain := rounded_values.rewrite(small, tensors)) is not small:
+        small = propagate_shapes(without_aliases(plain), limits)
     small, blocks = decomposed.rewrite(without_aliases(gather.rewrite(small)))
     inner: list[AttentionCoverage] = []
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import onnx
 
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
-from mhsa_compile.frontend.reading.row import Mismatch, Row, row
+from mhsa_compile.frontend.reading.row import MANY, Mismatch, Row, row
+from mhsa_compile.frontend.reading.standard import positive_scales
 
 DOMAIN = "com.microsoft"
 
@@ -58,6 +60,63 @@ def _blocks(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     return _not_bytes(graph, packed)
 
 
+class Quantised(NamedTuple):
+    """Names of bytes, of their scale and of their zero point; empty ones of what there is none."""
+
+    value: str
+    scale: str
+    zero: str
+
+
+_RESULT = -1
+_QUANTISED: dict[str, tuple[tuple[int, int, int], ...]] = {
+    **dict.fromkeys(("QLinearAdd", "QLinearMul"), ((0, 1, 2), (3, 4, 5), (_RESULT, 6, 7))),
+    **dict.fromkeys(
+        ("QLinearAveragePool", "QLinearGlobalAveragePool", "QLinearLeakyRelu", "QLinearSigmoid", "QLinearSoftmax"),
+        ((0, 1, 2), (_RESULT, 3, 4)),
+    ),
+    "DequantizeLinear": ((0, 1, 2),),
+    "DynamicQuantizeMatMul": ((1, 2, 3),),
+    "MatMulIntegerToFloat": ((0, 2, 4), (1, 3, 5)),
+    "QAttention": ((0, 3, 6), (1, 4, 7)),
+    "QEmbedLayerNormalization": ((2, 8, 13), (3, 9, 14), (4, 10, 15), (5, 11, 16), (6, 12, 17)),
+    "QGemm": ((0, 1, 2), (3, 4, 5), (_RESULT, 7, 8)),
+    "QLinearWhere": ((1, 2, 3), (4, 5, 6), (_RESULT, 7, 8)),
+    "QuantizeLinear": ((_RESULT, 1, 2),),
+}  # fmt: skip
+"""Operator -> the places among its inputs of each value, of its scale and of its zero point; the result is last."""
+
+
+def quantised_values(node: onnx.NodeProto) -> list[Quantised]:
+    """The values of a node that are quantised, its result behind them."""
+    if node.op_type == "QLinearConcat":
+        scale, zero, *names = node.input
+        values = [Quantised(*names[i : i + 3]) for i in range(0, len(names), 3)]
+        return [*values, Quantised(node.output[0], scale, zero)]
+    names = [*node.input, *[""] * 18, node.output[0]]
+    return [Quantised(*(names[place] for place in places)) for places in _QUANTISED[node.op_type]]
+
+
+def _of_bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """Operators of quantised numbers: scales that are finite and above 0, zero points of the dtype of their values."""
+    if node.op_type == "QLinearConcat" and (len(node.input) < 5 or len(node.input) % 3 != 2):
+        return "a scale and a zero point, then each value with its own", f"{len(node.input)} inputs"
+    for value, scale, zero in quantised_values(node):
+        if not scale:  # a result of floats, or none of these
+            continue
+        if (mismatch := positive_scales(graph, scale)) is not None:
+            return mismatch
+        if graph.dtype(scale) not in (None, "float32"):
+            return f"{scale!r} of float32", str(graph.dtype(scale))
+        kinds = [graph.dtype(name) if name else None for name in (value, zero)]
+        if None not in kinds and kinds[0] != kinds[1]:
+            return f"the zero point {zero!r} of {kinds[0]}, as {value!r}", str(kinds[1])
+        wrong = next((kind for kind in kinds if kind not in (None, "int8", "uint8")), None)
+        if wrong is not None:
+            return f"{value!r} of int8 or uint8", wrong
+    return None
+
+
 STAYING = ("MatMulNBits",)
 """What may be left in a graph that is imported: fusion reads it as it is."""
 BYTES_LEVEL = 4
@@ -78,6 +137,8 @@ MICROSOFT: dict[str, Row] = {
         inputs=6, outputs=2,
     ),
     "BiasGelu": row(inputs=2),
+    "DequantizeLinear": row("axis", inputs=3, condition=_of_bytes),
+    "DynamicQuantizeMatMul": row(inputs=5, condition=_of_bytes),
     "EmbedLayerNormalization": row("epsilon", mask_index_type=(0,), inputs=9, outputs=3),
     "FastGelu": row(inputs=2),
     "FusedMatMul": row("alpha", transA=(0, 1), transB=(0, 1), transBatchA=(0,), transBatchB=(0,), inputs=2),
@@ -94,6 +155,7 @@ MICROSOFT: dict[str, Row] = {
         unread={11: "head_sink", 12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight"},
     ),
     "LayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=3),
+    "MatMulIntegerToFloat": row(inputs=7, condition=_of_bytes),
     "MatMulNBits": row(
         "K", "N", "accuracy_level", "block_size", bits=(2, 4, 8), inputs=6, condition=_blocks, unread={4: "g_idx"},
     ),
@@ -101,6 +163,25 @@ MICROSOFT: dict[str, Row] = {
         "mask_filter_value", "num_heads", "scale", unidirectional=(0, 1), inputs=8, outputs=3,
         unread={8: "past_sequence_length", 9: "cache_indirection"},
     ),
+    "QAttention": row(
+        "mask_filter_value", "num_heads", "scale",
+        unidirectional=(0, 1), do_rotary=(0,), past_present_share_buffer=(0,), inputs=9, outputs=2, condition=_of_bytes,
+    ),
+    "QEmbedLayerNormalization": row("epsilon", inputs=18, outputs=2, condition=_of_bytes),
+    "QGemm": row("alpha", transA=(0, 1), transB=(0, 1), inputs=9, condition=_of_bytes),
+    "QLinearAdd": row(inputs=8, condition=_of_bytes),
+    "QLinearAveragePool": row(
+        "auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides",
+        channels_last=(0, 1), inputs=5, condition=_of_bytes,
+    ),
+    "QLinearConcat": row("axis", inputs=MANY, condition=_of_bytes),
+    "QLinearGlobalAveragePool": row(channels_last=(0, 1), inputs=5, condition=_of_bytes),
+    "QLinearLeakyRelu": row("alpha", inputs=5, condition=_of_bytes),
+    "QLinearMul": row(inputs=8, condition=_of_bytes),
+    "QLinearSigmoid": row(inputs=5, condition=_of_bytes),
+    "QLinearSoftmax": row("axis", "opset", inputs=5, condition=_of_bytes),
+    "QLinearWhere": row(inputs=9, condition=_of_bytes),
+    "QuantizeLinear": row("axis", inputs=3, condition=_of_bytes),
     "QuickGelu": row("alpha"),
     "RotaryEmbedding": row(
         "num_heads", "rotary_embedding_dim", interleaved=(0, 1), is_packed_batching=(0,), scale=(1.0,), inputs=4

@@ -114,13 +114,18 @@ def of_whole_bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
 def finite_scales(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """Operators of quantised numbers: scales that are finite, and above 0."""
     for name in [node.input[place] for place in ((1, 4, 6) if node.op_type.startswith("QLinear") else (1,))]:
-        scales = graph.constant(name)
-        if scales is None:
-            continue
-        wrong = scales.astype(np.float64)[~(np.isfinite(scales) & (scales > 0))]
-        if wrong.size:
-            return "scales that are finite and above 0", f"{name!r} with {wrong[0]}"
+        if (mismatch := positive_scales(graph, name)) is not None:
+            return mismatch
     return None
+
+
+def positive_scales(graph: GraphView, name: str) -> Mismatch:
+    """Scales, where they are known: finite, and above 0."""
+    scales = graph.constant(name)
+    if scales is None:
+        return None
+    wrong = scales.astype(np.float64)[~(np.isfinite(scales) & (scales > 0))]
+    return ("scales that are finite and above 0", f"{name!r} with {wrong[0]}") if wrong.size else None
 
 
 def is_packed(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> bool:

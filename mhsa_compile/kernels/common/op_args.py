@@ -36,9 +36,13 @@ def packed_arguments(packed: Iterable[tuple[tuple[int, ...], str]]) -> list[Expr
 
 
 def epilogue_arguments(op: LinearOp, rows: Sequence[Expr]) -> list[Expr]:
-    """The operands of the epilogue, of y's shape; `rows` are all axes of it but the last."""
-    count = 0 if op.epilogue is None else op.epilogue.operands
-    return [argument(f"operand{i}", [*rows, T.int64(op.pitch)], op.dtype) for i in range(count)]
+    """The operands of the epilogue, of y's shape, then those of one number for each feature; `rows` are all axes of y
+    but the last."""
+    if op.epilogue is None:
+        return []
+    pitch = T.int64(op.pitch)
+    operands = [argument(f"operand{i}", [*rows, pitch], op.dtype) for i in range(op.epilogue.operands)]
+    return [*operands, *(argument(f"feature{i}", [pitch], op.dtype) for i in range(op.epilogue.features))]
 
 
 # Rotary embeddings.

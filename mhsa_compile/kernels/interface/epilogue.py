@@ -11,7 +11,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 BINARY = ("add", "sub", "mul", "div", "min", "max")
-UNARY = ("cube", "erf", "gelu", "gelu_tanh", "sigmoid", "silu", "square", "tanh")
+UNARY = ("cube", "erf", "gelu", "gelu_tanh", "round", "sigmoid", "silu", "square", "tanh")
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,32 @@ class Epilogue:
     """Arithmetic on each element of y by itself.
 
     Value 0 is the element as the linear made it, values 1 to `operands` are those at the same place of further inputs
-    of y's shape and dtype, and each of `steps` makes the next. The last is written.
+    of y's shape and dtype, the next `features` those of its column in inputs that have one number for each, and each of
+    `steps` makes one more. The last is written.
     """
 
     operands: int
     steps: tuple[EpilogueStep, ...]
+    features: int = 0
+
+    @property
+    def inputs(self) -> int:
+        """How many inputs it has beside y."""
+        return self.operands + self.features
 
     def value(
-        self, first: Sequence[Value], constant: Callable[[float], Value], ops: Mapping[str, Callable[..., Value]]
+        self,
+        first: Sequence[Value],
+        constant: Callable[[float], Value],
+        ops: Mapping[str, Callable[..., Value]],
+        named: Callable[[Value], Value] = lambda value: value,
     ) -> Value:
-        """The value that is written. `first` are the values before those of the steps."""
+        """The value that is written. `first` are the values before those of the steps; `named` is one that others may
+        read, for which it is computed once."""
         values = list(first)
         for step in self.steps:
             args = [constant(arg) if isinstance(arg, float) else values[arg] for arg in step.args]
-            values.append(ops[step.op](*args))
+            values.append(named(ops[step.op](*args)))
         return values[-1]
 
     def summary(self) -> str:

@@ -30,6 +30,8 @@ from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 FORM = "decomposed"
 _WEIGHTS = 3  # the standard's qk_matmul_output_mode for what the softmax gives
 
+_UNROUNDED = "its scores and weights stay floats, which the file rounds to bytes on their way"
+
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCoverage]]:
     """The model with its decomposed attentions as Attention, and one entry for each, rewritten or not."""
@@ -90,6 +92,8 @@ def _rewrite_one(rewriter: Rewriter, softmax: onnx.NodeProto, definitions: Defin
     rewriter.place(last, attention=softmax.name or softmax.output[0])
     if probs and (maker := rewriter.graph.producer(probs)) is not None:
         rewriter.remove(maker)
+    if scores.rounded or weights.rounded:
+        masks.notes.append(_UNROUNDED)
     return masks.notes
 
 

@@ -16,11 +16,14 @@ from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
 PRODUCTS = ("MatMul", "Einsum", "Gemm", "FusedMatMul")
 _THROUGH = frozenset(
     ("Add", "Sub", "Mul", "Div", "Where", "Cast", "Identity", "Dropout", "Tanh", "Reshape", "Transpose", "Squeeze",
-     "Unsqueeze", "Slice", "Concat", "Expand", "Max", "Min", "Clip", "Neg", "IsNaN")
+     "Unsqueeze", "Slice", "Concat", "Expand", "Max", "Min", "Clip", "Neg", "IsNaN", "QuantizeLinear",
+     "DequantizeLinear")
 )  # fmt: skip
 SAME = ("Cast", "Identity", "Dropout")
 """Operators whose result is their operand, as a graph of inference has it."""
-_FAR = 24  # nodes between a product and its softmax, at most
+ROUNDS = ("DequantizeLinear", "QuantizeLinear")
+"""Operators, in pairs, whose result is their operand rounded to bytes, which attention in floats leaves out."""
+_FAR = 36  # nodes between a product and its softmax, at most
 
 
 class NotRecognised(Exception):
@@ -54,7 +57,8 @@ class SelectiveMask:
 class MatchedScores:
     """softmax(scale * Q K^T, capped at softcap, then masked), the product being `product`.
 
-    Where that has batch and heads as one axis, `apart` is (B, H, L) of what it was reshaped to.
+    Where that has batch and heads as one axis, `apart` is (B, H, L) of what it was reshaped to. `rounded`: whether
+    scores are rounded to bytes on the way.
     """
 
     product: onnx.NodeProto
@@ -62,27 +66,28 @@ class MatchedScores:
     softcap: float = 0.0
     masks: list[AdditiveMask | SelectiveMask] = field(default_factory=list)
     apart: tuple[GraphDim, ...] = ()
+    rounded: bool = False
 
 
 def scores_before(graph: KnownGraph, value: str) -> MatchedScores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
     masks: list[AdditiveMask | SelectiveMask] = []
-    factor, softcap, windows = 1.0, 0.0, 0
+    factor, softcap, windows, rounded = 1.0, 0.0, 0, False
     apart: tuple[GraphDim, ...] = ()
     for _ in range(_FAR):
         node = graph.producer(value)
         if node is None:
             break
         if node.op_type == "MatMul" and not windows:
-            return MatchedScores(node, factor, softcap, masks, apart)
+            return MatchedScores(node, factor, softcap, masks, apart, rounded)
         if node.op_type == "Reshape" and not (windows or apart) and (apart := _heads_apart(graph, node)):
             value = node.input[0]
             continue
         if node.op_type == "Reshape" and (count := _windows(graph, node, apart=bool(windows))):
             value, windows = node.input[0], 0 if windows else count
             continue
-        if node.op_type in SAME:
-            value = node.input[0]
+        if node.op_type in (*SAME, *ROUNDS):
+            value, rounded = node.input[0], rounded or node.op_type in ROUNDS
         elif node.op_type in ("Mul", "Div"):
             value, multiplier = scalar_factor(graph, node)
             factor *= multiplier
@@ -173,21 +178,26 @@ def product_before(graph: GraphView, value: str) -> onnx.NodeProto | None:
             if not any(_is_weight(graph, name) for name in node.input[:2]):
                 return node
         elif node.op_type in _THROUGH:
-            queue += node.input[:1] if node.op_type in ("Reshape", "Expand", "Slice", "Clip") else node.input
+            first_only = ("Reshape", "Expand", "Slice", "Clip", *ROUNDS)
+            queue += node.input[:1] if node.op_type in first_only else node.input
     return None
 
 
 def _is_weight(graph: GraphView, name: str) -> bool:
-    transpose = graph.producer(name, "Transpose")
-    return graph.is_weight(transpose.input[0] if transpose is not None else name)
+    for step in ("Transpose", "DequantizeLinear", "Transpose"):
+        node = graph.producer(name, step)
+        name = name if node is None else node.input[0]
+    return graph.is_weight(name)
 
 
 @dataclass(frozen=True)
 class MatchedProbs:
-    """Where the result of a Softmax goes: into `product` with the values, and, as `output`, to somebody else."""
+    """Where the result of a Softmax goes: into `product` with the values, and, as `output`, to somebody else.
+    `rounded`: whether it is rounded to bytes on the way."""
 
     product: onnx.NodeProto
     output: str = ""
+    rounded: bool = False
 
 
 def weights_after(graph: GraphView, value: str) -> MatchedProbs:
@@ -195,13 +205,13 @@ def weights_after(graph: GraphView, value: str) -> MatchedProbs:
 
     Raises NotRecognised.
     """
-    output = ""
+    output, rounded = "", False
     for _ in range(_FAR):
         readers = graph.consumers(value)
         products = [node for node in readers if node.op_type == "MatMul" and node.input[0] == value]
         if len(products) == 1:
             alone = len(readers) == 1 and value not in graph.outputs
-            return MatchedProbs(products[0], output or ("" if alone else value))
+            return MatchedProbs(products[0], output or ("" if alone else value), rounded)
         same = (node for node in readers if _leaves_weights(graph, node, value))
         onwards = [node for node in same if _meets_product(graph, node.output[0])]
         if len(onwards) != 1:
@@ -209,13 +219,13 @@ def weights_after(graph: GraphView, value: str) -> MatchedProbs:
         tests = sum(node.op_type == "IsNaN" for node in readers)
         if value in graph.outputs or len(readers) > 1 + tests:
             output = output or value
-        value = onwards[0].output[0]
+        value, rounded = onwards[0].output[0], rounded or onwards[0].op_type in ROUNDS
     raise NotRecognised("no product with values was found after the Softmax")
 
 
 def _leaves_weights(graph: GraphView, node: onnx.NodeProto, value: str) -> bool:
     """Whether what `node` makes of weights are the same weights. A row without a visible key has no NaN here."""
-    if node.op_type in SAME or _joins_heads(graph, node):
+    if node.op_type in (*SAME, *ROUNDS) or _joins_heads(graph, node):
         return True
     replaces_nan = node.op_type == "Where" and graph.producer(node.input[0], "IsNaN") is not None
     return replaces_nan and node.input[2] == value
@@ -260,7 +270,7 @@ def _meets_product(graph: GraphView, value: str) -> bool:
         for node in graph.consumers(queue.pop(0)):
             if node.op_type in PRODUCTS:
                 return True
-            if node.op_type in (*SAME, "Where", "Reshape", "Transpose", "Mul", "Slice"):
+            if node.op_type in (*SAME, *ROUNDS, "Where", "Reshape", "Transpose", "Mul", "Slice"):
                 queue += node.output[:1]
     return False
 

@@ -15,12 +15,20 @@ from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode
 def attention(node: MicrosoftNode) -> None:
     """x (B, L, D), weights (D, 3HE), bias, mask, past (2, B, H, P, E), attention_bias -> y, present (2, B, H, T, E)."""
     x, weights, bias, mask, past, attention_bias = node.inputs[:6]
-    heads, array = node.attrs["num_heads"], node.array(weights)
+    array = node.array(weights)
     sizes = node.attrs.get("qkv_hidden_sizes") or [array.shape[1] // 3] * 3
     projections = _projections(node, x, array, node.array(bias) if bias else None, sizes)
+    of_projections(node, projections, mask, past, attention_bias, node.dtype(weights, x))
+
+
+def of_projections(
+    node: MicrosoftNode, projections: list[str], mask: str, past: str, attention_bias: str, dtype: str
+) -> None:
+    """Attention of queries, keys and values (B, L, HE), as an Attention of theirs says it -> y, present."""
+    x, heads = node.inputs[0], node.attrs["num_heads"]
     halves = _halves(node, past) if past else ("", "")
     parts = [(halves[0], 2), (x, 1)] if past else [(x, 1)]
-    bias_of_scores = _bias_of_scores(node, mask, attention_bias, node.dtype(weights, x), parts)
+    bias_of_scores = _bias_of_scores(node, mask, attention_bias, dtype, parts)
     presents = [node.rewriter.fresh("present") for _ in "kv"] if node.outputs[1] else []
     attrs = {
         "q_num_heads": heads,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode
 
 
@@ -60,20 +63,42 @@ def skip_layer_normalization(node: MicrosoftNode) -> None:
 def embed_layer_normalization(node: MicrosoftNode) -> None:
     """LayerNormalization of word + position + segment embeddings; outputs 1 and 2 are the lengths and the sum."""
     ids, segments, words, positions, segment_table, gamma, beta, mask, position_ids = node.inputs[:9]
-    total = node.write("Gather", words, ids, axis=0)
-    if position_ids:
-        place = node.write("Gather", positions, position_ids, axis=0)
-    else:
-        length = node.write("Shape", ids, start=1, end=2)
-        place = node.write("Slice", positions, node.ints(0), length, node.ints(0))
-    total = node.write("Add", total, place, output="" if segments else node.outputs[2])
-    if segments:
-        segment = node.write("Gather", segment_table, segments, axis=0)
-        total = node.write("Add", total, segment, output=node.outputs[2])
+    tables = Embeddings(ids, segments, words, positions, segment_table, position_ids)
+    of_embeddings(node, tables, lambda table, places: rows_of(node, table, places, ids), gamma, beta, mask)
+
+
+def rows_of(node: MicrosoftNode, table: str, places: str, ids: str) -> str:
+    """Rows of a table; where no places are named, as many of the first as there are ids in a row."""
+    if places:
+        return node.write("Gather", table, places, axis=0)
+    return node.write("Slice", table, node.ints(0), node.write("Shape", ids, start=1, end=2), node.ints(0))
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Ids of words and of segments, the tables that they point into, and positions where they are none in order."""
+
+    ids: str
+    segments: str
+    words: str
+    positions: str
+    segment_table: str
+    position_ids: str = ""
+
+
+def of_embeddings(
+    node: MicrosoftNode, of: Embeddings, rows: Callable[[str, str], str], gamma: str, beta: str, mask: str
+) -> None:
+    """LayerNormalization of a sum of embeddings; `rows(table, places)` are rows of a table as floats, the first of them
+    where no places are named."""
+    total = rows(of.words, of.ids)
+    total = node.write("Add", total, rows(of.positions, of.position_ids), output="" if of.segments else node.outputs[2])
+    if of.segments:
+        total = node.write("Add", total, rows(of.segment_table, of.segments), output=node.outputs[2])
     epsilon = node.attrs.get("epsilon", 1e-12)
     node.write("LayerNormalization", total, gamma, beta, output=node.outputs[0], axis=-1, epsilon=epsilon)
     if node.outputs[1] and mask:
         node.write("ReduceSum", mask, node.ints(1), output=node.outputs[1], keepdims=0)
     elif node.outputs[1]:
-        batch = node.write("Shape", ids, start=0, end=1)
+        batch = node.write("Shape", of.ids, start=0, end=1)
         node.write("Expand", node.constant([0], "int32"), batch, output=node.outputs[1])

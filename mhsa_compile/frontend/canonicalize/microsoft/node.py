@@ -13,6 +13,9 @@ from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.detach_weights import Tensors
 from mhsa_compile.frontend.onnx_graph import GraphDim, attributes
 
+MOST_INPUTS = 18
+"""Those of QEmbedLayerNormalization."""
+
 
 class NotYet(Exception):
     """A shape or a dtype is not known, perhaps because an operator before is not rewritten yet."""
@@ -20,13 +23,16 @@ class NotYet(Exception):
 
 class MicrosoftNode:
     """One of Microsoft's nodes. `inputs` are as many as any operator may have, "" where one is missing; `outputs`
-    too."""
+    too. `shared`: floats -> their bytes, scale and zero point, which all nodes of a graph that ask for them have in
+    common."""
 
-    def __init__(self, rewriter: Rewriter, node: onnx.NodeProto, tensors: Tensors) -> None:
-        self.rewriter, self.node, self._tensors = rewriter, node, tensors
+    def __init__(
+        self, rewriter: Rewriter, node: onnx.NodeProto, tensors: Tensors, shared: dict[str, list[str]]
+    ) -> None:
+        self.rewriter, self.node, self._tensors, self.shared = rewriter, node, tensors, shared
         self.write, self.constant = rewriter.node, rewriter.constant
         self.attrs: dict[str, Any] = attributes(node)
-        self.inputs = [*node.input, *[""] * (16 - len(node.input))]
+        self.inputs = [*node.input, *[""] * (MOST_INPUTS - len(node.input))]
         self.outputs = [*node.output, *[""] * (4 - len(node.output))]
         self.name = node.name or node.output[0]
         self.note = ""

@@ -9,7 +9,13 @@ from collections.abc import Callable
 
 import onnx
 
-from mhsa_compile.frontend.canonicalize.microsoft import attention, block_quantised, group_query_attention, layers
+from mhsa_compile.frontend.canonicalize.microsoft import (
+    attention,
+    block_quantised,
+    group_query_attention,
+    layers,
+    quantised,
+)
 from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode, NotYet
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
@@ -22,17 +28,33 @@ _ATTENTIONS: dict[str, Callable[[MicrosoftNode], None]] = {
     "Attention": attention.attention,
     "MultiHeadAttention": attention.multi_head_attention,
     "GroupQueryAttention": group_query_attention.group_query_attention,
+    "QAttention": quantised.qattention,
 }
 OPERATORS: dict[str, Callable[[MicrosoftNode], None]] = {
     **_ATTENTIONS,
     "BiasGelu": layers.gelu,
+    "DequantizeLinear": quantised.pair,
+    "DynamicQuantizeMatMul": quantised.dynamic_quantize_matmul,
     "EmbedLayerNormalization": layers.embed_layer_normalization,
     "FastGelu": layers.gelu,
     "FusedMatMul": layers.fused_matmul,
     "GatherBlockQuantized": block_quantised.gather_block_quantized,
     "Gelu": layers.gelu,
     "LayerNormalization": layers.skip_layer_normalization,
+    "MatMulIntegerToFloat": quantised.matmul_integer_to_float,
     "MatMulNBits": block_quantised.matmul_nbits,
+    "QEmbedLayerNormalization": quantised.qembed_layer_normalization,
+    "QGemm": quantised.gemm,
+    "QLinearAdd": quantised.elementwise("Add"),
+    "QLinearAveragePool": quantised.pooling("AveragePool"),
+    "QLinearConcat": quantised.elementwise("Concat", "axis"),
+    "QLinearGlobalAveragePool": quantised.pooling("GlobalAveragePool"),
+    "QLinearLeakyRelu": quantised.elementwise("LeakyRelu", "alpha"),
+    "QLinearMul": quantised.elementwise("Mul"),
+    "QLinearSigmoid": quantised.elementwise("Sigmoid"),
+    "QLinearSoftmax": quantised.softmax,
+    "QLinearWhere": quantised.where,
+    "QuantizeLinear": quantised.pair,
     "QuickGelu": layers.quick_gelu,
     "RotaryEmbedding": group_query_attention.rotary_embedding,
     "SimplifiedLayerNormalization": layers.skip_layer_normalization,
@@ -59,9 +81,9 @@ def rewrite(
     """
     blocks: list[AttentionCoverage] = []
     while theirs := [node for node in model.graph.node if node.domain == DOMAIN]:
-        rewriter, waiting = Rewriter(model), []
+        rewriter, waiting, shared = Rewriter(model), [], dict[str, list[str]]()
         for node in theirs:
-            microsoft_node = MicrosoftNode(rewriter, node, tensors)
+            microsoft_node = MicrosoftNode(rewriter, node, tensors, shared)
             if node.op_type not in OPERATORS:
                 raise microsoft_node.refused(f"an operator among {', '.join(OPERATORS)}", node.op_type)
             try:

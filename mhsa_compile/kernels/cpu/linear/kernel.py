@@ -153,7 +153,8 @@ def product_function(
             factors = rows(layout, flat(x, op.in_features), *brought, count, size)
             columns = vectors.chunks(layout.panel, layout.lanes)
             lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
-            result, *others = (flat(tensor, op.pitch) for tensor in (y, *operands))
-            task = product(layout, factors, packed, result, columns, count, lines, others)
+            whole = len(operands) if op.epilogue is None else op.epilogue.operands
+            others = [*(flat(tensor, op.pitch) for tensor in operands[:whole]), *operands[whole:]]
+            task = product(layout, factors, packed, flat(y, op.pitch), columns, count, lines, others)
             deal(task, profile.hardware.cores, config)
     return builder.get()

@@ -85,6 +85,11 @@ def erf(x: Expr) -> Expr:
     return _let(x, of)
 
 
+def round(x: Expr) -> Expr:
+    """The nearest whole number, of two the even one."""
+    return tirx.nearbyint(x)
+
+
 LEAST_NORMAL, SQRT_HALF_BITS = 2.0**-126, 0x3F3504F3
 
 

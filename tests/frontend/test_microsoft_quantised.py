@@ -1,0 +1,222 @@
+"""Operators of quantised numbers of com.microsoft: what they become gives ONNX Runtime's values for the same node.
+
+Bytes within one step, as its kernels round at other places; floats within the roundings of float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from support.fused_encoders import fused_encoder
+from support.onnx_models import model_of
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
+
+MICROSOFT = "com.microsoft"
+RNG = np.random.default_rng(0)
+Array = np.ndarray[Any, Any]
+ROWS, K, WIDTH = 5, 12, 6
+
+
+def whole(kind: str, *dims: int) -> Array:
+    bounds = np.iinfo(kind)
+    return RNG.integers(bounds.min, bounds.max + 1, dims).astype(kind)
+
+
+def constants(kind: str) -> dict[str, Array]:
+    """One number each, of the first value, the second and the result; then what products take."""
+    offset = np.iinfo(kind).min
+    return {
+        "a_scale": np.array(0.0313, np.float32), "a_zero": np.array(120 + offset, kind),
+        "b_scale": np.array(0.0487, np.float32), "b_zero": np.array(131 + offset, kind),
+        "y_scale": np.array(0.0611, np.float32), "y_zero": np.array(125 + offset, kind),
+        "unit": np.array(1 / 256, np.float32), "least": np.array(offset, kind),
+        "w": whole("int8", K, WIDTH), "turned": whole("int8", WIDTH, K), "w_zero": np.array(3, np.int8),
+        "w_scales": RNG.uniform(0.002, 0.01, WIDTH).astype(np.float32), "w_zeros": whole("int8", WIDTH),
+        "bias": RNG.integers(-2000, 2000, WIDTH).astype(np.int32),
+        "floats": RNG.standard_normal(WIDTH).astype(np.float32),
+    }  # fmt: skip
+
+
+NUMBERS = {name: [f"{name}_scale", f"{name}_zero"] for name in "aby"}
+ONE = ["a", *NUMBERS["a"], *NUMBERS["y"]]
+TWO = ["a", *NUMBERS["a"], "b", *NUMBERS["b"], *NUMBERS["y"]]
+IMAGE = ["image", *NUMBERS["a"], *NUMBERS["y"]]
+Case = tuple[str, list[str], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "Add": ("QLinearAdd", TWO, {}),
+    "Add, no zero point of the sum": ("QLinearAdd", TWO[:-1], {}),
+    "Mul": ("QLinearMul", ["a", *NUMBERS["a"], "one", *NUMBERS["b"], *NUMBERS["y"]], {}),
+    "Sigmoid": ("QLinearSigmoid", ["a", *NUMBERS["a"], "unit", "least"], {}),
+    "LeakyRelu": ("QLinearLeakyRelu", ONE, {"alpha": 0.1}),
+    "Softmax": ("QLinearSoftmax", ["a", *NUMBERS["a"], "unit", "least"], {"opset": 13, "axis": 1}),
+    "Softmax of before": ("QLinearSoftmax", ["a", *NUMBERS["a"], "unit", "least"], {"opset": 12, "axis": 1}),
+    "Concat": ("QLinearConcat", [*NUMBERS["y"], "a", *NUMBERS["a"], "b", *NUMBERS["b"]], {"axis": 1}),
+    "Where": ("QLinearWhere", ["which", "a", *NUMBERS["a"], "b", *NUMBERS["b"], *NUMBERS["y"]], {}),
+    "AveragePool": (
+        "QLinearAveragePool", IMAGE, {"kernel_shape": [3, 2], "pads": [1, 0, 1, 1], "strides": [2, 1]},
+    ),
+    "AveragePool, channels last": (
+        "QLinearAveragePool", IMAGE, {"kernel_shape": [2, 2], "channels_last": 1, "count_include_pad": 1},
+    ),
+    "GlobalAveragePool": ("QLinearGlobalAveragePool", IMAGE, {}),
+    "Gemm": ("QGemm", ["matrix", *NUMBERS["a"], "turned", "w_scales", "w_zeros", "bias", *NUMBERS["y"]], {"transB": 1}),
+    "Gemm of floats": (
+        "QGemm", ["across", *NUMBERS["a"], "w", "b_scale", "w_zero", "bias"], {"alpha": 0.5, "transA": 1},
+    ),
+    "Gemm without C": ("QGemm", ["matrix", *NUMBERS["a"], "w", "w_scales", "w_zeros", "", *NUMBERS["y"]], {}),
+    "MatMulIntegerToFloat": (
+        "MatMulIntegerToFloat", ["a", "w", "a_scale", "w_scales", "a_zero", "w_zeros", "floats"], {},
+    ),
+    "MatMulIntegerToFloat, no zeros": ("MatMulIntegerToFloat", ["a", "w", "a_scale", "b_scale"], {}),
+    "DynamicQuantizeMatMul": ("DynamicQuantizeMatMul", ["x", "w", "w_scales", "w_zeros", "floats"], {}),
+}  # fmt: skip
+INPUTS: dict[str, list[int]] = {
+    "a": [2, ROWS, K], "b": [2, ROWS, K], "one": [K], "which": [2, 1, K], "image": [8, 4, 6, 5],
+    "matrix": [ROWS, K], "across": [K, ROWS], "x": [2, ROWS, K],
+}  # fmt: skip
+FLOATS = ("Gemm of floats", "MatMulIntegerToFloat", "MatMulIntegerToFloat, no zeros", "DynamicQuantizeMatMul")
+
+
+def file(name: str, kind: str, **others: Array) -> onnx.ModelProto:
+    operator, names, words = CASES[name]
+    numbers = constants(kind) | others
+    weights = {one: array for one, array in numbers.items() if one in names}
+    node = helper.make_node(operator, names, ["y"], name="node", domain=MICROSOFT, **words)
+    inputs = {one: dims for one, dims in INPUTS.items() if one in names}
+    kinds = dict.fromkeys(inputs, kind) | {"which": "bool", "x": "float32"}
+    kinds["y"] = "float32" if name in FLOATS else kind
+    return model_of([node], inputs, {"y": None}, weights, kinds=kinds, opset=17, domain=MICROSOFT)
+
+
+def feeds_of(model: onnx.ModelProto) -> dict[str, Array]:
+    values = {}
+    for value in model.graph.input:
+        dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        kind = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+        if kind.kind == "f":
+            values[value.name] = RNG.standard_normal(dims).astype(kind)
+        else:
+            values[value.name] = RNG.integers(0, 2, dims).astype(kind) if kind.kind == "b" else whole(kind.name, *dims)
+    return values
+
+
+def of_onnxruntime(model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, feeds)[0])
+
+
+@pytest.mark.thorough_but(
+    "Gemm-int8", "Softmax of before-uint8", "MatMulIntegerToFloat-uint8", "DynamicQuantizeMatMul-uint8"
+)
+@pytest.mark.parametrize("kind", ["uint8", "int8"])
+@pytest.mark.parametrize("name", CASES)
+def test_each_as_onnx_runtime_has_it(name: str, kind: str) -> None:
+    model = file(name, kind)
+    feeds = feeds_of(model)
+    expected = of_onnxruntime(model, feeds)
+    y = mhsa.load(mhsa.compile(model, without_attention="accept"))(**feeds)
+    assert y.dtype == expected.dtype and y.shape == expected.shape
+    if name in FLOATS:
+        np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+        return
+    assert len(np.unique(expected)) > 10
+    off = np.abs(y.astype(np.int64) - expected)
+    assert off.max() <= 1 and (off > 0).mean() < 0.02
+
+
+def test_bytes_of_one_value_are_computed_once() -> None:
+    """Two products of the same floats are two linears of the same bytes."""
+    model = file("DynamicQuantizeMatMul", "uint8")
+    model.graph.node.append(helper.make_node("DynamicQuantizeMatMul", ["x", "w", "w_scales"], ["z"], domain=MICROSOFT))
+    model.graph.output.append(helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None))
+    operations = [op.op for op in mhsa.compile(model, without_attention="accept").manifest.ops]
+    assert operations.count("quantise") == 1 and operations.count("linear") == 2
+
+
+BAD: dict[str, tuple[str, dict[str, Array], str]] = {
+    "a scale of 0": ("Add", {"b_scale": np.array(0, np.float32)}, "'b_scale' with 0.0"),
+    "a negative scale": ("Gemm", {"w_scales": -np.ones(WIDTH, np.float32)}, "'w_scales' with -1.0"),
+    "a scale of NaN": ("Softmax", {"unit": np.array(np.nan, np.float32)}, "'unit' with nan"),
+    "a scale of the result": ("Concat", {"y_scale": np.array(np.inf, np.float32)}, "'y_scale' with inf"),
+    "a zero point of another dtype": ("Add", {"b_zero": np.array(1, np.int8)}, "'b_zero' of uint8, as 'b', got int8"),
+    "a zero point of wide numbers": ("Mul", {"y_zero": np.array(1, np.int32)}, "'y_zero' of uint8, as 'y', got int32"),
+    "scales of halves": ("Sigmoid", {"a_scale": np.array(0.1, np.float16)}, "'a_scale' of float32, got float16"),
+    "a product's": (
+        "MatMulIntegerToFloat",
+        {"w_zeros": np.ones(WIDTH, np.uint8)},
+        "'w_zeros' of int8, as 'w', got uint8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_number_is_refused_by_name(name: str) -> None:
+    case, others, message = BAD[name]
+    with pytest.raises(ModelError, match=message):
+        mhsa.compile(file(case, "uint8", **others), without_attention="accept")
+
+
+def quantised_encoder(folder: Path, *, kind: str = "QInt8", per_channel: bool = False) -> Path:
+    """A file of quantize_dynamic, of the operators of a fused encoder. Weights of seven bits, as ONNX Runtime's sums
+    saturate beyond on a CPU without VNNI."""
+    onnx.save(fused_encoder(32, 2, 48), folder / "fused.onnx")
+    names = {
+        "weight_type": QuantType[kind],
+        "per_channel": per_channel,
+        "reduce_range": True,
+        "extra_options": {"DefaultTensorType": 1},
+    }
+    quantize_dynamic(folder / "fused.onnx", folder / "small.onnx", **names)
+    return folder / "small.onnx"
+
+
+ENCODERS = [
+    ("QInt8", True),
+    *(pytest.param(*row, marks=pytest.mark.thorough) for row in (("QUInt8", False), ("QInt8", False))),
+]
+
+
+@pytest.mark.parametrize(("kind", "per_channel"), ENCODERS)
+def test_an_encoder_that_was_fused_before(kind: str, per_channel: bool, tmp_path: Path) -> None:
+    path = quantised_encoder(tmp_path, kind=kind, per_channel=per_channel)
+    operators = [node.op_type for node in onnx.load(path).graph.node]
+    assert {"QAttention", "QEmbedLayerNormalization"} <= {*operators}
+    artifact = mhsa.compile(path)
+    kernels = [op.kernel for op in artifact.manifest.ops if op.source != "fallback"]
+    assert kernels.count("cpu.attention") == 1 and kernels.count("cpu.quantise") == 4
+    if products := [name for name in kernels if name.startswith("cpu.linear_of_bytes")]:
+        assert len(products) == 4 and not artifact.manifest.slow
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for B, L in ((1, 1), (2, 9)):
+        feeds = {"ids": RNG.integers(0, 50, (B, L)), "kinds": RNG.integers(0, 2, (B, L)), "mask": np.ones((B, L))}
+        feeds["mask"][-1, L // 2 + 1 :] = 0
+        feeds = {name: array.astype(np.int32) for name, array in feeds.items()}
+        expected = session.run(None, feeds)[0]
+        # Where a float before a rounding differs in its last bit, a byte may differ by one step.
+        assert np.abs(mhsa.load(artifact)(**feeds) - expected).max() < 0.05 * np.abs(expected).std()
+
+
+@pytest.mark.thorough
+def test_what_onnx_runtimes_optimizer_writes(tmp_path: Path) -> None:
+    """MatMulIntegerToFloat and DynamicQuantizeMatMul, of a file as a session keeps it."""
+    path, options = quantised_encoder(tmp_path), onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "kept.onnx")
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    operators = [node.op_type for node in onnx.load(tmp_path / "kept.onnx").graph.node]
+    assert "DynamicQuantizeMatMul" in operators and "MatMulInteger" not in operators
+    artifact = mhsa.compile(tmp_path / "kept.onnx")
+    feeds = dict.fromkeys(("kinds", "mask"), np.ones((2, 7), np.int32)) | {
+        "ids": np.arange(14, dtype=np.int32).reshape(2, 7)
+    }
+    expected = session.run(None, feeds)[0]
+    assert np.abs(mhsa.load(artifact)(**feeds) - expected).max() < 0.05 * np.abs(expected).std()
