@@ -104,6 +104,7 @@ def _attention_key(op: AttentionOp) -> dict[str, Any]:
         **{word: value for step in op.scores for word, value in step.key().items()},
         "extras": sorted(step.extra for step in op.scores if step.extra),
         "places": {name: _place(place) for name, place in places.items()},
+        **({} if op.kv_dtype is None else {"kv_dtype": op.kv_dtype}),
         **_products_key(op),
     }
 

@@ -49,7 +49,7 @@ class CpuDecodeKernel:
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         is_narrow = len(units(profile, op.dtype)) > 1
         return why_not_few_queries(
-            op, MOST_QUERIES_BESIDE_DOT if is_narrow else MOST_QUERIES, MOST_ROWS, functions=True
+            op, MOST_QUERIES_BESIDE_DOT if is_narrow else MOST_QUERIES, MOST_ROWS, functions=True, formats=True
         )
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
@@ -69,7 +69,7 @@ class CpuDecodeKernel:
         """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
         rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers)
-        keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.dtype] * op.v_head_dim)
+        keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.stored_dtype] * op.v_head_dim)
         return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
@@ -172,8 +172,8 @@ class _Decode:
         first = materialize(g * self.ratio)
         return Heads(
             query=lambda h: head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, first + h),
-            key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
-            value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+            key=self.given.key(b, g),
+            value=self.given.value(b, g),
             entry=b,
             first_head=first,
         )

@@ -23,6 +23,7 @@ from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.decode.output_accumulator import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
+from mhsa_compile.kernels.cpu.decode.row_scales import RowScales
 from mhsa_compile.kernels.cpu.decode.work import Heads, Span
 from mhsa_compile.kernels.cpu.score_parts import FadingPart, row_parts
 from mhsa_compile.kernels.cpu.simd import vector_math
@@ -60,6 +61,8 @@ class DecodeTask:
         self.parts = row_parts(arguments, heads.entry, heads.first_head, layout, kv_length)
 
         self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
+        self.key_scales = RowScales(heads.key, layout, self.keys)
+        self.value_scales = RowScales(heads.value, layout, self.keys)
         self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the probs
         for part in self.parts:
             part.allocate(self.keys)
@@ -152,6 +155,8 @@ class DecodeTask:
         if masked:
             for part in self.parts:
                 part.read_block(begin, count)
+        self.key_scales.read(begin, count)
+        self.value_scales.read(begin, count)
         self._score(begin, count, masked)
         self._weigh(begin, count, masked)
         self.values.add(begin, count, masked)
@@ -171,6 +176,7 @@ class DecodeTask:
             for vector in range(layout.row_vectors):
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
                     key = base + i * layout.keys_per_vector
+                    score = self.key_scales.scaled(score, key)
                     for part in self.parts:
                         score = part.score(score, begin + key, vector)
                     if masked:
@@ -224,19 +230,21 @@ class DecodeTask:
                 store(self.row_sum, at, load(self.row_sum, at, lanes) + total.get(0, 0), lanes)
 
     def _prob(self, begin: Expr, index: Expr, vector: int, largest: Expr, masked: bool) -> Expr:
-        """Vector `index` of the block's scores becomes probs."""
+        """Vector `index` of the block's scores becomes probs, which are returned; in their place lie what rows of V are
+        multiplied by, with the scales of these."""
         layout, lanes = self.layout, self.lanes
         key = index * layout.keys_per_vector
         place = [layout.place(key, vector)]
         score = let(load(self.scores, place, lanes))
         logit = score if self.fading is None else self.fading.biased(score, begin + key, vector)
         prob = vector_math.exp2(logit - largest, lanes)
+        factor = self.value_scales.scaled(let(prob), key)
         if masked:
             # By the score: a prob of 0 may also be one that underflowed, whose NaN counts.
-            prob = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), prob)
-        prob = let(prob)
-        store(self.scores, place, prob, lanes)
-        return prob
+            hidden = score == constant(-math.inf, lanes)
+            prob, factor = (T.Select(hidden, constant(MASKED, lanes), value) for value in (prob, factor))
+        store(self.scores, place, let(factor), lanes)
+        return let(prob)
 
 
 def zero_if_unseen(largest: Expr, lanes: int) -> Expr:
