@@ -69,9 +69,7 @@ class _Past:
         new_arrays = (*(q for q, _ in quantised), *(steps for _, steps in quantised))
         pairs = zip(self.arrays, new_arrays, strict=True)
         key, value, *steps = (onnx_symbolic.scatter_node(past, new, self.length) for past, new in pairs)
-        wide = [
-            onnx_symbolic.dequantised_rows(q, own, k.dtype) for q, own in zip((key, value), steps, strict=True)
-        ]
+        wide = [onnx_symbolic.dequantised_rows(q, own, k.dtype) for q, own in zip((key, value), steps, strict=True)]
         return wide[0], wide[1], (key, value, *steps)
 
 
@@ -228,7 +226,8 @@ class MultiHeadAttention(_AttentionModule):
             _check_positions(spec.rope, positions)
             cos, sin = (table[positions].unsqueeze(-3) for table in (self.rope_cos, self.rope_sin))
             q, k = (rotate(rows, cos, sin, spec.rope.interleaved) for rows in (q, k))
-        lengths, present = None, ()
+        lengths: Tensor | None = None
+        present: tuple[Tensor, ...] = ()
         if cache is not None:
             k, v, present = cache.written(k, v)
             lengths = cache.length + L
@@ -320,9 +319,7 @@ class ScaledDotProductAttention(_AttentionModule):
         return _results(spec, {**arrays, "y": y}, ())
 
 
-def _results(
-    spec: AttentionSpec, arrays: _OutputTensors, present: tuple[Tensor, ...]
-) -> Tensor | tuple[Tensor, ...]:
+def _results(spec: AttentionSpec, arrays: _OutputTensors, present: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     """What `spec.outputs` asks for, then the caches; a single one by itself."""
     results = (*(arrays[name] for name in array_names(spec.outputs)), *present)
     return results[0] if len(results) == 1 else results

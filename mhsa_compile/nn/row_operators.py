@@ -1,5 +1,5 @@
-"""The operators mhsa.QuantizeRows and mhsa.DequantizeRows: what they mean in standard ones, so that any ONNX tool can run
-a file with a cache of int8.
+"""The operators mhsa.QuantizeRows and mhsa.DequantizeRows: what they mean in standard ones, so that any ONNX tool can
+run a file with a cache of int8.
 
 QuantizeRows (x) => (q int8, step float32): 127 steps are the largest magnitude of a row, along the last axis.
 DequantizeRows (q, step) => (x): q * step, of the dtype that its attribute `to` says.

@@ -19,8 +19,8 @@ def budget(expected: np.ndarray, eager_output: np.ndarray, dtype: str) -> float:
 
     The one place that decides. `expected` is the oracle's, `eager_output` has dtype `dtype`, of products that are made
     as the code's in question: float32's by bfloat16 terms err by what these lose (`products_by_terms`).
-    Non-finite values are left to `max_error`. Whole numbers are exact, unless the oracle left them unrounded, as it does
-    a cache of int8: then a step is half of one.
+    Non-finite values are left to `max_error`. Whole numbers are exact, unless the oracle left them unrounded, as it
+    does a cache of int8: then a step is half of one.
     """
     if dtype not in FRACTION_BITS and expected.dtype.kind in "biu":
         return 0.0

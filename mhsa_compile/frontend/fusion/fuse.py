@@ -7,10 +7,10 @@
   one input whose outputs only the nodes below read become one, side by side.
 - A MatMulInteger with a constant weight, and what makes floats of its sums, become a linear of bytes likewise, and a
   MatMulNBits one of blocks.
-- An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
-  the Reshape and Transpose around its 4-D form disappear.
-- What makes floats of a cache that is stored in another dtype goes into the attention, and what rounds rows on their way
-  into it, into the scatter.
+- An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they
+  lie: the Reshape and Transpose around its 4-D form disappear.
+- What makes floats of a cache that is stored in another dtype goes into the attention, and what rounds rows on their
+  way into it, into the scatter.
 - The shape arithmetic that nobody needs any more disappears.
 
 Everything else stays as it is. What an Attention asks for and no kernel here can do is refused with its reason.

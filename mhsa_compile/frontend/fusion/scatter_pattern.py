@@ -88,11 +88,11 @@ class ScatterPattern(NodePattern):
         rounding = self.graph.producer(self.update, "Cast")
         alone = rounding is not None and self.graph.consumers(self.update) == [self.node]
         if rounding is None or not alone or self.update in self.graph.outputs:
-            return self.update
+            return str(self.update)
         if not {self.graph.dtype(self.update), self.graph.dtype(rounding.input[0])} <= set(DTYPES):
-            return self.update
+            return str(self.update)
         self.absorbed.append(rounding)
-        return rounding.input[0]
+        return str(rounding.input[0])
 
     def fused_node(self) -> onnx.NodeProto:
         rows = self.operand

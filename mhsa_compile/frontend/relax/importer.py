@@ -53,7 +53,16 @@ from mhsa_compile.frontend.relax.sizes.folding import fold_sizes
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
 from mhsa_compile.frontend.relax.values import dims
-from mhsa_compile.kernels.interface.ops import GATES, Dim, DType, HeadLayout, KvScatterOp, LinearOp, QuantiseRowsOp, RotaryOp
+from mhsa_compile.kernels.interface.ops import (
+    GATES,
+    Dim,
+    DType,
+    HeadLayout,
+    KvScatterOp,
+    LinearOp,
+    QuantiseRowsOp,
+    RotaryOp,
+)
 from mhsa_compile.runtime.misfits import misfit
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY
 from mhsa_compile.spec.checks import DTYPES

@@ -44,9 +44,7 @@ def _quantise_rows(op: QuantiseRowsOp, lanes: int) -> Expr:
                 return load_wide(x, view.at(row, column), n)
 
             factor = form.scale(read, size, lanes, lambda step: T.buffer_store(steps, step, [b, h, row]))
-            each_vector(
-                size, lanes, lambda at, n: store(q, [b, h, row, at], form.narrowed(read(at, n), n, factor), n)
-            )
+            each_vector(size, lanes, lambda at, n: store(q, [b, h, row, at], form.narrowed(read(at, n), n, factor), n))
 
         each_task(materialize(batch * heads * length), size, task)
     return builder.get()

@@ -1,5 +1,5 @@
-"""Caches of another dtype than activations, in onnx's evaluator: exact, as what a cache stores is chosen and no error of
-whoever reads it, or rounded, for the yardstick."""
+"""Caches of another dtype than activations, in onnx's evaluator: exact, for the oracle rounds nothing, or rounded, for
+the yardstick."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mhsa_compile.spec.attention_spec import DOMAIN
 
 
 def _steps(rows: np.ndarray) -> np.ndarray:
-    largest: np.ndarray = np.abs(rows).max(-1)
-    return largest / rows.dtype.type(127)
+    steps: np.ndarray = np.abs(rows).max(-1) / rows.dtype.type(127)
+    return steps
 
 
 class _ExactRows(OpRun):  # type: ignore[misc]

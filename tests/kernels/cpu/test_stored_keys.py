@@ -118,8 +118,8 @@ def test_tiled_attention_reads_what_is_stored(name, dtype):
 @pytest.mark.parametrize(
     "fields",
     [
-        dict(softcap=3.0, band=WindowSpec(9, 0, "bottom_right")),
-        pytest.param(dict(softclamp=5.0), marks=pytest.mark.thorough),
+        {"softcap": 3.0, "band": WindowSpec(9, 0, "bottom_right")},
+        pytest.param({"softclamp": 5.0}, marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.parametrize("L", [3, pytest.param("L", marks=pytest.mark.thorough)])

@@ -68,7 +68,8 @@ class CpuDecodeKernel:
     def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
         """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
-        rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers)
+        widens = op.stored_dtype != "float32"
+        rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers, widens=widens)
         keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.stored_dtype] * op.v_head_dim)
         return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
@@ -97,8 +98,9 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
     return builder.get()
 
 
-def _value_tile(rows: int, columns: int, registers: int) -> tuple[int, int]:
-    """(rows, columns in vectors) of p V's register tile.
+def _value_tile(rows: int, columns: int, registers: int, *, widens: bool) -> tuple[int, int]:
+    """(rows, columns in vectors) of p V's register tile. Where V is widened, up to four rows, so that it is done once
+    for them.
 
     With 32 registers the widest columns that leave room for two rows: V is then read in the order in which it lies in
     memory, which counts for more than a load saved. With 16, LLVM spills sums of such a tile, and none of a tall one.
@@ -107,6 +109,10 @@ def _value_tile(rows: int, columns: int, registers: int) -> tuple[int, int]:
     if registers < 32:
         tall = max(1, min(rows, (room - 2) // 2 - 1))
         return tall, min(2, columns)
+    if widens:
+        tall = min(4, rows)
+        parts = -(-columns // max(1, room // (tall + 1)))
+        return -(-rows // -(-rows // tall)), -(-columns // parts)
     for parts in range(1, columns + 1):
         wide = -(-columns // parts)
         fitting = (room - wide) // wide

@@ -1,4 +1,4 @@
-"""The scales of a block's rows of K or V, as vectors of scores want them: applied to scores and to probs, once a row."""
+"""The scales of a block's rows of K or V, for vectors of scores: applied to scores and to probs, once a row."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.decode.output_accumulator import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
@@ -27,8 +27,17 @@ from mhsa_compile.kernels.cpu.decode.row_scales import RowScales
 from mhsa_compile.kernels.cpu.decode.work import Heads, Span
 from mhsa_compile.kernels.cpu.score_parts import FadingPart, row_parts
 from mhsa_compile.kernels.cpu.simd import vector_math
-from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, materialize, splat, store
-from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    RegisterTile,
+    constant,
+    let,
+    load,
+    materialize,
+    prefetch,
+    splat,
+    store,
+)
+from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 
 LONGEST_SUM_OF_WEIGHTS = 16
 """Vectors of probs that one float32 sum takes one after another. Of a row of equal probs each addition is rounded
@@ -70,7 +79,7 @@ class DecodeTask:
         self.row_max = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.row_sum = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.rescale = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
-        self.values = ValueSums(op, config, layout, heads.value, self.scores, self.rescale)
+        self.values = ValueSums(op, config, layout, heads, self.scores, self.rescale)
         self.blind = any(part.masked for part in self.parts)
         self.masks = self.blind or op.any_step("counts_keys") or op.window is not None or not self._divides_into_groups
         self.bounds: tuple[Expr, Expr] | None = None
@@ -87,6 +96,7 @@ class DecodeTask:
             part.prepare()
         self._clear()
         self._begin_with_sinks(begins)
+        self.values.end = end
         if len(self.span.low) > 1:
             self._write_bounds()
         low, high = self.span.seen_by_all
@@ -173,6 +183,7 @@ class DecodeTask:
             rows = [begin + base + i for i in range(layout.group)]
             if masked:  # beyond the last key the last one is read again; what it gives is masked
                 rows = [materialize(T.min(row, self.kv_length - 1)) for row in rows]
+            self._prefetch_values(begin + base)
             for vector in range(layout.row_vectors):
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
                     key = base + i * layout.keys_per_vector
@@ -190,6 +201,14 @@ class DecodeTask:
             store(self.rescale, [T.int64(vector * lanes)], largest.get(vector, 0), lanes)
         if fading is not None and distances is not None:
             fading.keep_distances(distances)
+
+    def _prefetch_values(self, first: Expr) -> None:
+        """Asks for the values of a group of keys, which are multiplied once all scores of the block are there: memory
+        would have a rest until then."""
+        value = self.heads.value
+        for row in range(self.layout.group):
+            for column in range(0, self.op.v_head_dim, CACHE_LINE // DTYPE_BYTES[self.op.stored_dtype]):
+                prefetch(value.buffer, value.at(first + row, T.int64(column)), soon=False)
 
     def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""
