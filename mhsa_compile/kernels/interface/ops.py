@@ -513,7 +513,7 @@ class QuantiseRowsOp:
     dtype: DType = "float32"
 
     def summary(self) -> str:
-        return f"{self.num_heads} heads of {self.head_dim}, a scale for each row"
+        return f"{self.num_heads} heads of {self.head_dim} in int8, a scale for each row"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ stored, so that the budget is that of float32 arithmetic."""
 from __future__ import annotations
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 import tvm
@@ -21,9 +22,12 @@ RTOL = 4e-6  # as in test_decode: float32 sums of up to a thousand terms, in man
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32)}
 
 
-def machine(name: str, cores: int = 1):
-    import msgspec
+def thorough(*values):
+    """Cases that `make test` leaves out."""
+    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
+
+def machine(name: str, cores: int = 1):
     profile = vector_machine(*MACHINES[name], mcpu=this_cpu.level("x86-64-v4" if name == "avx512" else "x86-64-v3"))
     return msgspec.structs.replace(profile, hardware=msgspec.structs.replace(profile.hardware, cores=cores))
 
@@ -89,7 +93,7 @@ def check(op: AttentionOp, function, sizes, poison: float | None = np.nan, wrong
 SIZES = [(1, 1), (3, 7), (2, 131), (1, 1023)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["int8", *thorough("bfloat16", "float16")])
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -107,8 +111,8 @@ def test_decode_reads_what_is_stored(name, shape, dtype):
     assert max(check(op, function, (B, L, max(S, L))) for B, S in SIZES) <= 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["avx512", pytest.param("avx2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", ["int8", *thorough("bfloat16", "float16")])
+@pytest.mark.parametrize("name", ["avx512", *thorough("avx2")])
 def test_tiled_attention_reads_what_is_stored(name, dtype):
     op = cached("L", dtype, E=33, F=24)
     function = function_of(CpuAttentionKernel(), op, machine(name))
@@ -122,7 +126,7 @@ def test_tiled_attention_reads_what_is_stored(name, dtype):
         pytest.param({"softclamp": 5.0}, marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.parametrize("L", [3, pytest.param("L", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("L", [3, *thorough("L")])
 def test_caps_and_windows_compose(L, fields):
     op = cached(L, "int8", **fields)
     kernel = CpuDecodeKernel() if L == 3 else CpuAttentionKernel()
@@ -130,12 +134,13 @@ def test_caps_and_windows_compose(L, fields):
     assert max(check(op, function, (2, 3, S)) for S in (3, 131)) <= 1
 
 
-@pytest.mark.parametrize("kernel", [CpuDecodeKernel(), CpuAttentionKernel()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [CpuDecodeKernel(), *thorough(CpuAttentionKernel())], ids=lambda kernel: kernel.name)
 def test_a_wrong_scale_is_seen(kernel):
     op = cached(2, "int8")
     assert check(op, function_of(kernel, op, machine("avx512")), (2, 2, 131), wrong=1 + 2**-10) > 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", [CpuDecodeKernel(), CpuAttentionKernel()], ids=lambda kernel: kernel.name)
 def test_a_scale_that_is_seen_and_nan_comes_through(kernel):
     op = cached(1, "int8", H=2, G=2)
@@ -147,8 +152,8 @@ def test_a_scale_that_is_seen_and_nan_comes_through(kernel):
     assert np.isfinite(y[..., :24]).all() and np.isnan(y[..., 24:]).all()
 
 
-@pytest.mark.parametrize("layout", ["rows", "heads"])
-@pytest.mark.parametrize("E", [1, 7, 40, 128])
+@pytest.mark.parametrize("layout", ["rows", *thorough("heads")])
+@pytest.mark.parametrize("E", [40, *thorough(1, 7, 128)])
 def test_rows_are_within_half_a_step(layout, E):
     B, G, L = 2, 3, 5
     op = QuantiseRowsOp("B", "L", G, E, HeadLayout(0, layout, G * E))
