@@ -24,6 +24,7 @@ from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.decode.output_accumulator import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode.row_scales import RowScales
+from mhsa_compile.kernels.cpu.decode.tile_scores import TileQueries
 from mhsa_compile.kernels.cpu.decode.work import Heads, Span
 from mhsa_compile.kernels.cpu.score_parts import FadingPart, row_parts
 from mhsa_compile.kernels.cpu.simd import vector_math
@@ -52,24 +53,24 @@ class DecodeTask:
         self,
         arguments: AttentionArguments,
         config: Config,
-        lanes: int,
-        registers: int,
+        layout: ScoreLayout,
         kv_length: Expr,
         span: Span,
         heads: Heads,
     ) -> None:
         op = arguments.op
         assert isinstance(op.q_length, int)
-        self.op, self.config, self.lanes, self.registers = op, config, lanes, registers
+        self.op, self.config, self.lanes = op, config, layout.lanes
         self.kv_length, self.span, self.heads = kv_length, span, heads
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = op.q_length * self.ratio
-        self.layout = layout = ScoreLayout(self.rows, lanes, registers)
+        self.layout = layout
         # Whole groups, so that only the last block of a part can need clamps.
         self.keys = -(-config["keys"] // layout.group) * layout.group
         self.parts = row_parts(arguments, heads.entry, heads.first_head, layout, kv_length)
 
-        self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
+        queries = TileQueries if layout.tiles else PackedQueries
+        self.queries = queries(layout, op.head_dim, score_factor(op))
         self.key_scales = RowScales(heads.key, layout, self.keys)
         self.value_scales = RowScales(heads.value, layout, self.keys)
         self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the probs
@@ -185,7 +186,7 @@ class DecodeTask:
                 rows = [materialize(T.min(row, self.kv_length - 1)) for row in rows]
             self._prefetch_values(begin + base)
             for vector in range(layout.row_vectors):
-                for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
+                for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector, apart=masked)):
                     key = base + i * layout.keys_per_vector
                     score = self.key_scales.scaled(score, key)
                     for part in self.parts:
