@@ -33,10 +33,10 @@ HALF_STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of a number, relative
 FLOAT = 2.0**-18  # of the largest key or value: a few roundings of float32 in its projection
 
 
-def spec_of(dtype: str, **fields) -> AttentionSpec:
+def spec_of(stored: str, **fields) -> AttentionSpec:
     """Sizes are no multiples of anything that a kernel likes."""
     own = {"rope": Rope(max_length=CAPACITY), "num_kv_heads": 2, "head_dim": 18, "v_head_dim": 7, **fields}
-    return AttentionSpec(embed_dim=60, num_heads=6, causal=True, kv_cache={"dtype": dtype}, **own)
+    return AttentionSpec(embed_dim=60, num_heads=6, causal=True, kv_cache={"dtype": stored}, **own)
 
 
 class Layer:
