@@ -12,6 +12,7 @@ from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKern
 from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat16TileLinearKernel, CpuFloat32TileLinearKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.quantised import CpuQuantisedLinearKernel
+from mhsa_compile.kernels.cpu.linear.rounded_on_tiles import CpuRoundedTileLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
 from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
@@ -56,6 +57,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuTileLinearKernel(),
         CpuFloat32TileLinearKernel(),
+        CpuRoundedTileLinearKernel(),
         CpuFloat16TileLinearKernel(),
         CpuTileInt8LinearKernel(),
         CpuLinearKernel(),

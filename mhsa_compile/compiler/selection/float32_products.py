@@ -68,28 +68,36 @@ def multiplies_float32(op: Op) -> TypeGuard[LinearOp | AttentionOp | ProductOp]:
 
 
 def offers_products(op: Op, profile: TargetProfile) -> tuple[Float32Products, ...]:
-    """The words other than "ieee" with which the kernel that comes first for an operation computes it on a target."""
-    return tuple(word for word in _first(op, profile)[1] if word != "ieee")
+    """The words other than "ieee" with which an operation is computed on a target."""
+    return tuple(word for word in _kernels(op, profile) if word != "ieee")
 
 
 def exact_products(op: Op, profile: TargetProfile) -> tuple[Float32Products, ...]:
     """Those of `offers_products` that are known to stay inside float32's error budget, and to take no longer."""
-    kernel, words = _first(op, profile)
-    exact = kernel.exact_products(op, profile) if isinstance(kernel, TermProducts) else ()
-    return tuple(word for word in words if word in exact)
+    kernels = _kernels(op, profile)
+    return tuple(word for word, kernel in kernels.items() if word in _exact(kernel, op, profile))
 
 
-def _first(op: Op, profile: TargetProfile) -> tuple[Kernel[Any] | None, tuple[Float32Products, ...]]:
-    """The first kernel of the family that takes an operation with any word, and all words with which it does."""
+def _exact(kernel: Kernel[Any], op: Op, profile: TargetProfile) -> tuple[Float32Products, ...]:
+    return kernel.exact_products(op, profile) if isinstance(kernel, TermProducts) else ()
+
+
+def _kernels(op: Op, profile: TargetProfile) -> dict[Float32Products, Kernel[Any]]:
+    """The first kernel of the family for each word with which one takes an operation: of those up to the first that
+    takes it with "ieee", which is not passed over for a word."""
+    first: dict[Float32Products, Kernel[Any]] = {}
     if not multiplies_float32(op):
-        return None, ()
+        return first
     kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
     for kernel in kernels:
-        if type(op) is kernel.op_type:
-            ops = {word: replace(op, float32_products=word) for word in products_of(kernel, op, profile)}
-            if words := tuple(word for word, other in ops.items() if kernel.why_not(other, profile) is None):
-                return kernel, words
-    return None, ()
+        if type(op) is not kernel.op_type:
+            continue
+        for word in products_of(kernel, op, profile):
+            if kernel.why_not(replace(op, float32_products=word), profile) is None:
+                first.setdefault(word, kernel)
+        if "ieee" in first:
+            break
+    return first
 
 
 def _why_not(op: Op, asked: Float32Products, target: TargetProfile) -> str:

@@ -13,8 +13,10 @@ import tvm
 from support import this_cpu
 from support.kernel_runs import assembly, call, compiled, inner_loops, stack_stores
 
+from mhsa_compile.compiler.selection.float32_products import offers_products
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat32TileLinearKernel
+from mhsa_compile.kernels.cpu.linear.rounded_on_tiles import CpuRoundedTileLinearKernel
 from mhsa_compile.kernels.cpu.linear.term_factors import WORTH_SPLITTING
 from mhsa_compile.kernels.cpu.units.float32_terms import ORDER
 from mhsa_compile.kernels.interface.epilogue import Epilogue, EpilogueStep
@@ -23,7 +25,10 @@ from mhsa_compile.spec.float32_products import TERM_PRODUCTS
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle.float32_terms import products_of_terms
 
-KERNEL = CpuFloat32TileLinearKernel()
+KERNEL, ROUNDED = CpuFloat32TileLinearKernel(), CpuRoundedTileLinearKernel()
+KERNELS = {"bf16x6": KERNEL, "bf16x3": KERNEL, "bf16": ROUNDED}
+FEWEST = {**WORTH_SPLITTING, "bf16": 1}
+"""Rows from which on a word is kept."""
 PROFILE = load_profile("sapphirerapids")
 RTOL = 4e-6  # of the largest value: float32 sums of up to 200 terms
 LARGE, SMALL = np.float32(2.0**60), np.float32(2.0**-50)
@@ -53,7 +58,7 @@ class Linear:
 
     def check(self, x: np.ndarray) -> None:
         y, word = self(x), self.op.float32_products
-        if len(x) < WORTH_SPLITTING[word]:
+        if len(x) < FEWEST[word]:
             word = "ieee"
         exact, terms = self.exact(x), self.exact(x, word)
         assert max_error(terms, y) <= RTOL * np.abs(terms).max()
@@ -64,7 +69,8 @@ class Linear:
 @functools.cache
 def code(op: LinearOp, config: tuple = ()) -> tuple:
     this_cpu.require(PROFILE.tvm_config())
-    emitted = KERNEL.emit(op, PROFILE, KERNEL.default_config(op, PROFILE) | dict(config))
+    kernel = KERNELS[op.float32_products]
+    emitted = kernel.emit(op, PROFILE, kernel.default_config(op, PROFILE) | dict(config))
     return compiled(emitted, PROFILE), emitted.packed
 
 
@@ -109,17 +115,23 @@ def test_its_pairs_of_terms_are_those_of_each_word():
 def test_what_it_takes():
     op = plain(128, 64)
     assert KERNEL.why_not(op, PROFILE) is None
-    assert KERNEL.float32_products(op, PROFILE) == tuple(TERM_PRODUCTS)
+    assert KERNEL.float32_products(op, PROFILE) == ("bf16x6", "bf16x3")
     assert KERNEL.exact_products(op, PROFILE) == ("bf16x6",)
     assert KERNEL.exact_products(replace(op, rows=(1, 64)), PROFILE) == ("bf16x6",)
     assert KERNEL.exact_products(replace(op, rows=(1, 63)), PROFILE) == ()
     assert KERNEL.exact_products(plain(127, 64), PROFILE) == KERNEL.exact_products(plain(128, 7), PROFILE) == ()
-    assert "IEEE" in KERNEL.why_not(replace(op, float32_products="ieee"), PROFILE)
-    assert "bfloat16" in KERNEL.why_not(replace(op, dtype="bfloat16"), PROFILE)
-    assert "eight bits" in KERNEL.why_not(replace(op, int8_weights=True), PROFILE)
-    assert "amx_bf16" in KERNEL.why_not(op, load_profile("znver4"))
-    for other, profile in ((op, load_profile("znver4")), (replace(op, int8_weights=True), PROFILE)):
-        assert KERNEL.float32_products(other, profile) == ()
+    rounded = replace(op, float32_products="bf16")
+    assert ROUNDED.why_not(rounded, PROFILE) is None
+    assert ROUNDED.float32_products(op, PROFILE) == ("bf16",) and ROUNDED.exact_products(op, PROFILE) == ()
+    for kernel, taken in ((KERNEL, op), (ROUNDED, rounded)):
+        assert "ieee" in kernel.why_not(replace(op, float32_products="ieee"), PROFILE)
+        assert "bfloat16" in kernel.why_not(replace(taken, dtype="bfloat16"), PROFILE)
+        assert "eight bits" in kernel.why_not(replace(taken, int8_weights=True), PROFILE)
+        assert "amx_bf16" in kernel.why_not(taken, load_profile("znver4"))
+        for other, profile in ((op, load_profile("znver4")), (replace(op, int8_weights=True), PROFILE)):
+            assert kernel.float32_products(other, profile) == ()
+    assert KERNEL.why_not(rounded, PROFILE) and ROUNDED.why_not(op, PROFILE)
+    assert set(offers_products(op, PROFILE)) == set(TERM_PRODUCTS)
 
 
 @pytest.mark.parametrize("word", TERM_PRODUCTS)
@@ -135,7 +147,8 @@ def test_linears_side_by_side(word):
 @pytest.mark.parametrize("word", TERM_PRODUCTS)
 @pytest.mark.parametrize("in_features", [1, 2, 33, 64, 1100])
 def test_blocks_passes_and_parts(in_features, word):
-    layer = random_linear(plain(in_features, 70, word), block=2, depth=9)
+    group = {"group": 2} if word == "bf16" else {}
+    layer = random_linear(plain(in_features, 70, word), block=2, depth=9, **group)
     for count in (1, 33, 63, 64, 150):
         layer.check(rows(count, in_features))
 
@@ -192,10 +205,12 @@ def assert_as_float32(layer: Linear, x: np.ndarray, rtol: float = RTOL) -> None:
     with np.errstate(invalid="ignore", over="ignore"):
         size = np.abs(x.astype(np.float64)) @ np.abs(layer.weight.T.astype(np.float64)) + np.abs(layer.bias)
         allowed = rtol * size + layer.op.in_features * np.finfo(np.float32).smallest_subnormal
+        if layer.op.float32_products == "bf16":  # of a weight that is smaller than bfloat16's normal numbers
+            allowed += np.abs(x.astype(np.float64)).sum(1, keepdims=True) * 2.0**-133
         assert (np.abs(y - exact)[finite] <= allowed[finite]).all()
 
 
-@pytest.mark.parametrize("word", ["bf16x6", pytest.param("bf16x3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("word", ["bf16x6", pytest.param("bf16x3", marks=pytest.mark.thorough), "bf16"])
 def test_extraordinary_rows_and_features(word):
     """Every kind in a row of x, in a feature of the weights, and in both."""
     rng = np.random.default_rng(0)
@@ -210,7 +225,8 @@ def test_extraordinary_rows_and_features(word):
     rows_with[50], rows_with[51], rows_with[52] = 0, x[52] * 1e-30, x[53] * 1e-42
     weights_with[50], weights_with[51], weights_with[52] = 0, weight[52] * 1e-30, weight[52] * 1e-42
     both = linear(op, weights_with, bias)
-    alike = functools.partial(assert_as_float32, rtol=RTOL if word == "bf16x6" else 2.0**-15)
+    rtol = {"bf16x6": RTOL, "bf16x3": 2.0**-15, "bf16": 2.0**-7}[word]
+    alike = functools.partial(assert_as_float32, rtol=rtol)
     for layer, inputs in ((clean, rows_with), (both, x), (both, rows_with)):
         alike(layer, inputs)
     for y in (clean(rows_with), both(x), both(rows_with)):  # what has nothing to do with them is the same, bit for bit
@@ -221,6 +237,21 @@ def test_extraordinary_rows_and_features(word):
     alike(large, x * LARGE)  # beyond float32's range in the sum
     alike(linear(op, weight * np.float32(0.99 * 2.0**57), bias), x * np.float32(2.0**56))
     alike(linear(op, weight * SMALL, bias), x)
+
+
+def test_a_finite_weight_stays_finite():
+    """Of those that bfloat16 would round to infinity."""
+    weight = np.full((33, 40), 3.4e38, np.float32)
+    weight[1], weight[2, 0] = -3.4e38, np.inf
+    layer = linear(plain(40, 33, "bf16"), weight, np.zeros(33, np.float32))
+    y = layer(rows(20, 40) * np.float32(2.0**-10))
+    assert np.isfinite(y[:, :2]).all() and np.isinf(y[:, 2]).all()
+
+
+def test_few_rows_are_rounded_too():
+    """By "bf16", so that one row is what it is beside others."""
+    layer, x = random_linear(plain(384, 70, "bf16")), rows(40, 384)
+    np.testing.assert_array_equal(np.concatenate([layer(x[i : i + 1]) for i in range(40)]), layer(x))
 
 
 def test_small_rows_and_features_lose_nothing():

@@ -11,6 +11,7 @@ from support.kernel_runs import assembly
 from support.tiles.tile_flow import TileFunction, tile_functions
 
 from mhsa_compile.hardware.profile import load_profile
+from mhsa_compile.kernels.cpu.linear.rounded_on_tiles import CpuRoundedTileLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
 from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
 from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
@@ -40,6 +41,11 @@ KERNELS = {
     "linear": (
         CpuTileLinearKernel(),
         LinearOp(("B", "L"), 768, (768,), (True,), (False,), "bfloat16"),
+        {Fraction(3, 2)},
+    ),
+    "rounded linear": (
+        CpuRoundedTileLinearKernel(),
+        LinearOp(("B", "L"), 768, (768,), (True,), (False,), float32_products="bf16"),
         {Fraction(3, 2)},
     ),
     # One tile by two where there are 32 queries, one by one where there are 16.

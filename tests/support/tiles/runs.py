@@ -14,6 +14,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.linear.bytes_on_tiles import CpuTileInt8LinearKernel, CpuTileQuantisedLinearKernel
 from mhsa_compile.kernels.cpu.linear.float32_on_tiles import CpuFloat16TileLinearKernel, CpuFloat32TileLinearKernel
+from mhsa_compile.kernels.cpu.linear.rounded_on_tiles import CpuRoundedTileLinearKernel
 from mhsa_compile.kernels.cpu.linear.tiles import CpuTileLinearKernel
 from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
 from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
@@ -189,7 +190,7 @@ def products(sizes: tuple[tuple[int, int, int], ...], *, turned: bool, **fields:
     return results
 
 
-BY_TILES, BY_TERMS = CpuTileLinearKernel(), CpuFloat32TileLinearKernel()
+BY_TILES, BY_TERMS, ROUNDED = CpuTileLinearKernel(), CpuFloat32TileLinearKernel(), CpuRoundedTileLinearKernel()
 OF_ROUNDED, OF_BYTES = CpuTileInt8LinearKernel(), CpuTileQuantisedLinearKernel()
 CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     **{f"product {name}": lambda name=name: product(name) for name in tiles._PRODUCTS},
@@ -197,6 +198,7 @@ CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     "linear, whole": lambda: linear(BY_TILES, (64,), 128, (96,), dtype="bfloat16"),
     "linear of float32 by six products": lambda: linear(BY_TERMS, (5, 65), 70, (31, 64), float32_products="bf16x6"),
     "linear of float32 by three products": lambda: linear(BY_TERMS, (33,), 70, (40,), float32_products="bf16x3"),
+    "linear of rounded float32": lambda: linear(ROUNDED, (5, 33), 75, (31, 64), float32_products="bf16"),
     "linear of float16": lambda: linear(CpuFloat16TileLinearKernel(), (33,), 70, (40,), dtype="float16"),
     "linear of rounded rows": lambda: linear(OF_ROUNDED, (5, 33), 130, (31, 64), int8_weights=True, dtype="bfloat16"),
     "linear of bytes": lambda: linear(OF_BYTES, (5, 33), 130, (31, 64), x_dtype="uint8", stored=("int8", "uint8")),

@@ -1,5 +1,5 @@
-"""Linears of float32 on matrix tiles, by bfloat16 terms, with the products that `spec/float32_products.py` lists; of
-float16, by two terms and all four products of them.
+"""Linears of float32 on matrix tiles, by bfloat16 terms, with the products that `spec/float32_products.py` lists for
+bf16x6 and bf16x3; of float16, by two terms and all four products of them.
 
 Rows of x are split once a call, into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step
 reads lines that lie side by side. Weights are packed as the kernel of float32 has them, and a task splits its strip of
@@ -49,8 +49,9 @@ from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.float32_terms import LANES
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products
+from mhsa_compile.spec.float32_products import Float32Products
 
+WORDS: tuple[Float32Products, ...] = ("bf16x6", "bf16x3")
 ROWS = 2
 """Tiles of rows: of the sums there are two by two, and two of A and two of B have registers of their own, which stay
 while terms change."""
@@ -77,15 +78,15 @@ class CpuFloat32TileLinearKernel:
     def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
         if op.int8_weights or op.dtype != "float32":
             return f"float32, not {'weights in eight bits' if op.int8_weights else op.dtype}"
-        if op.float32_products not in TERM_PRODUCTS:
-            return "products of bfloat16 terms, not IEEE's"
+        if op.float32_products not in WORDS:
+            return f"products of several bfloat16 terms, not {op.float32_products}"
         if not tiles.BFLOAT16.is_on(profile):
             return "a CPU with amx_bf16"
         return None
 
     def float32_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
         plain = op.dtype == "float32" and not op.int8_weights
-        return tuple(TERM_PRODUCTS) if plain and tiles.BFLOAT16.is_on(profile) else ()
+        return WORDS if plain and tiles.BFLOAT16.is_on(profile) else ()
 
     def exact_products(self, op: LinearOp, profile: CpuProfile) -> tuple[Float32Products, ...]:
         few = op.row_count is not None and op.row_count < WORTH_SPLITTING["bf16x6"]
@@ -110,7 +111,8 @@ class CpuFloat32TileLinearKernel:
             run = product_function("linear", panels, profile, few_rows)
         else:
             deal = partial(_tasks, few_rows=few_rows)
-            run = product_function("linear", layout, profile, config, rows=split_rows, product=TermProduct, deal=deal)
+            rows = partial(split_rows, terms=layout.terms, least=layout.worth_splitting)
+            run = product_function("linear", layout, profile, config, rows=rows, product=TermProduct, deal=deal)
         return Emitted(run, pack(panels), layout.packed)
 
 

@@ -53,7 +53,7 @@ class OutputFeature:
 
 
 @dataclass(frozen=True)
-class _Place:
+class PackedFeature:
     """One column of one panel in the packed arrays."""
 
     layout: PackedLayout
@@ -68,8 +68,8 @@ class _Place:
         store(self.packed[0], [self.panel, step, self.column], value, 1)
 
 
-def pack(layout: PackedLayout) -> Expr:
-    """The PrimFunc (weights..., biases...) -> `layout.packed`."""
+def pack(layout: PackedLayout, write_more: Callable[[PackedFeature, OutputFeature], None] | None = None) -> Expr:
+    """The PrimFunc (weights..., biases...) -> `layout.packed`. `write_more` writes what a layout adds to a feature."""
     op = layout.op
     with prim_func("pack_linear") as builder:
         weights, biases = weight_arguments(op)
@@ -79,7 +79,10 @@ def pack(layout: PackedLayout) -> Expr:
             feature = OutputFeature(None, index, False, None)
             if number is not None:
                 feature = OutputFeature(weights[number], index, op.transposed[number], biases[number])
-            _write(_Place(layout, packed, panel, column), feature)
+            place = PackedFeature(layout, packed, panel, column)
+            _write(place, feature)
+            if write_more is not None:
+                write_more(place, feature)
 
         each_column(layout, write)
     return builder.get()
@@ -109,7 +112,7 @@ def write_zeros(packed: list[Expr], panel: Expr, column: Expr) -> None:
             store(array, [panel, row, column], zero, 1)
 
 
-def _write(place: _Place, feature: OutputFeature) -> None:
+def _write(place: PackedFeature, feature: OutputFeature) -> None:
     layout, format = place.layout, place.layout.format
     place.store(1, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1))
     factor = None
@@ -132,7 +135,7 @@ def _write(place: _Place, feature: OutputFeature) -> None:
     place.store(3, total[0] * T.int32(128))
 
 
-def _write_words(place: _Place, bits: Callable[[Expr], Expr]) -> None:
+def _write_words(place: PackedFeature, bits: Callable[[Expr], Expr]) -> None:
     """Writes each step as one word: `bits(k)` of its terms, the first lowest, zeros beyond K."""
     layout = place.layout
     size = 8 * layout.format.bytes

@@ -30,7 +30,7 @@ COLUMNS = 2
 """Tiles of features that are multiplied together, a strip: a panel has one or two."""
 DEPTH = tiles.BFLOAT16.depth
 TILE = tiles.ROWS * DEPTH
-WORTH_SPLITTING: dict[Float32Products, int] = {"bf16x6": 64, "bf16x3": 32, "bf16": 16}
+WORTH_SPLITTING: dict[Float32Products, int] = {"bf16x6": 64, "bf16x3": 32}
 WORTH_SPLITTING_FLOAT16 = 24
 """Rows from which on splitting pays: fewer are multiplied in float32."""
 
@@ -102,15 +102,15 @@ class TermRows(PackedRows):
     size: Expr = None
 
 
-def split_rows(layout: TermLayout, x: Expr, count: Expr, size: Expr) -> TermRows:
-    """The terms of x (count, K), after the loop that writes them unless rows are few. What rows behind the last hold
-    nobody reads."""
+def split_rows(layout: PackedLayout, x: Expr, count: Expr, size: Expr, *, terms: int, least: int) -> TermRows:
+    """So many terms of x (count, K), after the loop that writes them where there are `least` rows. What rows behind the
+    last hold nobody reads."""
     heights, width = ceil_div(size, tiles.ROWS), layout.op.in_features
-    data = T.alloc_buffer((heights, T.int64(layout.tiles), T.int64(layout.terms), T.int64(TILE)), "uint16")
+    data = T.alloc_buffer((heights, T.int64(-(-width // DEPTH)), T.int64(terms), T.int64(TILE)), "uint16")
     flags = T.alloc_buffer((heights,), "int32")
     whole, rest = divmod(width, DEPTH)
     with (
-        T.If(count >= layout.worth_splitting),
+        T.If(count >= least),
         T.Then(),
         T.parallel(materialize(ceil_div(count, tiles.ROWS))) as height,
     ):
@@ -125,7 +125,7 @@ def split_rows(layout: TermLayout, x: Expr, count: Expr, size: Expr) -> TermRows
             for half in halves:
                 most = T.max(most, float32_terms.magnitude(half))
             store(largest, [i, T.int64(0)], most, LANES)
-            for term, bits in enumerate(float32_terms.terms(halves, layout.terms)):
+            for term, bits in enumerate(float32_terms.terms(halves, terms)):
                 store(data, [height, tile, T.int64(term), i * DEPTH], bits, DEPTH)
 
         # Tile by tile, so that what is written lies side by side.

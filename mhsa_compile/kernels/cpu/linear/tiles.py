@@ -65,7 +65,7 @@ class CpuTileLinearKernel:
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)
-        run = product_function("linear", layout, profile, config, product=TileProduct, deal=_tasks)
+        run = product_function("linear", layout, profile, config, product=TileProduct, deal=deal)
         return Emitted(run, pack(layout), layout.packed)
 
 
@@ -120,13 +120,22 @@ class TileProduct(Product):
 
     layout: TileLayout
 
+    def load_rows(self, start: Expr, k: Expr) -> None:
+        """Tile k of K of the rows from `start` on."""
+        x = self.rows.data
+        tiles.load_tile(tiles.LEFT, x, [start, materialize(k * self.layout.unit.depth)], int(x.shape[1]))
+
+    def narrowed(self, value: Expr) -> Expr:
+        """Elements of y of float32."""
+        return tiles.narrowed(value)
+
     def products(
         self, p: Expr, start: Expr, first: Expr, end: Expr, behind: Callable[[Expr], None] = lambda k: None
     ) -> None:
         """C += x[start ..., tiles first .. end of K] times those of panel p, and behind(k) after each tile of K."""
-        layout, x = self.layout, self.rows.data
+        layout = self.layout
         with T.serial(first, end) as k:
-            tiles.load_tile(tiles.LEFT, x, [start, materialize(k * layout.unit.depth)], int(x.shape[1]))
+            self.load_rows(start, k)
             for c in range(layout.columns):
                 at = [p, k * tiles.WORDS, T.int64(c * layout.lanes)]
                 tiles.load_tile(tiles.RIGHT, self.packed[0], at, layout.panel)
@@ -152,7 +161,7 @@ class TileProduct(Product):
                 for c, (offset, lanes) in enumerate(self.columns):
                     value = let(self.result(load(sums.data, sums.at(place, c, i), lanes), row, p, c))
                     if width >= offset + lanes:
-                        vectors.store(self.y, [row, column + offset], tiles.narrowed(value), lanes)
+                        vectors.store(self.y, [row, column + offset], self.narrowed(value), lanes)
                         continue
                     for first, size in vectors.chunks(max(0, width - offset), lanes):
                         piece = vectors.part(value, first, size, lanes)
@@ -161,7 +170,8 @@ class TileProduct(Product):
         self.real_columns(p, columns)
 
 
-def _tasks(task: TileProduct, cores: int, config: Config) -> None:
+def deal(task: TileProduct, cores: int, config: Config) -> None:
+    """Deals panels and blocks of tiles of rows to the threads."""
     count = materialize(ceil_div(task.count, tiles.ROWS))
     each_panel(task.layout.panels, count, config["block"], cores, partial(_task, task, config))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.simd.vectors import let, splat
+from mhsa_compile.kernels.cpu.simd.vectors import let, splat, vector_type
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.spec.float32_products import Float32Products
 
@@ -58,9 +58,9 @@ def pair_terms(low: Expr, high: Expr, count: int) -> list[Expr]:
     return words
 
 
-def magnitude(number: Expr) -> Expr:
-    """The bits of sixteen numbers without their signs, which are ordered as the numbers are."""
-    return T.reinterpret("uint32x16", number) & splat(T.uint32(0x7FFFFFFF), LANES)
+def magnitude(number: Expr, lanes: int = LANES) -> Expr:
+    """The bits of numbers without their signs, which are ordered as the numbers are."""
+    return T.reinterpret(vector_type("uint32", lanes), number) & splat(T.uint32(0x7FFFFFFF), lanes)
 
 
 def is_extraordinary(largest: Expr, lanes: int = 1) -> Expr:
