@@ -12,8 +12,11 @@ from support import this_cpu
 from support.attention_ops import attention_of
 from support.kernel_runs import attention, compiled, vector_machine
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
+from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
+from mhsa_compile.kernels.cpu.decode.tile_scores import takes
 from mhsa_compile.kernels.cpu.quantise_rows import CpuQuantiseRowsKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, QuantiseRowsOp, WindowSpec
 
@@ -109,6 +112,25 @@ def test_decode_reads_what_is_stored(name, shape, dtype):
     op = cached(L, dtype, H, G, E, F)
     function = function_of(CpuDecodeKernel(), op, machine(name, cores=3), least_keys=16, keys=64)
     assert max(check(op, function, (B, L, max(S, L))) for B, S in SIZES) <= 1
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 1, 128, 128), *thorough((1, 3, 1, 64, 24), (2, 4, 2, 192, 7))])
+def test_scores_on_matrix_tiles(shape):
+    """Four rows of a key head and whole rows of tiles; blocks of 64 keys, of which the last is not whole."""
+    profile = load_profile("sapphirerapids")
+    this_cpu.require(profile.tvm_config())
+    L, H, G, E, F = shape
+    op = cached(L, "int8", H, G, E, F)
+    assert takes(op, ScoreLayout(L * H // G, 16, 32), profile)
+    function = function_of(CpuDecodeKernel(), op, profile, least_keys=16, keys=64)
+    assert max(check(op, function, (B, L, max(S, L))) for B, S in SIZES) <= 1
+    assert check(op, function, (2, L, 131), wrong=1 + 2**-10) > 10
+    q, k, v, lengths = draw(op, 2, L, 70)
+    (k, ks, _), (v, vs, _) = stored(k, "int8"), stored(v, "int8")
+    for poison in (np.nan, np.inf):
+        q[0, :, 3] = poison  # of the first head of entry 0
+        y = run(function, op, q, k, v, [*ks, *vs], lengths)
+        assert np.isnan(y[0, :, :F]).all() and np.isfinite(y[0, :, F:]).all() and np.isfinite(y[1]).all()
 
 
 @pytest.mark.parametrize("dtype", ["int8", *thorough("bfloat16", "float16")])

@@ -75,7 +75,8 @@ class TileQueries:
             weight = step * T.float32(1 << BITS * (DIGITS - 1 - digit))
             T.buffer_store(self.weights, weight, [row + ROWS * digit])
         with T.serial(T.int64(self.size)) as k:
-            number = materialize(T.cast(T.call_llvm_pure_intrin("float32", "llvm.rint", read(k, 1) * factor), "int32"), "int32")
+            nearest = T.call_llvm_pure_intrin("float32", "llvm.rint", read(k, 1) * factor)
+            number = materialize(T.cast(nearest, "int32"), "int32")
             word = T.truncmod(T.truncdiv(k, T.int64(4)), T.int64(tiles.WORDS))
             place = [T.truncdiv(k, T.int64(tiles.ROW_BYTES)), word]
             for digit in range(DIGITS):
