@@ -32,7 +32,15 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import BlockLinearOp, KvScatterOp, LinearOp, Op, float32_products_of
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    BlockLinearOp,
+    KvScatterOp,
+    LinearOp,
+    Op,
+    QuantiseRowsOp,
+    float32_products_of,
+)
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
 from mhsa_compile.spec.float32_products import Float32Request
@@ -124,7 +132,16 @@ def _choose(op: Op, profile: TargetProfile, shelf: RecordSet) -> _Chosen | str:
         return _Chosen(op, choice, choice.kernel.emit(op, profile, choice.config))
     if plain_form(op) is not None:
         return "; ".join(reasons) or "no kernel is made for it"
-    raise ModelError(op.summary(), f"a {op.kind} that a kernel can do", "; ".join(reasons) or "no kernel")
+    hint = "kv_cache=True stores keys and values as activations are, on every target." if _of_stored_keys(op) else ""
+    raise ModelError(op.summary(), f"a {op.kind} that a kernel can do", "; ".join(reasons) or "no kernel", hint)
+
+
+def _of_stored_keys(op: Op) -> bool:
+    """Whether an operation is there because a cache has another dtype than activations."""
+    attention = getattr(op, "attention", op)
+    if isinstance(attention, AttentionOp):
+        return attention.kv_dtype is not None
+    return isinstance(op, QuantiseRowsOp) or (isinstance(op, KvScatterOp) and op.rounds)
 
 
 def _report(name: str, resolution: Resolution, outcome: _Chosen | str) -> OpReport:

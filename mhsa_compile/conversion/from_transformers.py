@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +35,7 @@ def from_transformers(
     layer: nn.Module,
     *,
     mask: str | None = None,
-    kv_cache: bool = False,
+    kv_cache: bool | Mapping[str, str] = False,
     max_length: int | None = None,
     window: Sequence[int] | None = None,
     outputs: Sequence[str] = ("y",),
@@ -45,7 +45,7 @@ def from_transformers(
     layer        the attention module of BERT, GPT-2, ViT, T5, Whisper, Llama, Gemma 2, ...: what projects its input,
                  and what comes out of its heads. What follows the output projection (residual, norm) stays outside
     mask         what calls take as `mask=`: see AttentionSpec. T5's bias by distance is such a mask: "additive"
-    kv_cache     whether calls write into a cache
+    kv_cache     whether calls write into a cache, or how it stores keys and values, as in AttentionSpec
     max_length   positions of rotary tables; by default the config's max_position_embeddings
     window       (left, right), of a layer that does not say it itself
     outputs      what a call returns: see AttentionSpec
@@ -101,7 +101,7 @@ def from_bert(
 def from_llama(
     layer: nn.Module,
     *,
-    kv_cache: bool = False,
+    kv_cache: bool | Mapping[str, str] = False,
     max_length: int | None = None,
     window: tuple[int, int] | None = None,
     outputs: Sequence[str] = ("y",),

@@ -18,6 +18,7 @@ from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
 from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
 from mhsa_compile.kernels.cpu.products.skinny import CpuSkinnyProductKernel
 from mhsa_compile.kernels.cpu.quantise import CpuQuantiseKernel
+from mhsa_compile.kernels.cpu.quantise_rows import CpuQuantiseRowsKernel
 from mhsa_compile.kernels.cpu.recurrence import CpuRecurrenceKernel
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
@@ -46,6 +47,7 @@ AnyKernel = (
     | Kernel[ops.SoftmaxStatsOp]
     | Kernel[ops.AttentionProbsOp]
     | Kernel[ops.RotaryOp]
+    | Kernel[ops.QuantiseRowsOp]
     | Kernel[ops.KvScatterOp]
     | Kernel[ops.KvConcatOp]
 )
@@ -74,6 +76,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         CpuSoftmaxStatsKernel(),
         CpuAttentionProbsKernel(),
         CpuRotaryKernel(),
+        CpuQuantiseRowsKernel(),
         CpuKvScatterKernel(),
         CpuKvConcatKernel(),
     ),

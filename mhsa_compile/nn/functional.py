@@ -169,7 +169,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def written(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
-    """A copy of `cache` (B, G, C, E) that holds rows (B, G, L, E) from position first[b] on; first int64 (B,).
+    """A copy of `cache` (B, G, C, E) that holds rows (B, G, L, E), in its dtype, from position first[b] on; first int64
+    (B,). Rows of float64, in which what is meant is computed, stay what they are.
 
     Raises InputError where they do not fit.
     """
@@ -177,8 +178,28 @@ def written(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
     if bool((first < 0).any()) or bool((first + L > capacity).any()):
         expected = f"0 to {capacity - L}, which leaves room for {L} more positions of {capacity}"
         raise InputError("length", expected, str(first.tolist()), "Make the caches larger.")
+    cache = cache.to(rows.dtype) if rows.dtype == torch.float64 else cache
     place = first.view(-1, 1, 1, 1) + torch.arange(L, device=rows.device).view(1, 1, L, 1)
-    return cache.scatter(2, place.expand_as(rows), rows)
+    return cache.scatter(2, place.expand_as(rows), rows.to(cache.dtype))
+
+
+SMALLEST_ROW = 1e-30
+"""Rows of int8 that are smaller everywhere count as zero: their step would have no reciprocal."""
+
+
+def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(the last axis of `rows` in int8, 127 steps its largest magnitude; the steps, float32). In float64, in which what
+    is meant is computed, nothing is rounded."""
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    largest = wide.abs().amax(-1)
+    factor = torch.where(largest < SMALLEST_ROW, 0.0, 127 / largest)
+    numbers = wide * factor.unsqueeze(-1)
+    return numbers if rows.dtype == torch.float64 else torch.round(numbers).to(torch.int8), largest / 127
+
+
+def dequantised_rows(q: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows that `quantised_rows` stored."""
+    return (q.to(steps.dtype) * steps.unsqueeze(-1)).to(dtype)
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -10,6 +10,7 @@ Notation: B batch, L query length, S key length, D embed, H heads, G key/value h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
@@ -20,17 +21,56 @@ from torch import Tensor, nn
 from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.files.room import require_memory
 from mhsa_compile.nn import onnx_symbolic
-from mhsa_compile.nn.functional import attention, rotate, to_numpy, written
+from mhsa_compile.nn.functional import attention, dequantised_rows, quantised_rows, rotate, to_numpy, written
 from mhsa_compile.nn.score_features import FEATURES, FeatureTensors
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
 from mhsa_compile.spec.picture import picture_of
 from mhsa_compile.spec.position_encoding import Rope
 
-_Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
 _OutputTensors = dict[str, Tensor]  # by the names of `outputs.array_names`
-_Result = tuple[Tensor, _OutputTensors, tuple[Tensor, Tensor] | None]
+_Result = tuple[Tensor, _OutputTensors, tuple[Tensor, ...]]
 """y, what else is wanted, and the caches as they are now."""
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What a call with a cache is given: keys and values, with scales for their rows where these are int8; how many of
+    them are valid."""
+
+    arrays: tuple[Tensor, ...]
+    length: Tensor
+
+    def written(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Keys and values with those of a call behind them, as attention reads them, and the cache as it is then."""
+        if len(self.arrays) == 2:
+            present = [written(past, rows, self.length) for past, rows in zip(self.arrays, (k, v), strict=True)]
+            return present[0].to(k.dtype), present[1].to(v.dtype), tuple(present)
+        (key, key_steps), (value, value_steps) = quantised_rows(k), quantised_rows(v)
+        past = [*self.arrays[:2], *(steps.unsqueeze(-1) for steps in self.arrays[2:])]
+        new = key, value, key_steps.unsqueeze(-1), value_steps.unsqueeze(-1)
+        key, value, *steps = (written(one, rows, self.length) for one, rows in zip(past, new, strict=True))
+        key_steps, value_steps = (one.squeeze(-1) for one in steps)
+        wide = dequantised_rows(key, key_steps, k.dtype), dequantised_rows(value, value_steps, v.dtype)
+        return *wide, (key, value, key_steps, value_steps)
+
+    def written_in_operators(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The same as ONNX operators."""
+        rows = (k, v)
+        if len(self.arrays) == 2:
+            pairs = zip(self.arrays, rows, strict=True)
+            present = [
+                onnx_symbolic.scatter_node(past, onnx_symbolic.cast(new, past.dtype), self.length)
+                for past, new in pairs
+            ]
+            wide = [onnx_symbolic.cast(one, k.dtype) for one in present]
+            return wide[0], wide[1], tuple(present)
+        quantised = [onnx_symbolic.quantised_rows(new) for new in rows]
+        new_arrays = (*(q for q, _ in quantised), *(steps for _, steps in quantised))
+        pairs = zip(self.arrays, new_arrays, strict=True)
+        key, value, *steps = (onnx_symbolic.scatter_node(past, new, self.length) for past, new in pairs)
+        wide = [onnx_symbolic.dequantised_rows(q, own, k.dtype) for q, own in zip((key, value), steps, strict=True)]
+        return wide[0], wide[1], (key, value, *steps)
 
 
 class _AttentionModule(nn.Module):
@@ -145,6 +185,8 @@ class MultiHeadAttention(_AttentionModule):
         past_key: Tensor | None = None,
         past_value: Tensor | None = None,
         length: Tensor | None = None,
+        past_key_scale: Tensor | None = None,
+        past_value_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """`context` goes with cross-attention, `mask` with `spec.mask`. Raises InputError.
 
@@ -152,14 +194,17 @@ class MultiHeadAttention(_AttentionModule):
 
         With `spec.kv_cache`: past_key (B, G, C, E) and past_value (B, G, C, F), whose first `length` positions, int64
         (B,), are valid -> y (and other outputs), present_key, present_value, which hold the keys and values of x
-        behind them.
+        behind them. In a cache of int8 each row has a step: past_key_scale and past_value_scale (B, G, C) float32 ->
+        present_key_scale, present_value_scale.
         """
         source = _source(self.spec, x, context)
-        cache = _checked_cache(self.spec, x, past_key, past_value, length)
+        past = {"past_key": past_key, "past_value": past_value}
+        past |= {"past_key_scale": past_key_scale, "past_value_scale": past_value_scale}
+        cache = _checked_cache(self.spec, x, past, length)
         return self._attend(x, source, source, mask, cache)
 
     def _attend(
-        self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: _Cache
+        self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: _Past | None
     ) -> Tensor | tuple[Tensor, ...]:
         """What queries of x (B, L, D) get from keys and values of (B, S, ...), after all checks of them."""
         q, k, v = self.q_proj(x), self.k_proj(keys), self.v_proj(values)
@@ -168,7 +213,7 @@ class MultiHeadAttention(_AttentionModule):
         y, arrays, present = result
         return _results(self.spec, {**arrays, "y": self.out_proj(y)}, present)
 
-    def _eagerly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
+    def _eagerly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Past | None) -> _Result:
         spec = self.spec
         q = _heads(q, spec.num_heads, spec.head_dim)
         k = _heads(k, spec.num_kv_heads, spec.head_dim)
@@ -177,23 +222,25 @@ class MultiHeadAttention(_AttentionModule):
         if spec.rope is not None:
             positions = torch.arange(L, device=q.device)
             if cache is not None:
-                positions = cache[2].unsqueeze(1) + positions
+                positions = cache.length.unsqueeze(1) + positions
             _check_positions(spec.rope, positions)
             cos, sin = (table[positions].unsqueeze(-3) for table in (self.rope_cos, self.rope_sin))
             q, k = (rotate(rows, cos, sin, spec.rope.interleaved) for rows in (q, k))
-        lengths = None
+        lengths: Tensor | None = None
+        present: tuple[Tensor, ...] = ()
         if cache is not None:
-            past_key, past_value, length = cache
-            k, v = written(past_key, k, length), written(past_value, v, length)
-            lengths = length + L
+            k, v, present = cache.written(k, v)
+            lengths = cache.length + L
         y, arrays = attention(spec, q, k, v, mask, self.feature_tensors, lengths=lengths, dropout=self._dropout_now)
-        return y.transpose(1, 2).flatten(2), {**arrays, "heads": y}, None if cache is None else (k, v)
+        return y.transpose(1, 2).flatten(2), {**arrays, "heads": y}, present
 
-    def _in_operators(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
+    def _in_operators(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Past | None
+    ) -> _Result:
         """The attention as ONNX operators; `x` is what the sizes are read from."""
         spec = self.spec
         if cache is not None or spec.rope is not None:
-            positions, lengths = onnx_symbolic.places(x, None if cache is None else cache[2])
+            positions, lengths = onnx_symbolic.places(x, None if cache is None else cache.length)
         if spec.rope is not None:
             tables = self.rope_cos, self.rope_sin
             q = onnx_symbolic.rotary_node(spec.rope, q, spec.num_heads, *tables, positions)
@@ -203,13 +250,12 @@ class MultiHeadAttention(_AttentionModule):
             y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, tensors, free_lengths=free)
             if "heads" in spec.outputs:
                 arrays["heads"] = onnx_symbolic.split_heads(y, spec.num_heads)
-            return y, arrays, None
-        past_key, past_value, first = cache
-        k = onnx_symbolic.scatter_node(past_key, onnx_symbolic.split_heads(k, spec.num_kv_heads), first)
-        v = onnx_symbolic.scatter_node(past_value, onnx_symbolic.split_heads(v, spec.num_kv_heads), first)
+            return y, arrays, ()
+        k, v = (onnx_symbolic.split_heads(rows, spec.num_kv_heads) for rows in (k, v))
+        k, v, present = cache.written_in_operators(k, v)
         q = onnx_symbolic.split_heads(q, spec.num_heads)
         y, arrays = onnx_symbolic.attention_node(spec, q, k, v, None, self.feature_tensors, lengths=lengths)
-        return onnx_symbolic.join_heads(y), {**arrays, "heads": y}, (k, v)
+        return onnx_symbolic.join_heads(y), {**arrays, "heads": y}, present
 
 
 class QueryKeyValueAttention(MultiHeadAttention):
@@ -270,14 +316,12 @@ class ScaledDotProductAttention(_AttentionModule):
             y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, self.feature_tensors, free_lengths=True)
         else:
             y, arrays = attention(spec, q, k, v, mask, self.feature_tensors, dropout=self._dropout_now)
-        return _results(spec, {**arrays, "y": y}, None)
+        return _results(spec, {**arrays, "y": y}, ())
 
 
-def _results(
-    spec: AttentionSpec, arrays: _OutputTensors, present: tuple[Tensor, Tensor] | None
-) -> Tensor | tuple[Tensor, ...]:
+def _results(spec: AttentionSpec, arrays: _OutputTensors, present: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     """What `spec.outputs` asks for, then the caches; a single one by itself."""
-    results = (*(arrays[name] for name in array_names(spec.outputs)), *(present or ()))
+    results = (*(arrays[name] for name in array_names(spec.outputs)), *present)
     return results[0] if len(results) == 1 else results
 
 
@@ -318,24 +362,31 @@ def _check_rows(name: str, length: str, width: int, rows: Tensor) -> None:
 
 
 def _checked_cache(
-    spec: AttentionSpec, x: Tensor, past_key: Tensor | None, past_value: Tensor | None, length: Tensor | None
-) -> _Cache:
-    inputs = {"past_key": past_key, "past_value": past_value, "length": length}
-    if not spec.kv_cache:
-        for name, value in inputs.items():
-            if value is not None:
-                raise InputError(name, "None", "a tensor", "Set kv_cache=True in the spec.")
+    spec: AttentionSpec, x: Tensor, past: dict[str, Tensor | None], length: Tensor | None
+) -> _Past | None:
+    needed = [f"past_{name}" for name in spec.cache_arrays]
+    for name, value in past.items() | {"length": length}.items():
+        if value is not None and name not in (*needed, "length" if needed else ""):
+            hint = 'It belongs to kv_cache={"dtype": "int8"}.' if needed else "Set kv_cache=True in the spec."
+            raise InputError(name, "None", "a tensor", hint)
+    if not needed:
         return None
-    if past_key is None or past_value is None or length is None:
-        name = next(name for name, value in inputs.items() if value is None)
+    arrays = {name: tensor for name in needed if (tensor := past[name]) is not None}
+    if length is None or len(arrays) < len(needed):
+        name = next((name for name in needed if name not in arrays), "length")
         raise InputError(name, "a tensor: the spec has kv_cache", "None")
-    B, G = x.shape[0], spec.num_kv_heads
-    for name, cache, width in (("past_key", past_key, spec.head_dim), ("past_value", past_value, spec.v_head_dim)):
-        if cache.shape != (B, G, past_key.shape[-2], width):
-            raise InputError(name, f"shape (B, G, C, {width}), B = {B} and G = {G}", str(tuple(cache.shape)))
+    B, G, C = x.shape[0], spec.num_kv_heads, arrays["past_key"].shape[2:3]
+    for name, cache in arrays.items():
+        widths = () if name.endswith("scale") else (spec.head_dim if "key" in name else spec.v_head_dim,)
+        dtype = "float32" if name.endswith("scale") else spec.cache_dtype
+        if cache.shape != (B, G, *C, *widths):
+            shape = ", ".join(map(str, ("B", "G", "C", *widths)))
+            raise InputError(name, f"shape ({shape}), B = {B} and G = {G}", str(tuple(cache.shape)))
+        if cache.dtype != getattr(torch, dtype) and x.dtype != torch.float64:
+            raise InputError(name, dtype, str(cache.dtype).removeprefix("torch."))
     if length.shape != (B,) or length.dtype != torch.int64:
         raise InputError("length", f"int64 of shape (B,) = ({B},)", f"{length.dtype} of {tuple(length.shape)}")
-    return past_key, past_value, length
+    return _Past(tuple(arrays.values()), length)
 
 
 def _probability(dropout: object) -> float:

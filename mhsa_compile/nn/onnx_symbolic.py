@@ -117,6 +117,31 @@ def scatter_node(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
     return symbolic("TensorScatter", inputs, {"axis": 2}, dtype=cache.dtype, shape=cache.shape, version=24)
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast, where x is of another dtype."""
+    if x.dtype == dtype:
+        return x
+    attrs: dict[str, Any] = {"to": _CODES[dtype]}
+    return symbolic("Cast", (x,), attrs, dtype=dtype, shape=x.shape, version=23)
+
+
+_CODES = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
+"""ONNX's numbers of dtypes."""
+
+
+def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """mhsa.QuantizeRows: rows (B, G, L, E) in int8, and their steps (B, G, L) float32."""
+    dtypes, shapes = [torch.int8, torch.float32], [rows.shape, rows.shape[:-1]]
+    q, steps = symbolic_multi_out(f"{DOMAIN}::QuantizeRows", (rows,), dtypes=dtypes, shapes=shapes, version=1)
+    return q, steps
+
+
+def dequantised_rows(q: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """mhsa.DequantizeRows: what `quantised_rows` stored."""
+    attrs: dict[str, Any] = {"to": _CODES[dtype]}
+    return symbolic(f"{DOMAIN}::DequantizeRows", (q, steps), attrs, dtype=dtype, shape=q.shape, version=1)
+
+
 def split_heads(rows: Tensor, heads: int) -> Tensor:
     """(B, L, heads * E) -> (B, heads, L, E)."""
     B, L, width = rows.shape

@@ -23,7 +23,9 @@ from mhsa_compile.runtime.cuda_arguments import torch_of_cuda
 class KVCache:
     """The keys and values of one layer, for one batch; `attention(x, cache=cache)` writes behind its length.
 
-    key, value   (B, G, C, E) and (B, G, C, F), NumPy, of the spec's dtype; what lies behind the length means nothing
+    key, value   (B, G, C, E) and (B, G, C, F), NumPy, of `dtype`; what lies behind the length means nothing
+    scales       of int8: those of the rows of key and of value, (B, G, C) float32 each; none of other dtypes
+    dtype        that of the spec, or what its kv_cache says instead
     length       int64 (B,): how many positions of each sequence are valid
     device       where keys and values lie: "cpu"
 
@@ -33,12 +35,15 @@ class KVCache:
     device = "cpu"
     key: Any
     value: Any
+    scales: tuple[Any, ...]
 
     def __init__(self, spec: Mapping[str, Any], batch: int, capacity: int) -> None:
         self.spec = dict(spec)
+        self.dtype = dtype_of_cache(spec)
         shape = (batch, spec["num_kv_heads"], capacity)
-        self.key = self._zeros((*shape, spec["head_dim"]), spec["dtype"])
-        self.value = self._zeros((*shape, spec["v_head_dim"]), spec["dtype"])
+        self.key = self._zeros((*shape, spec["head_dim"]), self.dtype)
+        self.value = self._zeros((*shape, spec["v_head_dim"]), self.dtype)
+        self.scales = tuple(self._zeros(shape, "float32") for _ in range(2 if self.dtype == "int8" else 0))
         self._length = np.zeros(batch, np.int64)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -46,7 +51,13 @@ class KVCache:
 
     def inputs(self) -> dict[str, Any]:
         """What a call takes of the cache, by the names of its inputs."""
-        return {"past_key": self.key, "past_value": self.value, "length": self.length}
+        names = ("past_key", "past_value", "past_key_scale", "past_value_scale")
+        return {**dict(zip(names, (self.key, self.value, *self.scales), strict=False)), "length": self.length}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its arrays take."""
+        return sum(int(array.nbytes) for array in (self.key, self.value, *self.scales))
 
     @property
     def batch(self) -> int:
@@ -84,7 +95,7 @@ class KVCache:
         self._length += count
 
     def __repr__(self) -> str:
-        fields = f"batch={self.batch}, capacity={self.capacity}, length={self._length.tolist()}, {self.spec['dtype']}"
+        fields = f"batch={self.batch}, capacity={self.capacity}, length={self._length.tolist()}, {self.dtype}"
         return f"<KVCache {fields}{'' if self.device == 'cpu' else f', {self.device}'}>"
 
 
@@ -149,9 +160,16 @@ def new_cache(manifest: Manifest, batch: int | None, capacity: int | None, devic
         raise InputError("capacity", expected, str(sizes["capacity"]), "Raise max_length, and compile again.")
     if device != "cpu":
         return DeviceKVCache(spec, **sizes, device=device)
-    elements = math.prod(sizes.values()) * spec["num_kv_heads"] * (spec["head_dim"] + spec["v_head_dim"])
-    require_memory("cache", elements * np.dtype(spec["dtype"]).itemsize)
+    dtype = dtype_of_cache(spec)
+    row = (spec["head_dim"] + spec["v_head_dim"]) * np.dtype(dtype).itemsize + (8 if dtype == "int8" else 0)
+    require_memory("cache", math.prod(sizes.values()) * spec["num_kv_heads"] * row)
     return KVCache(spec, **sizes)
+
+
+def dtype_of_cache(spec: Mapping[str, Any]) -> str:
+    """What a cache for a spec, as plain values, stores keys and values as."""
+    stored = spec["kv_cache"]
+    return str(stored["dtype"] if isinstance(stored, Mapping) else spec["dtype"])
 
 
 def cached_spec(manifest: Manifest) -> Mapping[str, Any]:

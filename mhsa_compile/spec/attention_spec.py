@@ -15,6 +15,13 @@ import msgspec
 from mhsa_compile.errors import SpecError, did_you_mean
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.input_files import require_unique_keys
+from mhsa_compile.spec.cache_format import (
+    CACHE_DTYPES,
+    CacheFormat,
+    checked_kv_cache,
+    parse_kv_cache,
+    resolved_kv_cache,
+)
 from mhsa_compile.spec.checks import (
     ALIGNMENTS,
     DTYPES,
@@ -114,7 +121,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     sinks                   whether each head has one more score, learned, that every query sees, of no value: a
                             parameter `sinks` (H,)
     kv_cache                whether keys and values go into a cache of a fixed capacity, and queries see those of all
-                            calls before: query i of a call stands behind the cache's length. Needs causality
+                            calls before: query i of a call stands behind the cache's length. Needs causality. True
+                            stores them as activations are; {"dtype": "int8"}, a CacheFormat, in fewer bits
     outputs                 what a call returns, in this order: "y", and, as `mhsa_compile.spec.outputs` says, "lse",
                             "entropy", "top_k:5", "weights", "weights:heads=0,3,rows=0,-1", "heads". Only "weights"
                             takes L x S memory
@@ -195,7 +203,11 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         Note("One more learned score for each head, of no value.",
              row="scores", words="a sink for each head", turn=1, parameters="num_heads"),
     ] = False
-    kv_cache: Annotated[bool, Note("Keys and values go into a cache; needs --causal true.")] = False
+    kv_cache: Annotated[
+        bool | CacheFormat,
+        Note("Keys and values go into a cache, as they are or in another dtype; needs --causal true.",
+             ("true", *CACHE_DTYPES), parse_kv_cache, checked_kv_cache),
+    ] = False
     outputs: Annotated[tuple[str, ...], Note(_OUTPUTS, parse=split_words)] = ("y",)
     # fmt: on
 
@@ -225,7 +237,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             rope: Rope | Mapping[str, Any] | bool | None = None,
             alibi: bool = False,
             sinks: bool = False,
-            kv_cache: bool = False,
+            kv_cache: bool | CacheFormat | Mapping[str, str] = False,
             outputs: Sequence[str] = ("y",),
         ) -> None: ...
 
@@ -244,6 +256,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
                 self._set(name, field.check(name, value))
         check_dtype(self.dtype)
         check_choice("mask", self.mask, tuple(MASKS))
+        self._set("kv_cache", resolved_kv_cache(self.kv_cache, self.dtype))
         self._resolve_heads()
         self._set("outputs", checked_outputs(self.outputs, self.num_heads))
         self._resolve_causal()
@@ -302,6 +315,18 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         self._set("head_dim", head_dim)
         if self.v_head_dim is None:
             self._set("v_head_dim", head_dim)
+
+    @property
+    def cache_dtype(self) -> str:
+        """What a cache stores keys and values as."""
+        return self.kv_cache.dtype if isinstance(self.kv_cache, CacheFormat) else self.dtype
+
+    @property
+    def cache_arrays(self) -> tuple[str, ...]:
+        """What a cache consists of, by the names that inputs and outputs begin past_ and present_ with."""
+        if not self.kv_cache:
+            return ()
+        return ("key", "value", "key_scale", "value_scale") if self.cache_dtype == "int8" else ("key", "value")
 
     @property
     def is_cross(self) -> bool:

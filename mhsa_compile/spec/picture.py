@@ -78,7 +78,8 @@ def _said(spec: AttentionSpec, projections: bool) -> TableRows:
         if words := _words(spec, row):
             yield row, "; ".join(words)
     if spec.kv_cache:
-        yield "cache", "calls write into one, and see those before"
+        stored = "" if spec.cache_dtype == spec.dtype else f", of {spec.cache_dtype}"
+        yield "cache", f"calls write into one{stored}, and see those before"
     if spec.outputs != ("y",):
         yield "returns", ", ".join(spec.outputs)
     if projections:

@@ -153,6 +153,10 @@ def random_array(
     """
     if np.dtype(dtype).kind in "iu" and "mask" in name:
         return np.asarray(rng.random(sizes) < 0.8).astype(dtype)
+    if dtype == "int8" and name in ("past_key", "past_value"):  # of a cache
+        return np.asarray(rng.integers(-127, 128, sizes)).astype(dtype)
+    if name in ("past_key_scale", "past_value_scale"):
+        return np.asarray(rng.uniform(0.5, 4, sizes) / 127).astype(dtype)
     if np.dtype(dtype).kind in "iu":
         low, high = (1, 1 + min(sizes, default=1)) if below is None else (0, below)
         return np.asarray(rng.integers(low, high, sizes)).astype(dtype)

@@ -25,6 +25,7 @@ BATCHES = (2, 5, 7)
 _OWN_AXES = {
     **{"x": "BL.", "context": "BS.", "key": "BS.", "value": "BS.", "q": "B.L.", "k": "B.S.", "v": "B.S."},
     **{"past_key": "B.C.", "past_value": "B.C.", "length": "B", "present_key": "B.C.", "present_value": "B.C."},
+    **{f"{time}_{name}_scale": "B.C" for time in ("past", "present") for name in ("key", "value")},
 }
 """The axes of the tensors of this library's modules, a letter each, a dot for one that is neither a batch nor a length:
 their lengths are known as such when they are fixed, too."""

@@ -166,7 +166,7 @@ def _row(subject: SelfCheckInputs, place: int) -> Cut:
 
 def _steps(subject: SelfCheckInputs, pairs: RunPairs, base: Arrays) -> Iterator[Variant]:
     """A prompt into an empty cache, then one position after the other, each behind what the steps before left there."""
-    cache = {name: base[name] for name in ("past_key", "past_value")}
+    cache = {name: array for name, array in base.items() if name.startswith("past_")}
     first = 0
     while first < subject.longest_prefix:
         last = first + 1 if first else min(PROMPT, subject.longest_prefix)
@@ -183,7 +183,7 @@ def _steps(subject: SelfCheckInputs, pairs: RunPairs, base: Arrays) -> Iterator[
 
         yield Variant(inputs, part, of_base)
         results = dict(zip((info.name for info in pairs.manifest.outputs), pairs.run(inputs), strict=True))
-        cache = {f"past_{kind}": results[f"present_{kind}"] for kind in ("key", "value")}
+        cache = {name: results[name.replace("past", "present")] for name in cache}
         first = last
 
 

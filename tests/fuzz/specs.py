@@ -34,6 +34,9 @@ def verified_cases(draw: st.DrawFn) -> FlowCase:
         spec.pop("v_embed_dim", None)
     if lengths_apart and spec.get("causal") is True:
         spec["causal"] = "bottom_right"
+    if "kv_cache" in spec:
+        formats = ["int8"] if "dtype" in spec else ["int8", "int8", "bfloat16", "float16"]
+        spec["kv_cache"] = draw(st.sampled_from([True, *({"dtype": name} for name in formats)]))
     sized = cached_sizes() if "kv_cache" in spec else call_sizes(spec, "BLS" if lengths_apart else "BL")
     dims, calls = draw(sized)
     int8 = module == "MultiHeadAttention" and draw(st.integers(0, 5)) == 0

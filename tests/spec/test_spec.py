@@ -110,7 +110,13 @@ def test_what_keys_and_values_are_projected_from() -> None:
         ({"rope": YARN | {"truncate": 1}}, "rope.truncate", "true or false"),
         ({"rope": YARN | {"attention_factor": 0}}, "rope.attention_factor", "a positive finite number"),
         ({"rope": True, "kv_embed_dim": 8}, "rope", "self-attention"),
-        ({"kv_cache": 1}, "kv_cache", "true or false"),
+        ({"kv_cache": 1}, "kv_cache", "true, false or a format"),
+        ({"kv_cache": "int8", "causal": True}, "kv_cache", "true, false or a format"),
+        ({"kv_cache": {"bits": 8}, "causal": True}, "kv_cache", "the field dtype alone"),
+        ({"kv_cache": {"dtype": "int4"}, "causal": True}, "kv_cache.dtype", '"int8"'),
+        ({"kv_cache": {"dtype": "int8"}}, "causal", 'True or "bottom_right" with kv_cache'),
+        ({"kv_cache": {"dtype": "float32"}, "causal": True, "dtype": "bfloat16"}, "kv_cache.dtype", "fewer bits: int8"),
+        ({"kv_cache": {"dtype": "bfloat16"}, "causal": True, "dtype": "float16"}, "kv_cache.dtype", "fewer bits: int8"),
         ({"kv_cache": True}, "causal", 'True or "bottom_right" with kv_cache'),
         ({"kv_cache": True, "causal": "top_left"}, "causal", 'True or "bottom_right" with kv_cache'),
         ({"kv_cache": True, "causal": "bottom"}, "causal", '"bottom_right"'),
@@ -252,6 +258,7 @@ POSITIONS = (
     {"rope": YARN | {"truncate": False}},
     {"alibi": True, "sinks": True},
     {"kv_cache": True, "causal": True, "rope": Rope(theta=1e6), "window": (64, 0)},
+    {"kv_cache": {"dtype": "int8"}, "causal": True},
 )
 
 

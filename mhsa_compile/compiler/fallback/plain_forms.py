@@ -137,9 +137,9 @@ _PLAIN_FORMS: dict[type[Op], _PlainForm] = {
     QuantisedLinearOp: _PlainForm(_quantised_linear, takes=lambda op: op.epilogue is None),
     BlockLinearOp: _PlainForm(_block_linear, takes=lambda op: op.epilogue is None),
     QuantiseOp: _PlainForm(_quantise),
-    AttentionOp: _PlainForm(attention.emit),
-    ScoresOp: _PlainForm(attention.emit),
-    AttentionProbsOp: _PlainForm(attention.emit, takes=lambda op: op.whole),
+    AttentionOp: _PlainForm(attention.emit, takes=lambda op: op.kv_dtype is None),
+    ScoresOp: _PlainForm(attention.emit, takes=lambda op: op.attention.kv_dtype is None),
+    AttentionProbsOp: _PlainForm(attention.emit, takes=lambda op: op.whole and op.attention.kv_dtype is None),
 }
 
 

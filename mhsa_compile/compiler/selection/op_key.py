@@ -30,8 +30,9 @@ def bucket(dim: Dim) -> Bucket:
 def key_of(op: Op) -> dict[str, Any] | None:
     """The key of an operation, or None where its kernels have nothing to tune."""
     tunable = _TUNABLE.get(type(op))
-    of_functions = isinstance(op, AttentionOp) and op.any_step("function")
-    return None if tunable is None or of_functions else tunable.key(op)  # nobody draws what functions capture
+    # Nobody draws what functions capture, nor keys and values in another dtype.
+    undrawn = isinstance(op, AttentionOp) and (op.any_step("function") or op.kv_dtype is not None)
+    return None if tunable is None or undrawn else tunable.key(op)
 
 
 def symbols(op: Op) -> frozenset[str]:

@@ -24,10 +24,10 @@ from mhsa_compile.frontend.export.free_dims import Program, cause, freest_model,
 from mhsa_compile.frontend.export.module_calls import TensorModule, flatten, with_own_names
 from mhsa_compile.frontend.export.sdpa_translation import TRANSLATIONS
 from mhsa_compile.frontend.export.signatures import (
-    IN_PLACE,
     ModuleSignature,
     Shape,
     check_lengths,
+    in_place,
     output_names,
     own_signature,
     sizes_within,
@@ -39,6 +39,7 @@ from mhsa_compile.frontend.onnx_graph import add_import, opset_of, reads
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.mhsa_operator import attention_function
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, opset
+from mhsa_compile.nn.row_operators import ROW_OPERATORS, row_function
 from mhsa_compile.nn.score_features import CONSTANT_MASK
 from mhsa_compile.spec.attention_spec import DOMAIN, IN_PLACE_KEY, LIMITS_KEY, SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
@@ -61,7 +62,7 @@ def export(
     (B, S, kv_embed_dim) and value (B, S, v_embed_dim) are in the place of context.
     ScaledDotProductAttention: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F), mask -> y (B, H, L, F).
     With spec.kv_cache: x, past_key (B, G, C, E), past_value (B, G, C, F), length (B,) -> y, present_key, present_value;
-    the caches may be written in place, as the metadata "mhsa.in_place" says.
+    the caches may be written in place, as the metadata "mhsa.in_place" says; of int8 they have scales, (B, G, C) each.
     A mask of kind bool or additive has axes of its own, (mask_B, mask_H, mask_L, mask_S): each is 1 or the full size.
 
     dims            symbol -> size fixes it; None and absent ones stay symbolic
@@ -154,7 +155,7 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
     if limits := sizes_within(module.spec, _places(module, signature)):
         metadata[LIMITS_KEY] = json.dumps(limits)
     if module.spec.kv_cache:
-        metadata[IN_PLACE_KEY] = json.dumps(IN_PLACE)
+        metadata[IN_PLACE_KEY] = json.dumps(in_place(module.spec))
     onnx.helper.set_model_props(model, metadata)
     onnx.checker.check_model(contents_as_inputs(model))
     check_declared(model, _shapes(signature))
@@ -256,9 +257,11 @@ def _lengths(
 
 
 def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
-    """Gives the operator of our domain, if the graph has it, its definition in standard ones."""
+    """Gives the operators of our domain that the graph has their definitions in standard ones."""
+    kinds = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
+    model.functions.extend(row_function(kind, opset_of(model)) for kind in ROW_OPERATORS if kind in kinds)
     for node in model.graph.node:
-        if node.domain == DOMAIN:
+        if node.domain == DOMAIN and node.op_type == "Attention":
             mhsa_operator.put_in_place(node, inside_of(spec.outputs))
             if not mhsa_operator.has_definition(node):
                 continue

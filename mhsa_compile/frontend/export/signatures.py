@@ -22,8 +22,10 @@ ModuleSignature = dict[str, tuple[Shape, torch.dtype]]
 Axis = tuple[str, int]
 """An input and one of its axes."""
 
-IN_PLACE = {"past_key": "present_key", "past_value": "present_value"}
-"""Inputs of a spec with kv_cache, and the outputs that may be written over them."""
+
+def in_place(spec: AttentionSpec) -> dict[str, str]:
+    """Inputs of a spec with kv_cache, and the outputs that may be written over them."""
+    return {f"past_{name}": f"present_{name}" for name in spec.cache_arrays}
 
 
 def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> ModuleSignature:
@@ -39,13 +41,15 @@ def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Mod
             shapes |= {name: ("B", "S", width) for name, width in zip(spec.sources, widths, strict=True)}
         else:
             source_length = "L"
-        if spec.kv_cache:
-            shapes |= {"past_key": ("B", G, "C", E), "past_value": ("B", G, "C", F)}
     else:
         shapes = {"q": ("B", spec.num_heads, "L", E), "k": ("B", G, "S", E), "v": ("B", G, "S", F)}
     signature: ModuleSignature = {name: (shape, dtype) for name, shape in shapes.items()}
     if spec.kv_cache:
+        stored = getattr(torch, spec.cache_dtype)
+        signature |= {"past_key": (("B", G, "C", E), stored), "past_value": (("B", G, "C", F), stored)}
         signature["length"] = (("B",), torch.int64)
+        scales = [f"past_{name}" for name in spec.cache_arrays[2:]]
+        signature |= dict.fromkeys(scales, (("B", G, "C"), torch.float32))
     if spec.masks_keys:
         signature["mask"] = (("B", source_length), torch.bool)
     elif spec.mask is not None:
@@ -101,7 +105,7 @@ def output_names(module: nn.Module) -> list[str] | None:
     """The outputs of a module of this library; None leaves those of any other to the exporter."""
     if not isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
         return None
-    return [*array_names(module.spec.outputs), *(IN_PLACE.values() if module.spec.kv_cache else ())]
+    return [*array_names(module.spec.outputs), *in_place(module.spec).values()]
 
 
 def guess_symbols(examples: Mapping[str, Tensor]) -> dict[Axis, str]:

@@ -13,6 +13,7 @@ import onnx
 from mhsa_compile.frontend.fusion.attention_node import LENGTHS, MASK, AttentionNode
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows
+from mhsa_compile.frontend.fusion.stored_rows import StoredRows, stored_rows
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, metadata_of
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 from mhsa_compile.kernels.scores.order import STEPS
@@ -29,7 +30,9 @@ class AttentionPattern(AttentionNode):
     def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
         super().__init__(graph, node)
         heads = (None,) * 3 if self.heads is None else (self.heads[0], self.heads[1], self.heads[1])
-        self.operands = [self._operand(self.names[role], count) for role, count in zip("QKV", heads, strict=True)]
+        self.stored = self._stored()
+        names = [self.names["Q"], *(stored.name for stored in self.stored)]
+        self.operands = [self._operand(name, count) for name, count in zip(names, heads, strict=True)]
         self.lengths, self.alignment = self._find_lengths()
         self.output, self.output_layout = self._find_output()
         self.pairs = self._constant_pairs()
@@ -52,6 +55,16 @@ class AttentionPattern(AttentionNode):
         the last.
         """
         return self.graph.opset >= 24 and SPEC_KEY not in metadata_of(self.graph.model)
+
+    def _stored(self) -> tuple[StoredRows, StoredRows]:
+        """Where keys and values lie: in a cache of another dtype, where both do and no past comes before them."""
+        own = StoredRows(self.names["K"]), StoredRows(self.names["V"])
+        if self.past or self.heads is not None or "scores" in self.outputs or self.softmax != "float32":
+            return own
+        key, value = (stored_rows(self.graph, rows.name) for rows in own)
+        if key is None or value is None or self.graph.dtype(key.name) != self.graph.dtype(value.name):
+            return own
+        return key, value
 
     def _operand(self, name: str, stated_heads: int | None) -> Operand:
         """Where an operand's heads lie: in the input itself, or before the Reshape and Transpose that split them."""
@@ -182,7 +195,8 @@ class AttentionPattern(AttentionNode):
         q, k, v = self.operands
         past_key, past_value = self.past or ("", "")
         roles = {role: names for role, names in self._step_tensors().items() if any(names)}
-        others = (*(name for names in roles.values() for name in names), past_key, past_value)
+        key_scale, value_scale = (stored.scales for stored in self.stored)
+        others = (*(name for names in roles.values() for name in names), past_key, past_value, key_scale, value_scale)
         names = dict.fromkeys((q.source, k.source, v.source, *filter(None, others)))
         inputs = {name: number for number, name in enumerate(names)}
         outputs = {**self.outputs, "y": self.output}
@@ -208,6 +222,8 @@ class AttentionPattern(AttentionNode):
             roles={role: tuple(inputs[name] for name in names) for role, names in roles.items()},
             past_key=inputs.get(past_key),
             past_value=inputs.get(past_value),
+            key_scale=inputs.get(key_scale),
+            value_scale=inputs.get(value_scale),
             scale=self.scale,
             pairs=self.pairs,
         )

@@ -7,8 +7,10 @@
   one input whose outputs only the nodes below read become one, side by side.
 - A MatMulInteger with a constant weight, and what makes floats of its sums, become a linear of bytes likewise, and a
   MatMulNBits one of blocks.
-- An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
-  the Reshape and Transpose around its 4-D form disappear.
+- An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they
+  lie: the Reshape and Transpose around its 4-D form disappear.
+- What makes floats of a cache that is stored in another dtype goes into the attention, and what rounds rows on their
+  way into it, into the scatter.
 - The shape arithmetic that nobody needs any more disappears.
 
 Everything else stays as it is. What an Attention asks for and no kernel here can do is refused with its reason.
@@ -34,6 +36,7 @@ from mhsa_compile.frontend.fusion.quantised_pattern import find_quantised_linear
 from mhsa_compile.frontend.fusion.rotary_pattern import RotaryPattern
 from mhsa_compile.frontend.fusion.row_products import as_row_products
 from mhsa_compile.frontend.fusion.scatter_pattern import ScatterPattern, in_place
+from mhsa_compile.frontend.fusion.stored_rows import QuantizeRowsPattern
 from mhsa_compile.frontend.onnx_graph import (
     GraphView,
     add_import,
@@ -43,12 +46,14 @@ from mhsa_compile.frontend.onnx_graph import (
     live_nodes,
     replace,
 )
+from mhsa_compile.nn.row_operators import QUANTIZE
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {
     "Attention": AttentionPattern,
     "RotaryEmbedding": RotaryPattern,
     "TensorScatter": ScatterPattern,
+    QUANTIZE: QuantizeRowsPattern,
 }
 
 

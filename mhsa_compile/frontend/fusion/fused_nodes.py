@@ -148,6 +148,16 @@ class FusedRotary(FusedNode):
 
 
 @dataclass(frozen=True)
+class FusedQuantiseRows(FusedNode):
+    """QuantiseRowsOp. Input: x."""
+
+    op_type = "MhsaQuantiseRows"
+    x: HeadLayout
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class FusedScatter(FusedNode):
     """KvScatterOp, which says what the fields mean. Inputs: cache, update, then the indices, if there are any."""
 
@@ -174,6 +184,7 @@ class FusedAttention(FusedNode):
     words               the attributes that steps of scores are read from
     roles               the numbers of the inputs of these steps
     past_key, _value    the numbers of these inputs; None of those that are not there
+    key_scale, _value_  the numbers of the scales of rows of keys and values, where they have any
     scale               None is 1 / sqrt(E)
     pairs               those that are known now, bool (1 or H, L, S)
     """
@@ -200,5 +211,7 @@ class FusedAttention(FusedNode):
     roles: dict[str, tuple[int, ...]]
     past_key: int | None = None
     past_value: int | None = None
+    key_scale: int | None = None
+    value_scale: int | None = None
     scale: float | None = None
     pairs: np.ndarray[Any, Any] | None = None

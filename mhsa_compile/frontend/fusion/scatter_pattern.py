@@ -16,9 +16,10 @@ import onnx
 from mhsa_compile.errors import ModelError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.fusion.fused_nodes import FusedScatter
-from mhsa_compile.frontend.fusion.head_layout import NodePattern, Operand, contradict
+from mhsa_compile.frontend.fusion.head_layout import NodePattern, Operand, contradict, split_rows
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, metadata_of
 from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
+from mhsa_compile.spec.checks import DTYPES
 
 
 class ScatterPattern(NodePattern):
@@ -30,6 +31,7 @@ class ScatterPattern(NodePattern):
         self.circular = self._is_circular()
         self.axis = self._check_shapes()
         self._check_dtypes()
+        self.rows = self._unrounded()
         self.operand = self._rows()
         self.operands = [] if self.operand is None else [self.operand]
         self.in_place = in_place(graph).get(self.cache) == node.output[0]
@@ -72,10 +74,25 @@ class ScatterPattern(NodePattern):
 
     def _rows(self) -> Operand | None:
         """The rows that the update is a view of, where it is one; None where it lies by itself, as the cache does."""
-        shape = self.graph.dims(self.update)
+        shape = self.graph.dims(self.rows)
         if len(shape) == 3 and self.axis == 1 and isinstance(shape[2], int):
-            return Operand(self.update, "rows", 1, shape[2], width=shape[2])
-        return self.split_rows(self.update) if self.axis == 2 else None
+            return Operand(self.rows, "rows", 1, shape[2], width=shape[2])
+        if self.axis != 2:
+            return None
+        split = split_rows(self.graph, self.rows, [self.node, *self.absorbed])
+        self.absorbed += [] if split is None else split[1]
+        return None if split is None else split[0]
+
+    def _unrounded(self) -> str:
+        """The update before a Cast that rounds it for this cache alone."""
+        rounding = self.graph.producer(self.update, "Cast")
+        alone = rounding is not None and self.graph.consumers(self.update) == [self.node]
+        if rounding is None or not alone or self.update in self.graph.outputs:
+            return str(self.update)
+        if not {self.graph.dtype(self.update), self.graph.dtype(rounding.input[0])} <= set(DTYPES):
+            return str(self.update)
+        self.absorbed.append(rounding)
+        return str(rounding.input[0])
 
     def fused_node(self) -> onnx.NodeProto:
         rows = self.operand
@@ -87,7 +104,7 @@ class ScatterPattern(NodePattern):
             indices_name=self.spoken(self.indices, "write_indices"),
             update_name=self.spoken(self.update, "update"),
         )
-        inputs = [self.cache, self.update if rows is None else rows.source, *([self.indices] if self.indices else [])]
+        inputs = [self.cache, self.rows if rows is None else rows.source, *([self.indices] if self.indices else [])]
         return fused.to_node(self.node, inputs, self.node.output)
 
 

@@ -18,6 +18,7 @@ from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.frontend.reading.operands import check_dtypes, check_sizes
 from mhsa_compile.frontend.reading.row import ANY, Row
 from mhsa_compile.frontend.reading.standard import LAST, PREVIEW, PREVIEW_VERSION, PREVIEWED, STANDARD
+from mhsa_compile.nn.row_operators import ROW_OPERATORS
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 TABLE: dict[tuple[str, str], Row] = {
@@ -26,6 +27,7 @@ TABLE: dict[tuple[str, str], Row] = {
 }
 """(domain, operator) -> what is understood of it. A domain is part of a name: a vendor's "Softmax" is not ONNX's."""
 
+OWN_OPERATORS = ("Attention", *ROW_OPERATORS)
 _DOMAINS = ("", microsoft.DOMAIN, DOMAIN)
 _VALUES = ("extrapolation_value", "mask_filter_value", "max", "min", "value", "value_float", "value_floats")
 """Attributes that are values of tensors, or bounds of them: those may be infinite."""
@@ -43,7 +45,7 @@ def check_domains(model: onnx.ModelProto) -> None:
     """
     functions = {(function.domain, function.name) for function in model.functions}
     for node in all_nodes(model.graph):
-        is_supported = node.domain in _DOMAINS and (node.domain != DOMAIN or node.op_type == "Attention")
+        is_supported = node.domain in _DOMAINS and (node.domain != DOMAIN or node.op_type in OWN_OPERATORS)
         is_supported |= node.domain == PREVIEW and node.op_type in PREVIEWED
         if not is_supported and (node.domain, node.op_type) not in functions:
             expected = "an operator of ONNX's or ONNX Runtime's"

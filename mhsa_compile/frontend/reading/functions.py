@@ -18,10 +18,12 @@ from mhsa_compile.frontend.detach_weights import light, whole
 from mhsa_compile.frontend.onnx_graph import branches, inner_nodes, is_standard, opset_of, replace, title
 from mhsa_compile.frontend.reading.microsoft import DOMAIN as MICROSOFTS
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
+from mhsa_compile.nn.row_operators import ROW_OPERATORS
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 _OWN = (DOMAIN, "Attention")
-"""Ours stays one node, as its kernels know it; its definition tells other tools what it computes."""
+"""Ours stays one node, as its kernels know it; its definition tells other tools what it computes. So do those of rows
+in eight bits."""
 
 Functions = dict[tuple[str, str, str], onnx.FunctionProto]
 
@@ -68,7 +70,10 @@ def _key(of: onnx.FunctionProto | onnx.NodeProto) -> tuple[str, str, str]:
 
 
 def _is_own(function: onnx.FunctionProto) -> bool:
-    """Whether a function is a definition of mhsa.Attention, all of which are standard attention with more around it."""
+    """Whether a function is a definition of mhsa.Attention, all of which are standard attention with more around it, or
+    of rows in eight bits."""
+    if function.domain == DOMAIN and function.name in ROW_OPERATORS:
+        return True
     return (function.domain, function.name) == _OWN and any(is_standard(node, "Attention") for node in function.node)
 
 

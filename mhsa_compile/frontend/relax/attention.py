@@ -153,7 +153,9 @@ class AttentionImport:
         """The operation; what it takes besides Q, K and V joins `inputs`."""
         fused, dim = self.fused, self.context.dim
         steps = self._steps(full)
+        inputs += [self.inputs[n] for n in (fused.key_scale, fused.value_scale) if n is not None]
         inputs += [value for _, values in steps for value in values]
+        dtype, stored = (str(self.operands[role].ty.dtype) for role in "qk")
         return AttentionOp(
             batch=dim(full[0]),
             q_length=dim(full[2]),
@@ -167,7 +169,8 @@ class AttentionImport:
             key=self.places["k"],
             value=self.places["v"],
             output=HeadLayout(0, fused.output_layout, fused.num_heads * fused.v_head_dim),
-            dtype=str(self.operands["q"].ty.dtype),  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+            kv_dtype=None if stored == dtype else stored,  # type: ignore[arg-type]
             scores=tuple(step for step, _ in steps),
             softmax=fused.softmax,
         )

@@ -30,6 +30,7 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedLinear,
     FusedPatches,
     FusedQuantisedLinear,
+    FusedQuantiseRows,
     FusedRotary,
     FusedScatter,
 )
@@ -52,9 +53,19 @@ from mhsa_compile.frontend.relax.sizes.folding import fold_sizes
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
 from mhsa_compile.frontend.relax.values import dims
-from mhsa_compile.kernels.interface.ops import GATES, Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
+from mhsa_compile.kernels.interface.ops import (
+    GATES,
+    Dim,
+    DType,
+    HeadLayout,
+    KvScatterOp,
+    LinearOp,
+    QuantiseRowsOp,
+    RotaryOp,
+)
 from mhsa_compile.runtime.misfits import misfit
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY
+from mhsa_compile.spec.checks import DTYPES
 
 
 def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> ImportedModule:
@@ -104,6 +115,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             FusedBlockLinear.op_type: self._block_linear,
             FusedPatches.op_type: self._patches,
             FusedQuantisedLinear.op_type: self._quantised_linear,
+            FusedQuantiseRows.op_type: self._quantise_rows,
             FusedRotary.op_type: self._rotary,
             FusedScatter.op_type: self._scatter,
         }
@@ -356,6 +368,21 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         shape = [x[0], length, heads * head_dim] if fused.output_layout == "rows" else [x[0], heads, length, head_dim]
         return self.context.call(op, inputs, shape)
 
+    def _quantise_rows(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        fused, x = FusedQuantiseRows.from_attributes(attrs), dims(inputs[0])
+        length = x[1 if fused.x.layout == "rows" else 2]
+        rows = [x[0], fused.num_heads, length]
+        op = QuantiseRowsOp(
+            batch=self.context.dim(x[0]),
+            length=self.context.dim(length),
+            num_heads=fused.num_heads,
+            head_dim=fused.head_dim,
+            x=fused.x,
+            dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
+        )
+        types = [relax.TensorType([*rows, fused.head_dim], "int8"), relax.TensorType(rows, "float32")]
+        return relax.Tuple(self.context.call_for_several(op, inputs, types))
+
     def _scatter(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         fused = FusedScatter.from_attributes(attrs)
         cache, update = dims(inputs[0]), dims(inputs[1])
@@ -368,6 +395,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             indexed=len(inputs) > 2,
             in_place=fused.in_place,
             dtype=str(inputs[0].ty.dtype),
+            update_dtype=_float(inputs[1].ty.dtype),
             indices_name=fused.indices_name,
             update_name=fused.update_name,
         )
@@ -409,6 +437,11 @@ def _needs(node: onnx.NodeProto) -> Iterator[str]:
     """The inputs of a node whose values its converter needs."""
     row = STANDARD.get(node.op_type) if node.domain != DOMAIN else None
     yield from (name for place, name in enumerate(node.input) if row is not None and place in row.constants)
+
+
+def _float(dtype: Any) -> DType | None:
+    """A dtype of floats, in which rows may come that a cache stores in another."""
+    return str(dtype) if str(dtype) in DTYPES else None  # type: ignore[return-value]
 
 
 def _name(attrs: dict[str, Any]) -> str:

@@ -16,7 +16,9 @@ def rows_of_key_head(op: AttentionOp) -> int:
     return op.q_length * (op.num_heads // op.num_kv_heads)
 
 
-def why_not_few_queries(op: AttentionOp, most_queries: int, most_rows: int, *, functions: bool = False) -> str | None:
+def why_not_few_queries(
+    op: AttentionOp, most_queries: int, most_rows: int, *, functions: bool = False, formats: bool = False
+) -> str | None:
     """Why a kernel for so many queries, and rows that share a key head, is not for this attention, or None if it is."""
     if not isinstance(op.q_length, int):
         return f"the query length {op.q_length!r} is symbolic; this kernel is for a fixed one"
@@ -25,4 +27,4 @@ def why_not_few_queries(op: AttentionOp, most_queries: int, most_rows: int, *, f
         return f"for at most {most_queries} queries and {most_rows} rows a key head, not {op.q_length} and {rows}"
     if op.pairs is not None:
         return "no constant masks"
-    return why_not_scores(op, functions=functions)
+    return why_not_scores(op, functions=functions, formats=formats)

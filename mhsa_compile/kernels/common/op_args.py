@@ -60,8 +60,11 @@ def angle_arguments(op: RotaryOp, dim: SizeVars) -> tuple[Expr, Expr, Expr | Non
 # Scatters.
 
 
-def why_not_scatter(op: KvScatterOp) -> str | None:
-    """Why the elements of a scatter cannot be copied as they are, or None if they can."""
+def why_not_scatter(op: KvScatterOp, *, rounds: bool = False) -> str | None:
+    """Why the elements of a scatter cannot be copied as they are, or None if they can. `rounds`: whether the kernel
+    brings floats into another dtype."""
+    if op.rounds and not rounds:
+        return f"no rows of {op.update_dtype} into a cache of {op.dtype}"
     if op.dtype not in DTYPE_BYTES:
         return f"no elements of {op.dtype}"
     return None
@@ -72,7 +75,7 @@ def scatter_arguments(op: KvScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
     (B, heads, L, row), or rows of a wider buffer (B, L, width); the indices are (B,)."""
     dim = SizeVars()
     cache = argument("cache", [dim(size) for size in op.cache], op.dtype)
-    update = argument("update", _update_shape(op, dim), op.dtype)
+    update = argument("update", _update_shape(op, dim), op.update_dtype or op.dtype)
     indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
     result = cache if op.in_place else argument("result", [dim(size) for size in op.cache], op.dtype)
     cache_rows = _as_rows(cache, op)
@@ -98,4 +101,4 @@ def _as_rows(buffer: Expr, op: KvScatterOp) -> Expr:
     shape = list(buffer.shape)
     heads, row = (math.prod(part, start=T.int64(1)) for part in (shape[1 : op.axis], shape[op.axis + 1 :]))
     sizes = [shape[0], heads, shape[op.axis], row]
-    return T.decl_buffer(sizes, op.dtype, data=buffer.data, align=DTYPE_BYTES[op.dtype])
+    return T.decl_buffer(sizes, buffer.dtype, data=buffer.data, align=DTYPE_BYTES[str(buffer.dtype)])

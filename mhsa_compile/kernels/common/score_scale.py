@@ -12,9 +12,11 @@ LOG2_E = math.log2(math.e)
 LARGEST = LARGEST_FLOAT
 
 
-def why_not_scores(op: AttentionOp, *, functions: bool = False) -> str | None:
+def why_not_scores(op: AttentionOp, *, functions: bool = False, formats: bool = False) -> str | None:
     """Why scores cannot be computed in float32, or None if they can. `functions`: whether the kernel computes functions
-    of scores."""
+    of scores; `formats`: whether it reads keys and values of another dtype than queries."""
+    if op.kv_dtype is not None and not formats:
+        return f"keys and values of {op.dtype}, not stored in {op.kv_dtype}"
     function = next((step.attribute for step in op.scores if step.function), "")
     if function and not functions:
         return f"no functions of scores, as its {function} is"

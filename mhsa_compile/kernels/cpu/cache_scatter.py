@@ -17,22 +17,24 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, prim_func
 from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
+from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, each_vector, let, load, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvScatterOp
 
 
 class CpuKvScatterKernel(Fixed):
-    """TensorScatter for any CPU, any rank and any dtype of whole bytes."""
+    """TensorScatter for any CPU, any rank and any dtype of whole bytes, or of floats that are rounded."""
 
     name = "cpu.scatter"
     op_type = KvScatterOp
 
     def why_not(self, op: KvScatterOp, profile: CpuProfile) -> str | None:
-        return why_not_scatter(op)
+        return why_not_scatter(op, rounds=True)
 
     def emit(self, op: KvScatterOp, profile: CpuProfile, config: Config) -> Emitted:
-        return Emitted(_scatter(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
+        lanes = profile.hardware.vector_bits // 8 // DTYPE_BYTES["float32" if op.rounds else op.dtype]
+        return Emitted(_scatter(op, lanes))
 
 
 def _scatter(op: KvScatterOp, lanes: int) -> Expr:
@@ -140,7 +142,10 @@ class _CpuScatter:
         """Writes one row of the result from `source`, whose element of a column is `at(column)`."""
 
         def copy(column: Expr, n: int) -> None:
-            store(self.result, [b, h, place, column], load(source, at(column), n), n)
+            if source.dtype == self.result.dtype:
+                store(self.result, [b, h, place, column], load(source, at(column), n), n)
+            else:
+                store_narrow(self.result, [b, h, place, column], load_wide(source, at(column), n), n)
 
         sizes = self.op.cache[self.op.axis + 1 :]
         fixed = [size for size in sizes if isinstance(size, int)]

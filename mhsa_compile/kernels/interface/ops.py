@@ -19,6 +19,7 @@ from mhsa_compile.spec.semantics import Semantics
 
 Dim = int | str  # a fixed size, or the name of a symbolic one
 DType = Literal["float32", "bfloat16", "float16"]
+CacheDType = Literal["float32", "bfloat16", "float16", "int8"]
 
 
 def products_summary(word: Float32Products) -> str:
@@ -327,7 +328,9 @@ class AttentionOp:
 
     Q, K, V and Y are of `dtype`; scores, statistics and sums are of `softmax`, where what asks for less gets float32.
     `float32_products` says how numbers of Q and K, and weights and V, are multiplied where `dtype` is float32.
-    What a query sees is what all steps let it see. Inputs: those of Q, K and V, then those of the steps, in order.
+    What a query sees is what all steps let it see. K and V are of `kv_dtype` where they are stored in another dtype, as
+    in a cache; int8 has a scale for each row. Inputs: those of Q, K and V, the scales of K and of V (B, G, S) float32
+    where there are any, then those of the steps, in order.
     """
 
     kind: ClassVar[str] = "attention"
@@ -348,6 +351,17 @@ class AttentionOp:
     scores: tuple[ScoreStep, ...] = ()
     softmax: Literal["float32", "float64"] = "float32"
     float32_products: Float32Products = "ieee"
+    kv_dtype: CacheDType | None = None
+
+    @property
+    def stored_dtype(self) -> CacheDType:
+        """Of K and V as they lie in memory."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether rows of K and V have scales."""
+        return self.kv_dtype == "int8"
 
     @property
     def window(self) -> WindowSpec | None:
@@ -371,6 +385,7 @@ class AttentionOp:
     def summary(self) -> str:
         grouped = "" if self.num_heads == self.num_kv_heads else f"/{self.num_kv_heads}"
         words = [words for step in self.scores if (words := step.summary())]
+        words += [] if self.kv_dtype is None else [f"keys and values in {self.kv_dtype}"]
         how = products_summary(self.float32_products)
         return ", ".join([f"{self.num_heads}{grouped} heads of {self.head_dim}", *words]) + how
 
@@ -451,7 +466,8 @@ class KvScatterOp:
     indices_name  what to call the indices where they are refused, such as "input 'write_indices'"
     update_name   what to call the update where it has more rows than the cache
 
-    `dtype` is any of whole bytes: elements are copied as they are. Inputs: cache, update, indices.
+    `dtype` is any of whole bytes: elements are copied as they are, or, where the update is of `update_dtype`, rounded,
+    both floats. Inputs: cache, update, indices.
     """
 
     kind: ClassVar[str] = "scatter"
@@ -466,11 +482,38 @@ class KvScatterOp:
     dtype: str = "float32"
     indices_name: str = "write_indices"
     update_name: str = "update"
+    update_dtype: DType | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the update is brought into another dtype."""
+        return self.update_dtype is not None and self.update_dtype != self.dtype
 
     def summary(self) -> str:
         mode = "circular" if self.circular else "linear"
         place = "in place" if self.in_place else "into a copy"
-        return f"axis {self.axis} of {list(self.cache)}, {mode}, {place}"
+        how = f", {self.update_dtype} to {self.dtype}" if self.rounds else ""
+        return f"axis {self.axis} of {list(self.cache)}, {mode}, {place}{how}"
+
+
+@dataclass(frozen=True)
+class QuantiseRowsOp:
+    """Rows of heads in eight bits, 127 steps their largest magnitude: x -> q (B, heads, L, E) int8 and the steps
+    (B, heads, L) float32, so that q * step is within half a step of x. NaN or infinity makes the step of its row
+    something that is no finite number. `x` is where the rows lie, of `dtype`.
+    """
+
+    kind: ClassVar[str] = "quantise_rows"
+
+    batch: Dim
+    length: Dim
+    num_heads: int
+    head_dim: int
+    x: HeadLayout
+    dtype: DType = "float32"
+
+    def summary(self) -> str:
+        return f"{self.num_heads} heads of {self.head_dim} in int8, a scale for each row"
 
 
 @dataclass(frozen=True)
@@ -578,6 +621,7 @@ Op = (
     | AttentionProbsOp
     | KvConcatOp
     | RotaryOp
+    | QuantiseRowsOp
     | KvScatterOp
 )
 

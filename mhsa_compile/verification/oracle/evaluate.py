@@ -23,6 +23,7 @@ from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_wei
 from mhsa_compile.verification.oracle.operators import REPAIRED, quantised_operators
 from mhsa_compile.verification.oracle.recurrent import RECURRENT
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
+from mhsa_compile.verification.oracle.stored_rows import EXACT_ROWS, ROUNDED_ROWS
 from mhsa_compile.verification.precision import AS_STATED, Precision
 from mhsa_compile.verification.random_inputs import Arrays
 
@@ -137,7 +138,7 @@ class Reference:
         from mhsa_compile.verification.oracle.eager_operators import eager_operators  # PyTorch takes a second to load
         from mhsa_compile.verification.oracle.products_by_terms import operators_by_terms
 
-        own = (*REPAIRED, *RECURRENT, RoundedMatMulNBits, *quantised_operators(self.model))
+        own = (*REPAIRED, *RECURRENT, *ROUNDED_ROWS, RoundedMatMulNBits, *quantised_operators(self.model))
         operators = [*own, *eager_operators(self.precision.int8_weights)]
         word = self.precision.float32_products
         return ReferenceEvaluator(self.model, new_ops=operators_by_terms(self.model, operators, word))
@@ -202,5 +203,5 @@ def _promote_tensor(tensor: onnx.TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
 
 
-_EXACT = (*REPAIRED, MatMulNBits, *WIDENING, *RECURRENT)
+_EXACT = (*REPAIRED, MatMulNBits, *WIDENING, *RECURRENT, *EXACT_ROWS)
 """Operators of the float64 evaluation, beside attention."""

@@ -90,7 +90,7 @@ class CpuAttentionKernel:
     op_type = AttentionOp
 
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
-        return why_not_plan(op, "cpu") or why_not_scores(op, functions=True)
+        return why_not_plan(op, "cpu") or why_not_scores(op, functions=True, formats=True)
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")

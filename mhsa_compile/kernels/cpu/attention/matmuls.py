@@ -18,7 +18,7 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import score_factor
-from mhsa_compile.kernels.cpu.formats.choice import load_wide
+from mhsa_compile.kernels.cpu.formats.choice import load_row, load_wide
 from mhsa_compile.kernels.cpu.score_parts import keys_of
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, load, materialize, prefetch, scratch, store
@@ -57,8 +57,8 @@ class TaskOperands:
         return TaskOperands(
             op,
             query=query(b, h),
-            key=head_view(inputs[op.key.buffer], op.key, op.head_dim, b, g),
-            value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+            key=arguments.key(b, g),
+            value=arguments.value(b, g),
             first_query=first_query,
             q_length=arguments.q_length,
             kv_length=keys_of(arguments, b),
@@ -72,7 +72,7 @@ class TaskOperands:
 
     def value_row(self, key: Expr, column: Chunk) -> Expr:
         """A vector of V's row `key`, as float32."""
-        return load_wide(self.value.buffer, self.value.at(key, T.int64(column[0])), column[1])
+        return load_row(self.value, key, T.int64(column[0]), column[1])
 
     def prefetch(self, keys: list[Expr]) -> None:
         """Asks for the rows of K that come after `keys`, and for the rows of V that P V will want of them.
@@ -90,7 +90,7 @@ class TaskOperands:
             self._prefetch_row(view, self.op.head_dim, first + i, soon=False)
 
     def _prefetch_row(self, view: HeadView, width: int, row: Expr, *, soon: bool = True) -> None:
-        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[self.op.dtype]):
+        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[str(view.buffer.dtype)]):
             prefetch(view.buffer, view.at(row, T.int64(column)), soon=soon)
 
 
@@ -116,7 +116,7 @@ def unit_for(op: AttentionOp, units: Iterable[Unit], key_tile: int, lanes: int) 
 
     def fits(unit: Unit) -> bool:
         whole = op.head_dim % unit.group == key_tile % unit.group == op.v_head_dim % unit.lanes == 0
-        return unit.dtype == op.dtype and unit.keeps_sums and unit.lanes == lanes and whole
+        return unit.dtype == op.stored_dtype == op.dtype and unit.keeps_sums and unit.lanes == lanes and whole
 
     *narrow, last = units
     return next(filter(fits, narrow), last)
@@ -147,7 +147,7 @@ class Products:
             self.q_t, self.probs, self.values = (scratch(shape, unit.word) for shape in (packed, probs, values))
             return
         self.probs = scratch(probs)
-        if op.dtype == unit.dtype:
+        if op.stored_dtype == unit.dtype:
             self.q_t = scratch(packed)
         else:
             shapes = [packed, (key_tile, op.head_dim), values]
@@ -166,12 +166,13 @@ class Products:
         """
         op, unit = self.operands.op, self.unit
         self.operands.prefetch(keys)
-        rows = Rows(self.operands.key.buffer, self.operands.key.at, keys)
+        key = self.operands.key
+        rows = Rows(key.buffer, key.at, keys)
         if self.wide_keys is not None:
             # Once for the whole head: in the loop below each element would be widened by itself.
             for r, row in enumerate(keys):
                 for first, lanes in vectors.chunks(op.head_dim, self.lanes):
-                    wide = load_wide(rows.buffer, rows.at(row, T.int64(first)), lanes)
+                    wide = load_row(key, row, T.int64(first), lanes)
                     store(self.wide_keys, [T.int64(r), T.int64(first)], wide, lanes)
             rows = Rows(self.wide_keys, _index, [T.int64(r) for r in range(len(keys))])
         sums, columns = self._sums(tile), Columns(self.q_t, _index, tile.columns)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -18,6 +20,7 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments, atten
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, prim_func
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, why_not_few_queries
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
+from mhsa_compile.kernels.cpu.decode import tile_scores
 from mhsa_compile.kernels.cpu.decode.output_accumulator import each_vector
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.decode.split_kv import SplitKv, SplitKvByLength
@@ -27,6 +30,7 @@ from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.score_parts import CpuMath
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import constant, let, load, materialize, splat, store
+from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs, why_not_tile
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -49,7 +53,7 @@ class CpuDecodeKernel:
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         is_narrow = len(units(profile, op.dtype)) > 1
         return why_not_few_queries(
-            op, MOST_QUERIES_BESIDE_DOT if is_narrow else MOST_QUERIES, MOST_ROWS, functions=True
+            op, MOST_QUERIES_BESIDE_DOT if is_narrow else MOST_QUERIES, MOST_ROWS, functions=True, formats=True
         )
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
@@ -68,8 +72,9 @@ class CpuDecodeKernel:
     def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
         """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
-        rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers)
-        keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.dtype] * op.v_head_dim)
+        widens = op.stored_dtype != "float32"
+        rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers, widens=widens)
+        keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.stored_dtype] * op.v_head_dim)
         return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
@@ -81,7 +86,7 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
     with prim_func("decode") as builder:
         arguments = attention_arguments(op)
         y = arguments.output()
-        layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
+        layout = _layout(op, profile)
         sizes = {"least_keys": config["least_keys"], "group": layout.group, "cores": profile.hardware.cores}
         deal = (
             SplitKvByLength(arguments, **sizes)
@@ -90,15 +95,21 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
         )
         emitter = _Decode(profile, config, arguments, y, deal.parts)
         loop = T.serial if _is_small(op) else T.parallel
-        with loop(deal.tasks) as task:
+        with tiles.SIGNED_BYTES.imported() if layout.tiles else nullcontext(), loop(deal.tasks) as task:
             deal.each_part(task, emitter.attend)
         # In the calling thread: the partial results are less than a hundredth of the keys and values.
         deal.each_divided(emitter.combine)
     return builder.get()
 
 
-def _value_tile(rows: int, columns: int, registers: int) -> tuple[int, int]:
-    """(rows, columns in vectors) of p V's register tile.
+def _layout(op: AttentionOp, profile: CpuProfile) -> ScoreLayout:
+    layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
+    return replace(layout, tiles=tile_scores.GROUP) if tile_scores.takes(op, layout, profile) else layout
+
+
+def _value_tile(rows: int, columns: int, registers: int, *, widens: bool) -> tuple[int, int]:
+    """(rows, columns in vectors) of p V's register tile. Where V is widened, up to four rows, so that it is done once
+    for them.
 
     With 32 registers the widest columns that leave room for two rows: V is then read in the order in which it lies in
     memory, which counts for more than a load saved. With 16, LLVM spills sums of such a tile, and none of a tall one.
@@ -107,6 +118,10 @@ def _value_tile(rows: int, columns: int, registers: int) -> tuple[int, int]:
     if registers < 32:
         tall = max(1, min(rows, (room - 2) // 2 - 1))
         return tall, min(2, columns)
+    if widens:
+        tall = min(4, rows)
+        parts = -(-columns // max(1, room // (tall + 1)))
+        return -(-rows // -(-rows // tall)), -(-columns // parts)
     for parts in range(1, columns + 1):
         wide = -(-columns // parts)
         fitting = (room - wide) // wide
@@ -137,7 +152,8 @@ class _Decode:
         op = arguments.op
         self.op, self.config = op, config
         self.given, self.inputs, self.y, self.fades = arguments, arguments.inputs, y, op.any_step("fades")
-        self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
+        self.layout = _layout(op, profile)
+        self.lanes = self.layout.lanes
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = rows_of_key_head(op)
         # Rows of all parts; one that no part fills is never touched.
@@ -147,9 +163,13 @@ class _Decode:
 
     def attend(self, part: KeyRange) -> None:
         heads = self._heads(part.head)
-        task = DecodeTask(self.given, self.config, self.lanes, self.registers, part.kv_length, part.span, heads)
+        task = DecodeTask(self.given, self.config, self.layout, part.kv_length, part.span, heads)
         first, end = part.keys()
+        if self.layout.tiles:
+            tiles.configure(right=tiles.RIGHTS)
         task.attend(first, end, part.begins)
+        if self.layout.tiles:
+            tiles.release()
         with T.If(part.whole):
             with T.Then(), T.serial(T.int64(self.rows)) as row:
                 self._write(
@@ -172,8 +192,8 @@ class _Decode:
         first = materialize(g * self.ratio)
         return Heads(
             query=lambda h: head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, first + h),
-            key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
-            value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+            key=self.given.key(b, g),
+            value=self.given.value(b, g),
             entry=b,
             first_head=first,
         )

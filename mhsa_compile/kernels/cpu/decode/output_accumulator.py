@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.common.head_layout import HeadView
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
+from mhsa_compile.kernels.cpu.decode.work import Heads
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -22,11 +22,12 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     let,
     load,
     materialize,
+    prefetch,
     splat,
     store,
     zero_if_finite,
 )
-from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 MASKED = -0.0
@@ -39,13 +40,15 @@ twice its error in one run of ten, and 256 twice its root mean square where a he
 class ValueSums:
     """`accumulator` (rows, F), and the probs and factors that go into it: flat `probs` of a block, `rescale`.
 
-    What is added to it are sums of at most LONGEST_SUM keys.
+    What is added to it are sums of at most LONGEST_SUM keys. `end` is where the task's keys end: while values are
+    multiplied, the next block's keys are on their way.
     """
 
     def __init__(
-        self, op: AttentionOp, config: Config, layout: ScoreLayout, value: HeadView, probs: Expr, rescale: Expr
+        self, op: AttentionOp, config: Config, layout: ScoreLayout, heads: Heads, probs: Expr, rescale: Expr
     ) -> None:
-        self.layout, self.value, self.probs, self.rescale = layout, value, probs, rescale
+        self.heads, self.end = heads, T.int64(0)
+        self.layout, self.value, self.probs, self.rescale = layout, heads.value, probs, rescale
         self.size, self.columns, self.width = config["value_rows"], config["value_columns"], op.v_head_dim
         self.rows, self.lanes, self.registers = layout.rows, layout.lanes, layout.registers
         self.accumulator = T.alloc_buffer((self.rows, self.width), "float32")
@@ -100,6 +103,7 @@ class ValueSums:
             start = materialize(part * LONGEST_SUM)
             with T.serial(start, materialize(T.min(count, start + LONGEST_SUM))) as j:
                 prob, key = materialize(self.layout.place(j, 0) + first), materialize(begin + j)
+                self._prefetch_next(begin + count + j, base, group)
                 probs = [let(load(self.probs, [prob + r], 1)) for r in range(rows)]
                 # Column by column, unlike RegisterTile.outer_product: whole rows of V beside the sums would not fit.
                 for c, (offset, lanes) in enumerate(group):
@@ -110,6 +114,13 @@ class ValueSums:
                 for c, (offset, lanes) in enumerate(group):
                     place = [first + r, base + offset]
                     store(sums, place, load(sums, place, lanes) + tile.get(r, c), lanes)
+
+    def _prefetch_next(self, row: Expr, base: Expr, group: Sequence[vectors.Chunk]) -> None:
+        """Asks for a row of the next block's keys: what lies where this tile's columns lie in a row of values."""
+        key, width = self.heads.key, sum(lanes for _, lanes in group)
+        row = materialize(T.min(row, self.end - 1))
+        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[str(key.buffer.dtype)]):
+            prefetch(key.buffer, key.at(row, base + column), soon=False)
 
     def _add(self, row: Expr, column: Expr, lanes: int, value: Expr) -> None:
         """accumulator = accumulator * rescale + value."""

@@ -25,6 +25,8 @@ class ScoreLayout:
     rows: int
     lanes: int
     registers: int
+    tiles: int = 0
+    """Keys whose scores are in matrix tiles at once, where they are computed there."""
 
     @property
     def padded_rows(self) -> int:
@@ -43,7 +45,10 @@ class ScoreLayout:
 
     @property
     def group(self) -> int:
-        """Keys whose dot products are in registers at once: as many vectors of sums as leave a quarter of them free."""
+        """Keys whose dot products are in registers at once: as many vectors of sums as leave a quarter of them free; or
+        in tiles."""
+        if self.tiles:
+            return self.tiles
         vectors_at_once = max(1, vectors.tile_registers(self.registers) // self.lanes)
         return self.keys_per_vector * (1 << (vectors_at_once.bit_length() - 1))
 
@@ -91,8 +96,8 @@ class PackedQueries:
             place = [row, T.int64(i * self.layout.lanes)]
             store(self.buffer, place, _padded(let(value), lanes, self.layout.lanes), self.layout.lanes)
 
-    def scores(self, keys: Sequence[Expr], key: HeadView, row_vector: int) -> list[Expr]:
-        """Vectors of q . k for the rows of `row_vector` and `keys` (rows of `key`, one group)."""
+    def scores(self, keys: Sequence[Expr], key: HeadView, row_vector: int, *, apart: bool) -> list[Expr]:
+        """Vectors of q . k for the rows of `row_vector` and `keys` (rows of `key`, one group), wherever these lie."""
         layout, lanes, rows = self.layout, self.layout.lanes, self.layout.rows_of(row_vector)
         tile = RegisterTile(len(keys) * len(rows), [(0, lanes)])
         tile.fill(0.0)
@@ -139,13 +144,13 @@ def lane_sums(rows: Sequence[Expr]) -> Expr:
     lanes, rows = len(rows), list(rows)
     block = min(4, lanes)
     for _ in range(block.bit_length() - 1):
-        rows = _add_halves(rows, lanes, 1, block)
+        rows = add_halves(rows, lanes, 1, block)
     while len(rows) > 1:
-        rows = _add_halves(rows, lanes, block, lanes)
+        rows = add_halves(rows, lanes, block, lanes)
     return rows[0]
 
 
-def _add_halves(rows: list[Expr], lanes: int, part: int, span: int) -> list[Expr]:
+def add_halves(rows: list[Expr], lanes: int, part: int, span: int) -> list[Expr]:
     """Adds the even to the odd parts (of `part` lanes) of each span of lanes; two vectors share a span."""
 
     def picked(odd: int) -> list[Expr]:

@@ -19,15 +19,26 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.decode.output_accumulator import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
+from mhsa_compile.kernels.cpu.decode.row_scales import RowScales
+from mhsa_compile.kernels.cpu.decode.tile_scores import TileQueries
 from mhsa_compile.kernels.cpu.decode.work import Heads, Span
 from mhsa_compile.kernels.cpu.score_parts import FadingPart, row_parts
 from mhsa_compile.kernels.cpu.simd import vector_math
-from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, materialize, splat, store
-from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    RegisterTile,
+    constant,
+    let,
+    load,
+    materialize,
+    prefetch,
+    splat,
+    store,
+)
+from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 
 LONGEST_SUM_OF_WEIGHTS = 16
 """Vectors of probs that one float32 sum takes one after another. Of a row of equal probs each addition is rounded
@@ -42,24 +53,26 @@ class DecodeTask:
         self,
         arguments: AttentionArguments,
         config: Config,
-        lanes: int,
-        registers: int,
+        layout: ScoreLayout,
         kv_length: Expr,
         span: Span,
         heads: Heads,
     ) -> None:
         op = arguments.op
         assert isinstance(op.q_length, int)
-        self.op, self.config, self.lanes, self.registers = op, config, lanes, registers
+        self.op, self.config, self.lanes = op, config, layout.lanes
         self.kv_length, self.span, self.heads = kv_length, span, heads
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = op.q_length * self.ratio
-        self.layout = layout = ScoreLayout(self.rows, lanes, registers)
+        self.layout = layout
         # Whole groups, so that only the last block of a part can need clamps.
         self.keys = -(-config["keys"] // layout.group) * layout.group
         self.parts = row_parts(arguments, heads.entry, heads.first_head, layout, kv_length)
 
-        self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
+        queries = TileQueries if layout.tiles else PackedQueries
+        self.queries = queries(layout, op.head_dim, score_factor(op))
+        self.key_scales = RowScales(heads.key, layout, self.keys)
+        self.value_scales = RowScales(heads.value, layout, self.keys)
         self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the probs
         for part in self.parts:
             part.allocate(self.keys)
@@ -67,7 +80,7 @@ class DecodeTask:
         self.row_max = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.row_sum = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.rescale = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
-        self.values = ValueSums(op, config, layout, heads.value, self.scores, self.rescale)
+        self.values = ValueSums(op, config, layout, heads, self.scores, self.rescale)
         self.blind = any(part.masked for part in self.parts)
         self.masks = self.blind or op.any_step("counts_keys") or op.window is not None or not self._divides_into_groups
         self.bounds: tuple[Expr, Expr] | None = None
@@ -84,6 +97,7 @@ class DecodeTask:
             part.prepare()
         self._clear()
         self._begin_with_sinks(begins)
+        self.values.end = end
         if len(self.span.low) > 1:
             self._write_bounds()
         low, high = self.span.seen_by_all
@@ -152,6 +166,8 @@ class DecodeTask:
         if masked:
             for part in self.parts:
                 part.read_block(begin, count)
+        self.key_scales.read(begin, count)
+        self.value_scales.read(begin, count)
         self._score(begin, count, masked)
         self._weigh(begin, count, masked)
         self.values.add(begin, count, masked)
@@ -168,9 +184,11 @@ class DecodeTask:
             rows = [begin + base + i for i in range(layout.group)]
             if masked:  # beyond the last key the last one is read again; what it gives is masked
                 rows = [materialize(T.min(row, self.kv_length - 1)) for row in rows]
+            self._prefetch_values(begin + base)
             for vector in range(layout.row_vectors):
-                for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
+                for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector, apart=masked)):
                     key = base + i * layout.keys_per_vector
+                    score = self.key_scales.scaled(score, key)
                     for part in self.parts:
                         score = part.score(score, begin + key, vector)
                     if masked:
@@ -184,6 +202,14 @@ class DecodeTask:
             store(self.rescale, [T.int64(vector * lanes)], largest.get(vector, 0), lanes)
         if fading is not None and distances is not None:
             fading.keep_distances(distances)
+
+    def _prefetch_values(self, first: Expr) -> None:
+        """Asks for the values of a group of keys, which are multiplied once all scores of the block are there: memory
+        would have a rest until then."""
+        value = self.heads.value
+        for row in range(self.layout.group):
+            for column in range(0, self.op.v_head_dim, CACHE_LINE // DTYPE_BYTES[self.op.stored_dtype]):
+                prefetch(value.buffer, value.at(first + row, T.int64(column)), soon=False)
 
     def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""
@@ -224,19 +250,21 @@ class DecodeTask:
                 store(self.row_sum, at, load(self.row_sum, at, lanes) + total.get(0, 0), lanes)
 
     def _prob(self, begin: Expr, index: Expr, vector: int, largest: Expr, masked: bool) -> Expr:
-        """Vector `index` of the block's scores becomes probs."""
+        """Vector `index` of the block's scores becomes probs, which are returned; in their place lie what rows of V are
+        multiplied by, with the scales of these."""
         layout, lanes = self.layout, self.lanes
         key = index * layout.keys_per_vector
         place = [layout.place(key, vector)]
         score = let(load(self.scores, place, lanes))
         logit = score if self.fading is None else self.fading.biased(score, begin + key, vector)
         prob = vector_math.exp2(logit - largest, lanes)
+        factor = self.value_scales.scaled(let(prob), key)
         if masked:
             # By the score: a prob of 0 may also be one that underflowed, whose NaN counts.
-            prob = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), prob)
-        prob = let(prob)
-        store(self.scores, place, prob, lanes)
-        return prob
+            hidden = score == constant(-math.inf, lanes)
+            prob, factor = (T.Select(hidden, constant(MASKED, lanes), value) for value in (prob, factor))
+        store(self.scores, place, let(factor), lanes)
+        return let(prob)
 
 
 def zero_if_unseen(largest: Expr, lanes: int) -> Expr:

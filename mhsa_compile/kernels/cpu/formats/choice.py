@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.floats import Bfloat16, Float16, Float32
 from mhsa_compile.kernels.cpu.formats.format import Format
 from mhsa_compile.kernels.cpu.formats.int8_rows import Int8Rows
+from mhsa_compile.kernels.cpu.simd.vectors import load, splat
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
@@ -23,6 +25,14 @@ FORMATS: dict[str, Format] = {  # by dtype
 def load_wide(buffer: Expr, index: Sequence[Expr], lanes: int) -> Expr:
     """`lanes` neighbours in the last axis of a buffer, as float32."""
     return FORMATS[str(buffer.dtype)].load(buffer, index, lanes)
+
+
+def load_row(view: HeadView, row: Expr, column: Expr, lanes: int) -> Expr:
+    """`lanes` neighbours in a row of a head, as float32, with the scale of the row."""
+    wide = load_wide(view.buffer, view.at(row, column), lanes)
+    if view.scales is None or view.scale_at is None:
+        return wide
+    return wide * splat(load(view.scales, view.scale_at(row), 1), lanes)
 
 
 def store_narrow(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:

@@ -50,6 +50,8 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         if op.dtype != "bfloat16" and (op.dtype != "float32" or op.float32_products not in TERM_PRODUCTS):
             return f"bfloat16, or float32 by bfloat16 terms, not {op.dtype}"
+        if op.kv_dtype is not None:
+            return f"keys and values of {op.dtype}, not stored in {op.kv_dtype}"
         if not tiles.BFLOAT16.is_on(profile):
             return "a CPU with amx_bf16"
         if op.head_dim % KEYS or op.v_head_dim % FEATURES:

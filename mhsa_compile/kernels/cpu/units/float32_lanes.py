@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.head_layout import HeadView
-from mhsa_compile.kernels.cpu.formats.choice import load_wide
+from mhsa_compile.kernels.cpu.formats.choice import load_row, load_wide
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, constant, load, store
 from mhsa_compile.kernels.cpu.units.unit import Strips, Unit
@@ -43,7 +43,7 @@ class Float32Lanes(Unit):
     def pack_rows(self, packed: Expr, columns: Sequence[Chunk], view: HeadView, first: Expr, count: Expr) -> None:
         with T.serial(count) as j:
             for column, lanes in columns:
-                value = load_wide(view.buffer, view.at(first + j, T.int64(column)), lanes)
+                value = load_row(view, first + j, T.int64(column), lanes)
                 store(packed, [j, T.int64(column)], value, lanes)
 
     @property

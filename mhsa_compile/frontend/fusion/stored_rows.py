@@ -1,0 +1,58 @@
+"""Keys and values that a cache stores in another dtype than queries have: the nodes that bring rows into it and make
+floats of it again, which attention and the cache look through.
+
+    TensorScatter(cache, Cast(rows)) -> Cast -> Attention
+    TensorScatter(cache, QuantizeRows(rows)), TensorScatter(scales, ...) -> DequantizeRows -> Attention
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx
+
+from mhsa_compile.frontend.fusion.fused_nodes import FusedQuantiseRows
+from mhsa_compile.frontend.fusion.head_layout import NodePattern, Operand
+from mhsa_compile.frontend.onnx_graph import GraphView
+from mhsa_compile.nn.row_operators import DEQUANTIZE
+from mhsa_compile.spec.attention_spec import DOMAIN
+from mhsa_compile.spec.checks import DTYPES
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """What rows are made of: a cache, and the scales of its rows; "" where they have none."""
+
+    name: str
+    scales: str = ""
+
+
+def stored_rows(graph: GraphView, name: str) -> StoredRows | None:
+    """The cache that keys or values of four axes are made of, where it is of another dtype."""
+    node = graph.producer(name)
+    if node is None or not node.input or graph.producer(node.input[0], "TensorScatter") is None:
+        return None
+    if len(graph.dims(name)) != 4:
+        return None
+    if node.domain == DOMAIN and node.op_type == DEQUANTIZE:
+        return StoredRows(*node.input)
+    is_cast = node.op_type == "Cast" and node.domain in ("", "ai.onnx")
+    return StoredRows(node.input[0]) if is_cast and graph.dtype(node.input[0]) in DTYPES else None
+
+
+class QuantizeRowsPattern(NodePattern):
+    """One mhsa.QuantizeRows of heads, with the views before it."""
+
+    def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
+        super().__init__(graph, node)
+        shape = self.ranked(node.input[0], "x", 4)
+        heads, size = shape[1], shape[3]
+        if not isinstance(heads, int) or not isinstance(size, int):
+            raise self.refusal("x (B, heads, L, size) with fixed heads and sizes", shape)
+        self.operand = self.split_rows(node.input[0]) or Operand(node.input[0], "heads", heads, size)
+        self.operands = [self.operand]
+
+    def fused_node(self) -> onnx.NodeProto:
+        x = self.operand
+        fused = FusedQuantiseRows(x=x.as_input(0), num_heads=x.heads, head_dim=x.head_dim)
+        return fused.to_node(self.node, [x.source], self.node.output)
