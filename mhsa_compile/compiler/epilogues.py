@@ -173,7 +173,7 @@ class _Chain:
             return is_own
         if x in self.steps_of:
             return False
-        # A quotient takes sixteen times as long as a product, and differs from it by its last bit.
+        # By a product with the inverse, which takes less than a quotient, and differs from it by its last bit.
         nearest = self._step("round", self._step("mul", self.values[x], float(np.float32(1 / steps[0]))))
         least, most = (float(bound - steps[1]) for bound in (np.iinfo(kind).min, np.iinfo(kind).max))
         self.values[binding.var] = self._step("min", self._step("max", nearest, least), most)
