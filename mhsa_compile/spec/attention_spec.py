@@ -19,7 +19,6 @@ from mhsa_compile.spec.cache_format import (
     CACHE_DTYPES,
     CacheFormat,
     checked_kv_cache,
-    parse_kv_cache,
     resolved_kv_cache,
 )
 from mhsa_compile.spec.checks import (
@@ -205,8 +204,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     kv_cache: Annotated[
         bool | CacheFormat,
-        Note("Keys and values go into a cache, as they are or in another dtype; needs --causal true.",
-             ("true", *CACHE_DTYPES), parse_kv_cache, checked_kv_cache),
+        Note("Keys and values go into a cache; needs --causal true.",
+             form=("dtype", CACHE_DTYPES), check=checked_kv_cache),
     ] = False
     outputs: Annotated[tuple[str, ...], Note(_OUTPUTS, parse=split_words)] = ("y",)
     # fmt: on

@@ -52,8 +52,3 @@ def resolved_kv_cache(cache: bool | CacheFormat, dtype: str) -> bool | CacheForm
         expected = f'"{dtype}", as activations are, or fewer bits: {", ".join(_NARROWER[dtype])}'
         raise SpecError("kv_cache.dtype", expected, repr(cache.dtype), "A cache keeps no more than is computed.")
     return cache
-
-
-def parse_kv_cache(text: str) -> bool | dict[str, str]:
-    """`kv_cache` as a command line states it."""
-    return True if text == "true" else {"dtype": text}

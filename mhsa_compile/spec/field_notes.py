@@ -20,6 +20,7 @@ class Note:
     help        of the flag; "" is no flag
     choices     the texts that the flag takes
     parse       how the flag's text becomes the field's value, where that is not the text
+    form        (key, texts) of a value beside True, {key: text}, which has a flag of its own, named after both
     check       (field, value) -> the value as the spec keeps it; not asked of None. Raises SpecError. A bool and a
                 positive number have theirs
     otherwise   what None means where a number may be, in words
@@ -35,6 +36,7 @@ class Note:
     help: str = ""
     choices: tuple[str, ...] = ()
     parse: Callable[[str], Any] | None = None
+    form: tuple[str, tuple[str, ...]] | None = None
     check: Callable[[str, Any], Any] | None = None
     otherwise: str = ""
     row: str = ""

@@ -216,7 +216,12 @@ BAD_COMPILES = {
     "softcap": ([*SPEC, "--softcap", "-1"], "softcap: expected a positive finite"),
     "rope of words": ([*SPEC, "--rope", "theta=big"], "FIELD=VALUE"),
     "unknown field of rope": ([*SPEC, "--rope", "thta=1"], "Did you mean 'theta'"),
-    "cache without causality": ([*SPEC, "--kv-cache", "true"], "--causal true"),
+    "cache of another dtype without causality": ([*SPEC, "--kv-cache-dtype", "int8"], "--causal true"),
+    "cache of wide rows": (
+        [*SPEC, "--causal", "true", "--dtype", "bfloat16", "--kv-cache-dtype", "float32"],
+        "fewer bits",
+    ),
+    "cache without causality": ([*SPEC, "--kv-cache"], "--causal true"),
     "positions beyond rope's": (
         [*SPEC, "--rope", "max_length=32", "--length", 33],
         "L of at most the spec's rope.max_length = 32",

@@ -3,7 +3,7 @@ has words for it. Dims are in the library's notation: B batch, L queries, S keys
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -92,7 +92,8 @@ def peers(against: str) -> tuple[str, ...]:
     return tuple(peer.name for peer in (peers.PEERS if names == ["all"] else peers.find(names)))
 
 
-_PARSE = "parse"
+_PARSE, _FIELD = "parse", "field"
+_PANEL = "The spec, instead of SOURCE"
 _OFF = {one.name for one in msgspec.structs.fields(AttentionSpec) if one.default is False}
 
 
@@ -100,23 +101,34 @@ def _flag(name: str, spec_field: SpecField) -> tuple[str, Any, Any]:
     """A flag named after its field; a bool has its --no- form where it is true if nothing is stated."""
     note = spec_field.note
     names = [f"--{name.replace('_', '-')}"] if name in _OFF else []
-    option = typer.Option(
-        None, *names, help=note.help, rich_help_panel="The spec, instead of SOURCE", show_default=False
-    )
+    option = typer.Option(None, *names, help=note.help, rich_help_panel=_PANEL, show_default=False)
     kind = (get_args(spec_field.type) or (spec_field.type,))[0]
     if note.choices:
         kind = Literal[note.choices]
     elif note.parse is not None:
         kind = str
-    return name, kind | None, field(default=None, metadata={OPTION: option, _PARSE: note.parse})
+    return name, kind | None, field(default=None, metadata={OPTION: option, _PARSE: note.parse, _FIELD: name})
 
 
-_Flags: Any = make_dataclass(
-    "_Flags",
-    [_flag(name, spec_field) for name, spec_field in fields_with_notes(AttentionSpec).items() if spec_field.note.help],
-    frozen=True,
-    kw_only=True,
-)
+def _flags() -> Iterator[tuple[str, Any, Any]]:
+    for name, spec_field in fields_with_notes(AttentionSpec).items():
+        if not spec_field.note.help:
+            continue
+        yield _flag(name, spec_field)
+        if spec_field.note.form is not None:
+            yield _form_flag(name, *spec_field.note.form)
+
+
+def _form_flag(name: str, key: str, texts: tuple[str, ...]) -> tuple[str, Any, Any]:
+    """The flag of a value {key: text} of a field."""
+    flag = f"--{name.replace('_', '-')}"
+    help = f"{flag}, in this {key}."
+    option = typer.Option(None, f"{flag}-{key}", help=help, rich_help_panel=_PANEL, show_default=False)
+    metadata = {OPTION: option, _PARSE: lambda text: {key: text}, _FIELD: name}
+    return f"{name}_{key}", Literal[texts] | None, field(default=None, metadata=metadata)
+
+
+_Flags: Any = make_dataclass("_Flags", _flags(), frozen=True, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,5 +144,5 @@ class SpecFlags(_Flags):  # type: ignore[misc]  # made of the fields of Attentio
         for flag in fields(self):
             value, parse = getattr(self, flag.name), flag.metadata[_PARSE]
             if value is not None:
-                stated[flag.name] = parse(value) if parse and value else value
+                stated[flag.metadata[_FIELD]] = parse(value) if parse and value else value
         return stated
