@@ -38,6 +38,7 @@ from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest, OpReport, TensorInfo
 from mhsa_compile.spec import checks
 from mhsa_compile.spec.attention_spec import MASKS, AttentionSpec
+from mhsa_compile.spec.cache_format import CACHE_DTYPES
 
 
 def names_below(group: Any, *before: str) -> Iterator[str]:
@@ -68,10 +69,17 @@ def test_every_command_explains_itself_and_speaks_json(command: str) -> None:
 
 def test_every_field_of_a_spec_has_a_flag_that_knows_its_choices() -> None:
     functions = {"mask_mod", "score_mod"}  # Python's: no words of a command line are one
-    assert {flag.name for flag in fields(SpecFlags)} == set(AttentionSpec.__struct_fields__) - functions
+    forms = {"kv_cache_dtype"}
+    assert {flag.name for flag in fields(SpecFlags)} == set(AttentionSpec.__struct_fields__) - functions | forms
     types = get_type_hints(SpecFlags)
-    choices = {name: get_args(get_args(types[name])[0]) for name in ("causal", "mask", "dtype")}
-    assert choices == {"causal": ("true", *checks.ALIGNMENTS), "mask": tuple(MASKS), "dtype": checks.DTYPES}
+    choices = {name: get_args(get_args(types[name])[0]) for name in ("causal", "mask", "dtype", *forms)}
+    assert choices == {
+        "causal": ("true", *checks.ALIGNMENTS),
+        "mask": tuple(MASKS),
+        "dtype": checks.DTYPES,
+        "kv_cache_dtype": CACHE_DTYPES,
+    }
+    assert SpecFlags(kv_cache_dtype="int8").stated() == {"kv_cache": {"dtype": "int8"}}
 
 
 def test_flags_become_what_a_spec_takes() -> None:
