@@ -191,9 +191,10 @@ def _floor(problem: Problem, gflops: Mapping[str, float], bandwidth_gbs: float, 
     None where the spec does not tell: of a cache its lengths say how much is read, and of weights in eight bits or
     linears of which only some multiply by terms nobody measured the rate.
     """
-    spec, sizes = problem.stated, problem.sizes
+    spec = problem.stated
     if spec is None or spec.kv_cache:
         return None
+    sizes = problem.sizes
     flops_by_kind = {"attention": spec.attention_flops(**sizes)}
     if not problem.is_core:
         flops_by_kind["linear"] = spec.projection_flops(**sizes)
