@@ -355,7 +355,7 @@ class AttentionOp:
 
     @property
     def stored_dtype(self) -> CacheDType:
-        """Of K and V as they lie in memory."""
+        """What K and V are stored as in memory."""
         return self.kv_dtype or self.dtype
 
     @property

@@ -23,7 +23,7 @@ def _exact(operation: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr], Ex
 
 
 def _of_named(operation: Callable[..., Expr]) -> Callable[[Expr, Expr], Expr]:
-    """Of values by names: TVM makes a branch of a choice between what it reads from memory."""
+    """The operation on values that have names: TVM makes a branch of a choice between what it reads from memory."""
 
     def of(one: Expr, other: Expr) -> Expr:
         name = tirx.Var("one", "float32")

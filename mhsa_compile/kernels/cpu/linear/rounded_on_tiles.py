@@ -100,6 +100,7 @@ class RoundedLayout(TileLayout):
 
 
 def _flag(place: PackedFeature, feature: OutputFeature) -> None:
+    """Writes whether a feature's largest weight asks for float32."""
     largest = T.alloc_buffer((1,), "uint32")
     store(largest, [T.int64(0)], T.uint32(0), 1)
     with T.serial(T.int64(place.layout.op.in_features)) as k:
