@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
+from support.encoder_layers import WIDE, encoder_layer
 from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
@@ -240,50 +241,12 @@ def test_what_does_not_fit_stays(name: str) -> None:
     assert {"MatMul", "MatMulInteger"} & {*operators} and FusedQuantisedLinear.op_type not in operators
 
 
-WIDE, HEADS, HIDDEN = 24, 3, 40
-
-
-def encoder() -> onnx.ModelProto:
-    """A layer of float32 as exporters write it: attention in parts, GELU by Erf."""
-    sizes = {**dict.fromkeys(("q", "k", "v", "out"), (WIDE, WIDE)), "up": (WIDE, HIDDEN), "down": (HIDDEN, WIDE)}
-    arrays = {f"{name}_weight": RNG.standard_normal(dims) * 0.2 for name, dims in sizes.items()}
-    arrays |= {f"{name}_bias": RNG.standard_normal(dims[1]) for name, dims in sizes.items()}
-    arrays |= {"root": np.array(2**0.5), "one": np.array(1.0), "half": np.array(0.5), "factor": np.array(8**-0.5)}
-    tensors = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in arrays.items()]
-    tensors += [numpy_helper.from_array(np.array([0, 0, HEADS, 8]), "split")]
-    tensors += [numpy_helper.from_array(np.array([0, 0, WIDE]), "join")]
-
-    def product(name: str, x: str) -> list[onnx.NodeProto]:
-        return [
-            N("MatMul", [x, f"{name}_weight"], [f"{name}_product"]),
-            N("Add", [f"{name}_product", f"{name}_bias"], [name]),
-        ]
-
-    def head(name: str, *perm: int) -> list[onnx.NodeProto]:
-        split = N("Reshape", [name, "split"], [f"{name}_split"])
-        return [*product(name, "x"), split, N("Transpose", [f"{name}_split"], [f"{name}_heads"], perm=perm)]
-
-    nodes = [
-        *head("q", 0, 2, 1, 3), *head("k", 0, 2, 3, 1), *head("v", 0, 2, 1, 3),
-        N("MatMul", ["q_heads", "k_heads"], ["scores"]), N("Mul", ["scores", "factor"], ["scaled"]),
-        N("Softmax", ["scaled"], ["weights"], axis=-1), N("MatMul", ["weights", "v_heads"], ["heads"]),
-        N("Transpose", ["heads"], ["rows"], perm=(0, 2, 1, 3)), N("Reshape", ["rows", "join"], ["joined"]),
-        *product("out", "joined"), N("Add", ["x", "out"], ["middle"]), *product("up", "middle"),
-        N("Div", ["up", "root"], ["part"]), N("Erf", ["part"], ["erf"]), N("Add", ["erf", "one"], ["shifted"]),
-        N("Mul", ["up", "shifted"], ["twice"]), N("Mul", ["twice", "half"], ["gelu"]),
-        *product("down", "gelu"), N("Add", ["middle", "down"], ["y"]),
-    ]  # fmt: skip
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", "L", WIDE]) for name in "xy"]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-
-
 @pytest.mark.parametrize("per_channel", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", ["QUInt8", pytest.param("QInt8", marks=pytest.mark.thorough)])
 def test_an_encoder_of_the_quantiser(kind: str, per_channel: bool, tmp_path: Path) -> None:
     """Against ONNX Runtime, with weights of seven bits: with eight its sums saturate on a CPU without VNNI."""
     small = tmp_path / "small.onnx"
-    onnx.save(encoder(), tmp_path / "plain.onnx")
+    onnx.save(encoder_layer(RNG, ["B", "L", WIDE], 0.2, 1.0), tmp_path / "plain.onnx")
     quantize_dynamic(
         tmp_path / "plain.onnx", small, weight_type=QuantType[kind], per_channel=per_channel, reduce_range=True
     )

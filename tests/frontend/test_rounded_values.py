@@ -1,6 +1,6 @@
 """Files of ONNX Runtime's static quantiser, in both of its formats: what becomes of their roundings, and their values.
 
-B batch, L length, D width.
+B batch, L length, WIDE the width of rows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from support.encoder_layers import HIDDEN, WIDE, encoder_layer
 from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
@@ -21,7 +22,6 @@ from mhsa_compile.frontend.canonicalize.passes import rounded_values
 
 N = helper.make_node
 Array = np.ndarray[Any, Any]
-D, HEADS, HIDDEN = 24, 3, 40
 NUMBERS = {"scale": np.array(0.05, np.float32), "zero": np.array(7, np.uint8), "other": np.array(0.07, np.float32)}
 
 
@@ -99,44 +99,10 @@ class Samples(CalibrationDataReader):
 
     def __init__(self, length: int) -> None:
         rng = np.random.default_rng(1)
-        self._left = [{"x": rng.standard_normal((1, length, D)).astype(np.float32)} for _ in range(4)]
+        self._left = [{"x": rng.standard_normal((1, length, WIDE)).astype(np.float32)} for _ in range(4)]
 
     def get_next(self) -> dict[str, Array] | None:
         return self._left.pop() if self._left else None
-
-
-def layer(length: int) -> onnx.ModelProto:
-    """An encoder's layer of float32 as exporters write it: attention in parts, GELU by Erf."""
-    rng = np.random.default_rng(0)
-    sizes = {**dict.fromkeys(("q", "k", "v", "out"), (D, D)), "up": (D, HIDDEN), "down": (HIDDEN, D)}
-    arrays = {f"{name}_weight": rng.standard_normal(dims) * dims[0] ** -0.5 for name, dims in sizes.items()}
-    arrays |= {f"{name}_bias": rng.standard_normal(dims[1]) * 0.1 for name, dims in sizes.items()}
-    arrays |= {"root": np.array(2**0.5), "one": np.array(1.0), "half": np.array(0.5), "factor": np.array(8**-0.5)}
-    tensors = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in arrays.items()]
-    tensors += [numpy_helper.from_array(np.array([0, 0, HEADS, 8]), "split")]
-    tensors += [numpy_helper.from_array(np.array([0, 0, D]), "join")]
-
-    def product(name: str, x: str) -> list[onnx.NodeProto]:
-        names = [[x, f"{name}_weight"], [f"{name}_product", f"{name}_bias"]]
-        return [N("MatMul", names[0], [f"{name}_product"]), N("Add", names[1], [name])]
-
-    def head(name: str, *perm: int) -> list[onnx.NodeProto]:
-        split = N("Reshape", [name, "split"], [f"{name}_split"])
-        return [*product(name, "x"), split, N("Transpose", [f"{name}_split"], [f"{name}_heads"], perm=perm)]
-
-    nodes = [
-        *head("q", 0, 2, 1, 3), *head("k", 0, 2, 3, 1), *head("v", 0, 2, 1, 3),
-        N("MatMul", ["q_heads", "k_heads"], ["scores"]), N("Mul", ["scores", "factor"], ["scaled"]),
-        N("Softmax", ["scaled"], ["weights"], axis=-1), N("MatMul", ["weights", "v_heads"], ["heads"]),
-        N("Transpose", ["heads"], ["rows"], perm=(0, 2, 1, 3)), N("Reshape", ["rows", "join"], ["joined"]),
-        *product("out", "joined"), N("Add", ["x", "out"], ["middle"]), *product("up", "middle"),
-        N("Div", ["up", "root"], ["part"]), N("Erf", ["part"], ["erf"]), N("Add", ["erf", "one"], ["shifted"]),
-        N("Mul", ["up", "shifted"], ["twice"]), N("Mul", ["twice", "half"], ["gelu"]),
-        *product("down", "gelu"), N("Add", ["middle", "down"], ["y"]),
-    ]  # fmt: skip
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, length, D]) for name in "xy"]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
 LENGTH = 19
@@ -156,7 +122,7 @@ def test_roundings_behind_a_linear_are_part_of_it() -> None:
     """Against ONNX Runtime without its optimisations: a value beside the middle between two steps may be the other."""
     rng = np.random.default_rng(0)
     constants = NUMBERS | {
-        "w": rng.integers(-64, 64, (D, HIDDEN)).astype(np.int8),
+        "w": rng.integers(-64, 64, (WIDE, HIDDEN)).astype(np.int8),
         "w_scale": np.array(0.004, np.float32),
     }
     constants |= {"w_zero": np.array(0, np.int8), "b": rng.integers(-128, 128, HIDDEN).astype(np.int8)}
@@ -169,13 +135,13 @@ def test_roundings_behind_a_linear_are_part_of_it() -> None:
         N("Add", ["rounded", "bias"], ["sum"]),
         *pair("sum", "y", "other"),
     ]
-    file = model_of(nodes, {"x": ["B", "L", D]}, {"y": None}, constants, opset=18)
+    file = model_of(nodes, {"x": ["B", "L", WIDE]}, {"y": None}, constants, opset=18)
     artifact = mhsa.compile(file, without_attention="accept")
     (linear,) = [op for op in artifact.manifest.ops if op.op == "linear"]
     if linear.source != "fallback":
         assert linear.note.endswith("then mul, round, max, min, mul, add, mul, round, max, min, mul")
         assert sum(op.source == "fallback" for op in artifact.manifest.ops) == 1  # the first QuantizeLinear
-    x = rng.standard_normal((3, 17, D)).astype(np.float32) * 3
+    x = rng.standard_normal((3, 17, WIDE)).astype(np.float32) * 3
     steps = np.abs(mhsa.load(artifact)(x) - run(file, {"x": x})) / NUMBERS["other"]
     assert steps.max() < 1.01 and (steps > 0.01).mean() < 0.01
 
@@ -188,7 +154,7 @@ def test_a_layer_of_the_static_quantiser(name: str, tmp_path: Path) -> None:
     is left out is a rounding. Between both there is the spread of a few thousand draws."""
     form, per_channel, kind = FILES[name]
     plain, small = tmp_path / "plain.onnx", tmp_path / "small.onnx"
-    onnx.save(layer(LENGTH), plain)
+    onnx.save(encoder_layer(np.random.default_rng(0), [1, LENGTH, WIDE], None, 0.1), plain)
     names: dict[str, Any] = {"per_channel": per_channel, "activation_type": kind, "weight_type": QuantType.QInt8}
     quantize_static(plain, small, Samples(LENGTH), quant_format=form, reduce_range=True, **names)
     artifact = mhsa.compile(small)
@@ -202,7 +168,7 @@ def test_a_layer_of_the_static_quantiser(name: str, tmp_path: Path) -> None:
     model, call = onnx.load(small), mhsa.load(artifact)
     errors = np.zeros(3)
     for seed in range(8):
-        x = np.random.default_rng(seed).standard_normal((1, LENGTH, D)).astype(np.float32)
+        x = np.random.default_rng(seed).standard_normal((1, LENGTH, WIDE)).astype(np.float32)
         feeds, y = {"x": x}, call(x)
         floats, theirs = run(onnx.load(plain), feeds), run(model, feeds)
         errors += [root_mean_square(*pair) for pair in ((y, theirs), (y, floats), (theirs, floats))]
