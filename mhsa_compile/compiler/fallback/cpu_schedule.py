@@ -31,6 +31,7 @@ from mhsa_compile.compiler.fallback.plain_function import product
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
 from mhsa_compile.frontend.relax.sizes.broadcasting import equal
 from mhsa_compile.hardware.profile import CpuProfile, TargetProfile
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
 from mhsa_compile.records.record import RecordSet
@@ -236,7 +237,7 @@ def schedule_function(function: tirx.PrimFunc, lanes: int) -> tirx.PrimFunc:
     )
     _inline(schedule)
     sizes = [_size(schedule.get(block)) for block in _blocks(schedule)]
-    for rule in (_by_rows, _by_columns, _of_all, partial(_by_elements, is_arithmetic=is_arithmetic)):
+    for rule in (_by_rows, _by_columns, _of_all, _by_squares, partial(_by_elements, is_arithmetic=is_arithmetic)):
         copy = schedule.copy()
         with suppress(ScheduleError):
             if rule(copy, lanes):
@@ -312,6 +313,39 @@ def _kinds(block: Any) -> str:
 
 def _size(block: Any) -> Expr:
     return product(axis.dom.extent for axis in block.iter_vars)
+
+
+def _by_squares(schedule: s_tir.Schedule, lanes: int) -> bool:
+    """One block that reads along another axis than it writes, as a Transpose does: square after square of both, whose
+    lines stay in the cache until all of their elements have had their turn. Whether it is that."""
+    blocks = _blocks(schedule)
+    block, loops = schedule.get(blocks[0]), schedule.get_loops(blocks[0])
+    *axes, last = block.iter_vars
+    if len(blocks) != 1 or _kinds(block).strip("S") or len(loops) != len(block.iter_vars):
+        return False
+    places = _last_indices(block)
+    reads = [k for k, axis in enumerate(axes) if any(place.same_as(axis.var) for place in places)]
+    if not reads or any(place.same_as(last.var) for place in places):
+        return False
+    extents = [axes[reads[0]].dom.extent, last.dom.extent]
+    if any(isinstance(extent, tirx.IntImm) and int(extent.value) < _SQUARE for extent in extents):
+        return False
+    of_bytes = isinstance(block.body, tirx.BufferStore) and DTYPE_BYTES.get(str(block.body.value.ty.dtype)) == 1
+    of_bytes = of_bytes and all(_divisor(extent, _OF_BYTES) == _OF_BYTES for extent in extents)
+    side = _OF_BYTES if of_bytes else _SQUARE
+    (row, i), (column, j) = (schedule.split(loops[k], [None, side]) for k in (reads[0], -1))
+    others = [loop for k, loop in enumerate(loops[:-1]) if k != reads[0]]
+    schedule.reorder(*others, row, column, i, j)
+    if of_bytes:
+        schedule.vectorize(j)
+    schedule.parallel(schedule.fuse(*others, row))
+    return True
+
+
+_SQUARE = 32
+"""Elements: of 4 bytes, lines of both arrays fit the first cache; with 64 those of rows by powers of two do not."""
+_OF_BYTES = 8
+"""The same of bytes that are written, as vectors of a whole number of squares; where there is a rest, 32 are faster."""
 
 
 def _by_elements(schedule: s_tir.Schedule, lanes: int, is_arithmetic: bool) -> bool:

@@ -2,6 +2,9 @@
 
     Conv(x (B, C, ...), w (O, C, taps ...), b)  ->  MatMul(MhsaPatches(x), rows of w) + b, the channels put back
 
+Of bytes, too, with the zero point of x around it: ConvInteger becomes MatMulInteger, a Conv of two DequantizeLinears
+a MatMul of two, as `quantised_pattern` reads them.
+
 The Transpose that puts the channels back is moved on, past what works on each element, until another one undoes it:
 the next convolution reads rows as they lie, and so does whoever flattens an image and puts the channels last.
 """
@@ -10,27 +13,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import onnx
 
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
-from mhsa_compile.frontend.onnx_graph import GraphView, add_import, attributes
+from mhsa_compile.frontend.fusion.quantised_pattern import BYTES, is_number, is_stored
+from mhsa_compile.frontend.onnx_graph import GraphView, add_import, attributes, is_standard
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.checks import DTYPES
 
 _ELEMENTWISE = frozenset(
     ("Abs", "Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max",
-     "Min", "Mish", "Mul", "Neg", "Pow", "Relu", "Selu", "Sigmoid", "Softplus", "Sub", "Tanh")
+     "Min", "Mish", "Mul", "Neg", "Pow", "Relu", "Selu", "Sigmoid", "Softplus", "Sub", "Tanh",
+     "DequantizeLinear", "QuantizeLinear")
 )  # fmt: skip
+_WIDE = 16
+"""Channels from which on they are put last before patches are taken, which then are copies of as many neighbours."""
 _MOST_PATCHES = 1 << 26
 """Elements of all patches of one entry, where that is known: an overlap copies each element several times."""
 
 
 def as_products(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with patches and MatMul for every convolution of constant weights over all channels."""
-    if not any(node.op_type == "Conv" for node in model.graph.node):
+    """The model with patches and a product for every convolution of constant weights over all channels."""
+    if not any(is_standard(node, *_CONVOLUTIONS) for node in model.graph.node):
         return model
     return _Rewriting(model).result()
 
@@ -44,8 +52,8 @@ class _Rewriting:
         self.moved: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def result(self) -> onnx.ModelProto:
-        steps = {"Conv": self._convolution, "Transpose": self._transpose, "Reshape": self._reshape}
-        steps |= dict.fromkeys(_ELEMENTWISE, self._elementwise)
+        steps = {"Transpose": self._transpose, "Reshape": self._reshape, "DynamicQuantizeLinear": self._quantise}
+        steps |= dict.fromkeys(_CONVOLUTIONS, self._convolution) | dict.fromkeys(_ELEMENTWISE, self._elementwise)
         for node in self.graph.nodes:
             if node.domain in ("", "ai.onnx") and node.op_type in steps:
                 steps[node.op_type](node)
@@ -66,31 +74,55 @@ class _Rewriting:
         self.rewriter.place(node)
 
     def _convolution(self, node: onnx.NodeProto) -> None:
-        patches = _patches(self.graph, node)
-        if patches is None:
+        plan = _CONVOLUTIONS[node.op_type](self.graph, node)
+        patches = None if plan is None else _patches(self.graph, node, plan)
+        if plan is None or patches is None:
             return
-        x, weight, *bias = node.input
-        rank = len(patches.kernel) + 2
-        first, dims = _channels_first(rank), list(self.graph.dims(weight))
-        before = self.graph.producer(x, "Transpose")
-        if x in self.moved and self.moved[x][1] == first:
-            x = self.moved[x][0]
-        elif before is not None and tuple(attributes(before).get("perm", ())) == first:
-            x = before.input[0]
+        rewriter, dims = self.rewriter, list(self.graph.dims(plan.weight))
+        rank, width = len(dims), math.prod(int(size or 0) for size in dims[1:])
+        x, weight = plan.x if plan.channels_last else self._with_channels_last(plan.x, rank), plan.weight
+        if x is None and int(dims[1] or 0) >= _WIDE:
+            x = rewriter.node("Transpose", plan.x, perm=[0, *range(2, rank), 1])
+        if x is None:
+            patches = replace(patches, channels_last=False)
         else:
-            patches = FusedPatches(**vars(patches) | {"channels_last": False})
-        rewriter, width = self.rewriter, math.prod(int(size or 0) for size in dims[1:])
-        if patches.channels_last:
             weight = rewriter.node("Transpose", weight, perm=[0, *range(2, rank), 1])
         matrix = rewriter.node("Reshape", weight, rewriter.constant([dims[0], width], "int64"))
         rows = rewriter.fresh(f"{node.output[0]}/patches")
-        rewriter.append(patches.to_node(node, [x], [rows]))
+        rewriter.append(patches.to_node(node, [x or plan.x, *filter(None, [plan.x_zero])], [rows]))
         rewriter.hint(rows, [*(self.graph.shape(node.output[0]) or [None] * rank)[:1], *[None] * (rank - 2), width],
-                      self.graph.dtype(node.input[0]))  # fmt: skip
-        y = rewriter.node("MatMul", rows, rewriter.node("Transpose", matrix, perm=[1, 0]))
-        if bias and bias[0]:
-            y = rewriter.node("Add", y, bias[0])
-        self._move(node, y, first)
+                      self.graph.dtype(plan.x))  # fmt: skip
+        y = self._product(plan, rows, matrix)
+        if plan.bias:
+            y = rewriter.node("Add", y, plan.bias)
+        self._move(node, y, _channels_first(rank))
+
+    def _with_channels_last(self, x: str, rank: int) -> str | None:
+        """What x is with its channels first, if there is such a value."""
+        first, before = _channels_first(rank), self.graph.producer(x, "Transpose")
+        if x in self.moved and self.moved[x][1] == first:
+            return self.moved[x][0]
+        if before is not None and tuple(attributes(before).get("perm", ())) == first:
+            return before.input[0]
+        return None
+
+    def _product(self, plan: _Convolution, rows: str, matrix: str) -> str:
+        """The rows times those of the matrix."""
+        rewriter = self.rewriter
+        if plan.x_scale:
+            rows = rewriter.node("DequantizeLinear", rows, plan.x_scale, plan.x_zero)
+            matrix = rewriter.node("DequantizeLinear", matrix, plan.scale, plan.zero, axis=0)
+        turned = rewriter.node("Transpose", matrix, perm=[1, 0])
+        if plan.of_sums:
+            return rewriter.node("MatMulInteger", rows, turned, plan.x_zero, plan.zero)
+        return rewriter.node("MatMul", rows, turned)
+
+    def _quantise(self, node: onnx.NodeProto) -> None:
+        """Moves a Transpose past the bytes of a whole array."""
+        if (move := self.moved.get(node.input[0])) is not None:
+            source, perm = move
+            numbers = [self.rewriter.fresh(f"{node.output[0]}/rows"), *node.output[1:]]
+            self._move(node, self.rewriter.nodes("DynamicQuantizeLinear", (source,), numbers)[0], perm)
 
     def _transpose(self, node: onnx.NodeProto) -> None:
         if (move := self.moved.get(node.input[0])) is not None:
@@ -104,9 +136,34 @@ class _Rewriting:
         if len(perms) != 1:
             return
         (perm,) = perms
-        if all(name in self.moved or not name or self._is_number(name, len(perm)) for name in node.input):
-            inputs = [self.moved[name][0] if name in self.moved else name for name in node.input]
+        operands = [self._operand(name, perm) for name in node.input]
+        inputs = [name for name in operands if name is not None]
+        if len(inputs) < len(operands) or attributes(node).get("block_size", 0):
+            self.rewriter.drop()
+        else:
             self._move(node, self.rewriter.node(node.op_type, *inputs, **attributes(node)), perm)
+
+    def _operand(self, name: str, perm: tuple[int, ...]) -> str | None:
+        """What an elementwise node reads in the place of a value once the Transpose is behind it; None where that is no
+        value there is."""
+        if name in self.moved:
+            return self.moved[name][0]
+        if not name or self._is_number(name, len(perm)):
+            return name
+        return self._of_channels(name, len(perm)) if perm == _channels_first(len(perm)) else None
+
+    def _of_channels(self, name: str, rank: int) -> str | None:
+        """What the file spreads along the channels alone, as a vector of them."""
+        dims, view = self.graph.dims(name), self.graph.producer(name, "Reshape")
+        axis = len(dims) - rank + 1
+        if axis < 0 or any(size != 1 for i, size in enumerate(dims) if i != axis):
+            return None
+        if view is not None and self.graph.shape(view.input[0]) == dims[axis : axis + 1]:
+            return view.input[0] if view.input[0] in self.graph.initializers else None
+        if name not in self.graph.initializers:
+            return None
+        others = self.rewriter.constant([i for i in range(len(dims)) if i != axis], "int64")
+        return self.rewriter.node("Squeeze", name, others)
 
     def _is_number(self, name: str, rank: int) -> bool:
         dims = self.graph.shape(name)
@@ -135,14 +192,70 @@ def _channels_first(rank: int) -> tuple[int, ...]:
     return (0, rank - 1, *range(1, rank - 1))
 
 
-def _patches(graph: GraphView, node: onnx.NodeProto) -> FusedPatches | None:
+@dataclass(frozen=True)
+class _Convolution:
+    """What a convolution multiplies, by name, "" where there is none. Of bytes it has zero points, and scales, or gives
+    sums of whole numbers. `channels_last`: whether x has its channels last, which a Transpose puts first."""
+
+    x: str
+    weight: str
+    bias: str = ""
+    x_zero: str = ""
+    x_scale: str = ""
+    zero: str = ""
+    scale: str = ""
+    of_sums: bool = False
+    channels_last: bool = False
+
+
+def _of_floats(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
+    """Conv, which multiplies bytes where both of its factors are made of such, by a scale for each channel at most."""
+    x, weight, bias = [*node.input, ""][:3]
+    turned = graph.producer(x, "Transpose")
+    is_last = turned is not None and tuple(attributes(turned).get("perm", ())) == _channels_first(len(graph.dims(x)))
+    source = turned.input[0] if turned is not None and is_last else x
+    floats, weights = (graph.producer(name, "DequantizeLinear") for name in (source, weight))
+    if floats is None or weights is None:
+        alike = graph.dtype(x) in DTYPES and graph.dtype(weight) == graph.dtype(x)
+        return _Convolution(x, weight, bias) if alike else None
+    (x_bytes, x_scale, x_zero), (stored, scale, zero) = ([*one.input, ""][:3] for one in (floats, weights))
+    words, one = attributes(weights), is_number(graph, scale)
+    of_channels = one or (graph.dims(scale) == graph.dims(stored)[:1] and words.get("axis", 1) == 0)
+    if words.get("block_size", 0) or not of_channels or not is_stored(graph, scale) or not is_number(graph, x_scale):
+        return None
+    if graph.dtype(x) != "float32" or graph.dtype(weight) != "float32":
+        return None
+    return _of_bytes(graph, _Convolution(x_bytes, stored, bias, x_zero, x_scale, zero, scale, channels_last=is_last))
+
+
+def _of_whole_numbers(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
+    """ConvInteger."""
+    x, weight, x_zero, zero = [*node.input, "", ""][:4]
+    return _of_bytes(graph, _Convolution(x, weight, x_zero=x_zero, zero=zero, of_sums=True))
+
+
+def _of_bytes(graph: GraphView, plan: _Convolution) -> _Convolution | None:
+    """The plan, if both factors have eight bits, x at most one zero point, and the weights at most one a channel, which
+    the file has."""
+    kinds, channels = {graph.dtype(plan.x), graph.dtype(plan.weight)}, graph.dims(plan.weight)[:1]
+    if not kinds <= {*BYTES} or (plan.x_zero and not is_number(graph, plan.x_zero)):
+        return None
+    if plan.zero and not (is_stored(graph, plan.zero) and graph.shape(plan.zero) in ((), (1,), channels)):
+        return None
+    return plan
+
+
+_CONVOLUTIONS = {"Conv": _of_floats, "ConvInteger": _of_whole_numbers}
+
+
+def _patches(graph: GraphView, node: onnx.NodeProto, plan: _Convolution) -> FusedPatches | None:
     """What the rows of a convolution are, as read from rows; None where it stays as it is."""
-    x, weight, *bias = node.input
-    dims, attrs, shape = graph.dims(weight), attributes(node), graph.dims(x)
-    constant = weight in graph.initializers and all(name in graph.initializers for name in bias if name)
+    dims, attrs, shape = graph.dims(plan.weight), attributes(node), graph.dims(plan.x)
+    constant = all(name in graph.initializers for name in (plan.weight, plan.bias) if name)
     if not constant or len(dims) < 3 or len(shape) != len(dims) or attrs.get("group", 1) != 1 or 0 in dims:
         return None
-    if graph.dtype(x) not in DTYPES or graph.dtype(weight) != graph.dtype(x) or dims[:2] == (1, 1):
+    channels = shape[-1 if plan.channels_last else 1]
+    if dims[:2] == (1, 1) or (isinstance(channels, int) and channels != dims[1]):
         return None
     if attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         return None  # what SAME comes to follows from the sizes here; where it does not, it was stated before

@@ -116,9 +116,10 @@ class FusedBlockLinear(FusedNode):
 
 @dataclass(frozen=True)
 class FusedPatches(FusedNode):
-    """The patches that a convolution sees, as rows. Input: x. Each field but the last has a number for each axis.
+    """The patches that a convolution sees, as rows. Inputs: x, and of bytes their zero point, if that is not 0. Each
+    field but the last has a number for each axis.
 
-    before, behind   how many zeros stand around x
+    before, behind   how many zeros, or zero points, stand around x
     channels_last    whether x is (B, ..., C) and a row taps x C; else x is (B, C, ...) and a row C x taps
     """
 

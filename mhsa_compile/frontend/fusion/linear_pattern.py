@@ -109,7 +109,7 @@ _FORMS = {"MatMul": _matmul, "Gemm": _gemm}
 
 def _width(graph: GraphView, x: str, weight: str, transposed: bool) -> int | None:
     """How many features a constant matrix makes of rows x; None where that is no product of ours."""
-    shape = graph.shape(weight) if _is_matrix(graph, weight) else None
+    shape = graph.shape(weight) if is_matrix(graph, weight) else None
     if shape is None or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
         return None
     if len(graph.dims(x)) < 2:
@@ -119,7 +119,7 @@ def _width(graph: GraphView, x: str, weight: str, transposed: bool) -> int | Non
     return int(shape[1 if transposed else 0] or 0)
 
 
-def _is_matrix(graph: GraphView, name: str) -> bool:
+def is_matrix(graph: GraphView, name: str) -> bool:
     """Whether a value is a weight, or one with its axes in another order or joined, as that of a convolution."""
     while (node := graph.producer(name)) is not None and node.op_type in ("Reshape", "Transpose"):
         name = node.input[0]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import onnx
 
 from mhsa_compile.frontend.fusion.fused_nodes import FusedQuantisedLinear
-from mhsa_compile.frontend.fusion.linear_pattern import Linear, with_bias
+from mhsa_compile.frontend.fusion.linear_pattern import Linear, is_matrix, with_bias
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, is_standard
 
 BYTES = ("int8", "uint8")
@@ -95,7 +95,7 @@ def _of_floats(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None
     if linear is None or stated.get("block_size", 0) or (by_features and axis != (0 if turned else 1)):
         return None
     scales = _Scales(graph, linear.width)
-    if not _is_number(graph, str(x_scale)) or graph.dtype(str(x_scale)) != "float32" or not scales.take(str(scale)):
+    if not is_number(graph, str(x_scale)) or graph.dtype(str(x_scale)) != "float32" or not scales.take(str(scale)):
         return None
     linear.x_scale, linear.scale = x_scale, scales.of_weight
     return with_bias(graph, linear, "float32") if linear.scale is not None else None
@@ -119,13 +119,13 @@ def _product(
 ) -> QuantisedLinear | None:
     """The linear of bytes and their zeros, of x and of a weight, without scales; None where that is none of ours."""
     (x, x_zero), (weight, zero) = left, right
-    shape = graph.shape(weight) if _is_stored(graph, weight) else None
+    shape = graph.shape(weight) if is_stored(graph, weight) or is_matrix(graph, weight) else None
     if shape is None or len(shape) != 2 or not all(isinstance(size, int) and size for size in shape):
         return None
     if not {graph.dtype(x), graph.dtype(weight)} <= {*BYTES} or len(graph.dims(x)) < 2:
         return None
     width = int(shape[0 if turned else 1] or 0)
-    if x_zero is not None and not _is_number(graph, x_zero):
+    if x_zero is not None and not is_number(graph, x_zero):
         return None
     if zero is not None and ((array := graph.constant(zero)) is None or not _of_features(array.shape, width)):
         return None
@@ -168,17 +168,17 @@ class _Scales:
         shape = self.graph.shape(name)
         if shape is None or self.graph.dtype(name) != "float32":
             return None
-        if _is_stored(self.graph, name):
+        if is_stored(self.graph, name):
             return "of_weight" if _of_features(shape, self.width) else None
-        return "of_x" if _is_number(self.graph, name) else None
+        return "of_x" if is_number(self.graph, name) else None
 
 
-def _is_stored(graph: GraphView, name: str) -> bool:
+def is_stored(graph: GraphView, name: str) -> bool:
     """Whether the file has the value, in whichever place."""
     return name in graph.initializers or graph.producer(name, "Constant") is not None
 
 
-def _is_number(graph: GraphView, name: str) -> bool:
+def is_number(graph: GraphView, name: str) -> bool:
     shape = graph.shape(name)
     return shape is not None and shape in ((), (1,))
 

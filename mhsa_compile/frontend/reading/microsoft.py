@@ -14,7 +14,7 @@ import onnx
 
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.frontend.reading.row import MANY, Mismatch, Row, row
-from mhsa_compile.frontend.reading.standard import positive_scales
+from mhsa_compile.frontend.reading.standard import CONVOLUTION, positive_scales
 
 DOMAIN = "com.microsoft"
 
@@ -81,6 +81,7 @@ _QUANTISED: dict[str, tuple[tuple[int, int, int], ...]] = {
     "QAttention": ((0, 3, 6), (1, 4, 7)),
     "QEmbedLayerNormalization": ((2, 8, 13), (3, 9, 14), (4, 10, 15), (5, 11, 16), (6, 12, 17)),
     "QGemm": ((0, 1, 2), (3, 4, 5), (_RESULT, 7, 8)),
+    "QLinearConv": ((0, 1, 2), (3, 4, 5), (_RESULT, 6, 7)),
     "QLinearWhere": ((1, 2, 3), (4, 5, 6), (_RESULT, 7, 8)),
     "QuantizeLinear": ((_RESULT, 1, 2),),
 }  # fmt: skip
@@ -175,6 +176,7 @@ MICROSOFT: dict[str, Row] = {
         channels_last=(0, 1), inputs=5, condition=_of_bytes,
     ),
     "QLinearConcat": row("axis", inputs=MANY, condition=_of_bytes),
+    "QLinearConv": row(*CONVOLUTION, channels_last=(0, 1), inputs=9, condition=_of_bytes),
     "QLinearGlobalAveragePool": row(channels_last=(0, 1), inputs=5, condition=_of_bytes),
     "QLinearLeakyRelu": row("alpha", inputs=5, condition=_of_bytes),
     "QLinearMul": row(inputs=8, condition=_of_bytes),

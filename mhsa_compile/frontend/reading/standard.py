@@ -119,6 +119,17 @@ def finite_scales(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     return None
 
 
+def convolved(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """QLinearConv: scales as above, and a bias in whole numbers, one for each output channel."""
+    weight, bias = [*node.input, ""][3], [*node.input, ""][8]
+    kind, shape, channels = graph.dtype(bias), graph.shape(bias), graph.dims(weight)[:1]
+    if bias and kind not in (None, "int32"):
+        return f"a bias {bias!r} of int32", str(kind)
+    if bias and shape is not None and channels and shape != channels:
+        return f"a bias {bias!r} of {channels[0]} numbers", str(shape)
+    return finite_scales(graph, node)
+
+
 def positive_scales(graph: GraphView, name: str) -> Mismatch:
     """Scales, where they are known: finite, and above 0."""
     scales = graph.constant(name)
@@ -169,7 +180,7 @@ _REDUCTIONS = (
 )  # fmt: skip
 _RECURRENT = ("activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "layout")
 _POOL = ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
-_CONVOLUTION = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+CONVOLUTION = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
 _COORDINATES = ("align_corners", "asymmetric", "half_pixel", "pytorch_half_pixel", "tf_crop_and_resize")
 _NOT_DOUBLE = frozenset(("bfloat16", "float16", "float32"))
@@ -203,9 +214,9 @@ STANDARD: dict[str, Row] = {
     "ConcatFromSequence": row("axis", "new_axis"),
     "Constant": row("value", "value_float", "value_floats", "value_int", "value_ints", inputs=0),
     "ConstantOfShape": row("value"),
-    "Conv": row(*_CONVOLUTION, inputs=3),
-    "ConvInteger": row(*_CONVOLUTION, inputs=4),
-    "ConvTranspose": row(*_CONVOLUTION, "output_padding", inputs=3),
+    "Conv": row(*CONVOLUTION, inputs=3),
+    "ConvInteger": row(*CONVOLUTION, inputs=4),
+    "ConvTranspose": row(*CONVOLUTION, "output_padding", inputs=3),
     "CumProd": row("exclusive", "reverse", inputs=2),
     "CumSum": row("exclusive", "reverse", inputs=2),
     "DFT": row("inverse", "onesided", inputs=3),
@@ -248,7 +259,7 @@ STANDARD: dict[str, Row] = {
     "OneHot": row("axis", inputs=3, constants=(1, 2)),
     "Pad": row("mode", inputs=4, constants=(2,), condition=no_wrap_inwards),
     "Pow": row(inputs=2),
-    "QLinearConv": row(*_CONVOLUTION, inputs=9, condition=finite_scales),
+    "QLinearConv": row(*CONVOLUTION, inputs=9, condition=convolved),
     "QLinearMatMul": row(inputs=8, dtypes=_QUANTISED, condition=finite_scales),
     "QuantizeLinear": row("axis", "output_dtype", inputs=3, condition=finite_scales),
     "RMSNormalization": row("axis", "epsilon", "stash_type", inputs=2, condition=an_axis_left),

@@ -123,7 +123,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         names = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
         as_numbers = {name for node in all_nodes(graph) for name in _needs(node)}
-        stored = {name for node in all_nodes(graph) for name in _stored_weights(node)} | _packed_weights(graph)
+        stored = _stored_weights(graph) | _packed_weights(graph)
         for tensor in graph.initializer:
             if tensor.name not in names:
                 continue
@@ -340,7 +340,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return attention.results()
 
     def _patches(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        return patches(self.bb, FusedPatches.from_attributes(attrs), inputs[0])
+        return patches(self.bb, FusedPatches.from_attributes(attrs), *inputs)
 
     def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         fused, x = FusedRotary.from_attributes(attrs), dims(inputs[0])
@@ -422,8 +422,24 @@ def _packed_weights(graph: onnx.GraphProto) -> set[str]:
 _UNPACKS = ("Cast", "Gather")
 
 
-def _stored_weights(node: onnx.NodeProto) -> list[str]:
-    """The weights of a linear of bytes or of blocks, which are bound as those of floats are."""
+def _stored_weights(graph: onnx.GraphProto) -> set[str]:
+    """The weights of linears of bytes and of blocks, which are bound as those of floats are, whatever views of them the
+    linears take."""
+    views = {node.output[0]: node for node in all_nodes(graph) if node.op_type in _VIEWS}
+    stored = set[str]()
+    for node in all_nodes(graph):
+        for name in _weights_of(node):
+            while name in views:
+                name = views[name].input[0]
+            stored.add(name)
+    return stored
+
+
+_VIEWS = ("Reshape", "Split", "Squeeze", "Transpose")
+
+
+def _weights_of(node: onnx.NodeProto) -> list[str]:
+    """The weights of a linear of bytes or of blocks; none of another node."""
     if node.op_type == FusedBlockLinear.op_type:
         _, numbers, _, zeros, _ = FusedBlockLinear.from_node(node).parted(node.input)
         return [*numbers, *zeros]

@@ -14,8 +14,9 @@ from mhsa_compile.frontend.relax.sizes.call_checks import OPAQUE
 from mhsa_compile.frontend.relax.values import dims
 
 
-def patches(bb: Any, fused: FusedPatches, x: Any) -> Any:
-    """x (B, ..., C), or (B, C, ...) unless its channels are last -> (B, ..., K), zeros where a patch reaches out of it.
+def patches(bb: Any, fused: FusedPatches, x: Any, *zero: Any) -> Any:
+    """x (B, ..., C), or (B, C, ...) unless its channels are last -> (B, ..., K), zeros where a patch reaches out of it,
+    or the zero point of bytes, where they have one.
 
     A row is taps x C, or C x taps unless the channels are last, the last of these side by side in both. Raises
     ModelError where fixed sizes hold no patch at all.
@@ -24,14 +25,18 @@ def patches(bb: Any, fused: FusedPatches, x: Any) -> Any:
     channels = sizes.pop(-1 if fused.channels_last else 0)
     counts = [_count(fused, i, size) for i, size in enumerate(sizes)]
     row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
-    function = bb.add_func(_gather(fused, str(x.ty.dtype), channels, [batch, *sizes], counts), "patches")
-    rows = bb.emit(relax.call_tir(function, [x], relax.TensorType([batch, *counts, *row], x.ty.dtype)))
+    outside = [bb.normalize(relax.op.reshape(value, [])) for value in zero]
+    function = _gather(fused, str(x.ty.dtype), channels, [batch, *sizes], counts, zeroed=bool(zero))
+    kind = relax.TensorType([batch, *counts, *row], x.ty.dtype)
+    rows = bb.emit(relax.call_tir(bb.add_func(function, "patches"), [x, *outside], kind))
     return bb.emit(relax.op.reshape(rows, relax.ShapeExpr([batch, *counts, math.prod(map(int, row))])))
 
 
-def _gather(fused: FusedPatches, dtype: str, channels: Any, source: list[Any], counts: list[Any]) -> Any:
-    """The function of x (B, ...) and of so many patches. Sizes that are no numbers are variables of its own, also where
-    one follows from another: TVM cannot join loops over X - 4."""
+def _gather(
+    fused: FusedPatches, dtype: str, channels: Any, source: list[Any], counts: list[Any], *, zeroed: bool
+) -> Any:
+    """The function of x (B, ...), of its zero point, if it has one, and of so many patches. Sizes that are no numbers
+    are variables of its own, also where one follows from another: TVM cannot join loops over X - 4."""
     (batch, *sizes), counts = map(_size, source), [_size(count) for count in counts]
 
     def element(b: Any, *at: Any) -> Any:
@@ -41,11 +46,13 @@ def _gather(fused: FusedPatches, dtype: str, channels: Any, source: list[Any], c
         value = x[(b, *along, channel) if fused.channels_last else (b, channel, *along)]
         inside = [place >= 0 for place, pad in zip(along, fused.before, strict=True) if pad]
         inside += [place < size for place, size, pad in zip(along, sizes, fused.behind, strict=True) if pad]
-        return tirx.if_then_else(tirx.all(*inside), value, tirx.const(0, value.dtype)) if inside else value
+        return tirx.if_then_else(tirx.all(*inside), value, outside) if inside else value
 
     x = te.placeholder((batch, *sizes, channels) if fused.channels_last else (batch, channels, *sizes), dtype, "x")
+    zero = [te.placeholder((), dtype, "zero")] * zeroed
+    outside = zero[0]() if zero else tirx.const(0, dtype)
     row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
-    function = te.create_prim_func([x, te.compute((batch, *counts, *row), element, "patches")])
+    function = te.create_prim_func([x, *zero, te.compute((batch, *counts, *row), element, "patches")])
     # fused with nothing: what reads patches by rows would take their loops apart
     return function.without_attr("global_symbol").with_attr("op_pattern", OPAQUE)
 

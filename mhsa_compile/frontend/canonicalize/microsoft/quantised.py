@@ -67,6 +67,19 @@ def pooling(operator: str) -> Callable[[MicrosoftNode], None]:
     return rewrite
 
 
+def convolution(node: MicrosoftNode) -> None:
+    """QLinearConv, as the standard's but for channels that may be last."""
+    x, *others = node.inputs[:9]
+    words = {name: value for name, value in node.attrs.items() if name != "channels_last"}
+    if not node.attrs.get("channels_last", 0):
+        node.write("QLinearConv", x, *others, output=node.outputs[0], **words)
+        return
+    rank = len(node.dims(x))
+    first = node.write("Transpose", x, perm=[0, rank - 1, *range(1, rank - 1)])
+    y = node.write("QLinearConv", first, *others, **words)
+    node.write("Transpose", y, perm=[0, *range(2, rank), 1], output=node.outputs[0])
+
+
 def gemm(node: MicrosoftNode) -> None:
     """QGemm: alpha (A B + C), C in steps of both scales; bytes, or floats where no scale of the result is given."""
     a, b, result = quantised_values(node.node)

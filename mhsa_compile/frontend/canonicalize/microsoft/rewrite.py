@@ -48,6 +48,7 @@ OPERATORS: dict[str, Callable[[MicrosoftNode], None]] = {
     "QLinearAdd": quantised.elementwise("Add"),
     "QLinearAveragePool": quantised.pooling("AveragePool"),
     "QLinearConcat": quantised.elementwise("Concat", "axis"),
+    "QLinearConv": quantised.convolution,
     "QLinearGlobalAveragePool": quantised.pooling("GlobalAveragePool"),
     "QLinearLeakyRelu": quantised.elementwise("LeakyRelu", "alpha"),
     "QLinearMul": quantised.elementwise("Mul"),

@@ -12,19 +12,21 @@ import math
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, is_standard
 from mhsa_compile.spec.checks import DTYPES
 
-_PADDED = ("Conv", "MaxPool", "AveragePool", "LpPool")
+_WEIGHTS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
+"""The place of the weights among the inputs of a convolution."""
+_PADDED = (*_WEIGHTS, "MaxPool", "AveragePool", "LpPool")
 
 
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with such convolutions as MatMul, and with paddings as far as they can be attrs."""
     rewriter = Rewriter(model)
     for node in rewriter.graph.nodes:
-        if node.op_type == "Conv" and _is_linear(rewriter.graph, node):
+        if is_standard(node, "Conv") and _is_linear(rewriter.graph, node):
             _as_linear(rewriter, node)
-        elif node.op_type in _PADDED and (pads := _pads(rewriter.graph, node)) is not None:
+        elif is_standard(node, *_PADDED) and (pads := _pads(rewriter.graph, node)) is not None:
             attrs = {name: value for name, value in attributes(node).items() if name != "auto_pad"}
             attrs.pop("ceil_mode", None)  # of SAME, the sizes are those of the input, divided
             rewriter.nodes(node.op_type, tuple(node.input), list(node.output), **attrs | {"pads": pads})
@@ -63,7 +65,8 @@ def _as_linear(rewriter: Rewriter, node: onnx.NodeProto) -> None:
 def _pads(graph: GraphView, node: onnx.NodeProto) -> list[int] | None:
     """The paddings that SAME comes to, before each axis, then behind each; None where they are no such numbers."""
     attrs = attributes(node)
-    kind, dims = attrs.get("auto_pad", "NOTSET"), graph.shape(node.input[1]) if node.op_type == "Conv" else ()
+    weights = _WEIGHTS.get(node.op_type)
+    kind, dims = attrs.get("auto_pad", "NOTSET"), () if weights is None else graph.shape(node.input[weights])
     kernel = attrs.get("kernel_shape", list(dims or ())[2:])
     sizes = graph.dims(node.input[0])[2:] or [None] * len(kernel)
     steps, spread = (attrs.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))

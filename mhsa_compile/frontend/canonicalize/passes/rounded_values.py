@@ -1,6 +1,6 @@
 """Files whose values are rounded to bytes at every arrow, with as few roundings as say the same.
 
-    QLinearMatMul                                   ->  MatMul between DequantizeLinear and QuantizeLinear
+    QLinearMatMul, QLinearConv                      ->  MatMul, Conv between DequantizeLinear and QuantizeLinear
     DequantizeLinear(a bias or a number of the file)  ->  floats
     DequantizeLinear(Reshape(bytes))                ->  Reshape(DequantizeLinear(bytes)); Transpose and others alike
     DequantizeLinear(QuantizeLinear(x))             ->  x, where x is such a value already, perhaps moved
@@ -23,7 +23,8 @@ from onnx import numpy_helper
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.detach_weights import Tensors
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes, is_standard
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, is_standard
+from mhsa_compile.frontend.reading.standard import convolved
 
 _MOVES = ("Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 """Operators that put the elements of their first input elsewhere, and change none."""
@@ -51,32 +52,80 @@ def steps_of(graph: GraphView, node: onnx.NodeProto) -> Steps | None:
 
 def rewrite(model: onnx.ModelProto, tensors: Tensors) -> onnx.ModelProto:
     """The model, or itself where it has no such operators; `tensors` are its weights with their contents."""
-    if not any(is_standard(node, "DequantizeLinear", "QLinearMatMul") for node in model.graph.node):
+    if not any(is_standard(node, "DequantizeLinear", "QLinearConv", "QLinearMatMul") for node in model.graph.node):
         return model
-    return _rounded_last(_RoundedGraph(_products_of_floats(model), tensors).result())
+    return _rounded_last(_RoundedGraph(_products_of_floats(model, tensors), tensors).result())
 
 
-def _products_of_floats(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without QLinearMatMul by one scale for A, by one or one for each column for a B of two axes."""
+def _products_of_floats(model: onnx.ModelProto, tensors: Tensors) -> onnx.ModelProto:
+    """The model without QLinearMatMul by one scale for A, by one or one for each column for a B of two axes, and
+    without QLinearConv of weights of the file over all channels."""
     rewriter = Rewriter(model)
-    graph = rewriter.graph
     for node in rewriter.graph.nodes:
-        if not is_standard(node, "QLinearMatMul"):
-            continue
-        a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.input
-        one, several = ((), (1,)), graph.shape(b_scale)
-        single = several in one and graph.shape(b_zero) in one
-        alike = several is not None and len(several) == 1 and several == graph.shape(b_zero)
-        if any(graph.shape(name) not in one for name in (a_scale, a_zero, y_scale, y_zero)):
-            continue
-        if not single and not (alike and len(graph.dims(b)) == 2):
-            continue
-        left = rewriter.node("DequantizeLinear", a, a_scale, a_zero)
-        right = rewriter.node("DequantizeLinear", b, b_scale, b_zero, axis=1)
-        product = rewriter.node("MatMul", left, right)
-        rewriter.node("QuantizeLinear", product, y_scale, y_zero, output=node.output[0])
-        rewriter.place(node)
+        if is_standard(node, "QLinearMatMul"):
+            written = _matmul(rewriter, node)
+        else:
+            written = is_standard(node, "QLinearConv") and _convolution(rewriter, node, tensors)
+        if written:
+            rewriter.place(node)
     return rewriter.finished()
+
+
+def _matmul(rewriter: Rewriter, node: onnx.NodeProto) -> bool:
+    graph = rewriter.graph
+    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.input
+    if not _are_numbers(graph, a_scale, a_zero, y_scale, y_zero):
+        return False
+    if not _are_numbers(graph, b_scale, b_zero) and not (
+        _are_alike(graph, b_scale, b_zero) and len(graph.dims(b)) == 2
+    ):
+        return False
+    left = rewriter.node("DequantizeLinear", a, a_scale, a_zero)
+    right = rewriter.node("DequantizeLinear", b, b_scale, b_zero, axis=1)
+    product = rewriter.node("MatMul", left, right)
+    rewriter.node("QuantizeLinear", product, y_scale, y_zero, output=node.output[0])
+    return True
+
+
+def _convolution(rewriter: Rewriter, node: onnx.NodeProto, tensors: Tensors) -> bool:
+    graph, words = rewriter.graph, attributes(node)
+    x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = [*node.input, ""][:9]
+    one, scales = (_array(graph, tensors, name) for name in (x_scale, w_scale))
+    if words.get("group", 1) != 1 or w not in graph.initializers or one is None or scales is None:
+        return False
+    if convolved(graph, node) is not None:  # which is refused by its own name
+        return False
+    if not _are_numbers(graph, x_scale, x_zero, y_scale, y_zero) or len(graph.dims(x)) != len(graph.dims(w)):
+        return False
+    if not _are_numbers(graph, w_scale, w_zero) and not _are_alike(graph, w_scale, w_zero, graph.dims(w)[:1]):
+        return False
+    whole = _array(graph, tensors, bias) if bias else None
+    if bias and whole is None:
+        return False
+    operands = [
+        rewriter.node("DequantizeLinear", x, x_scale, x_zero),
+        rewriter.node("DequantizeLinear", w, w_scale, w_zero, axis=0),
+    ]
+    if whole is not None:
+        floats = (whole.astype(np.float32) * (one.reshape(-1) * scales.reshape(-1))).astype(np.float32)
+        operands.append(rewriter.constant(floats, hint=f"{bias}.floats"))
+    y = rewriter.node("Conv", *operands, **words)
+    rewriter.node("QuantizeLinear", y, y_scale, y_zero, output=node.output[0])
+    return True
+
+
+def _are_numbers(graph: GraphView, *names: str) -> bool:
+    return all(graph.shape(name) in ((), (1,)) for name in names)
+
+
+def _are_alike(graph: GraphView, scale: str, zero: str, dims: tuple[GraphDim, ...]) -> bool:
+    """Whether there is a scale and a zero point for each row or column, of which there are so many."""
+    return len(dims) == 1 and graph.shape(scale) == graph.shape(zero) == dims
+
+
+def _array(graph: GraphView, tensors: Tensors, name: str) -> Any:
+    """What the file has under this name, or None."""
+    return numpy_helper.to_array(tensors[name]) if name in tensors else graph.constant(name)
 
 
 def _rounded_last(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -160,7 +209,7 @@ class _RoundedGraph:
         """Writes floats for a number, or a row of them, that the file has in bytes."""
         if len(self.graph.dims(node.input[0])) > 1 or attributes(node).get("block_size", 0):
             return
-        arrays = [self._array(name) for name in node.input if name]
+        arrays = [_array(self.graph, self.tensors, name) for name in node.input if name]
         if any(array is None for array in arrays):
             return
         values, scale, *zero = arrays
@@ -173,7 +222,3 @@ class _RoundedGraph:
         constant = self.rewriter.constant(floats, hint=f"{node.input[0]}.floats")
         self.rewriter.node("Identity", constant, output=node.output[0])
         self.rewriter.place(node)
-
-    def _array(self, name: str) -> Any:
-        """What the file has under this name, or None."""
-        return numpy_helper.to_array(self.tensors[name]) if name in self.tensors else self.graph.constant(name)
