@@ -220,3 +220,20 @@ def test_what_onnx_runtimes_optimizer_writes(tmp_path: Path) -> None:
     }
     expected = session.run(None, feeds)[0]
     assert np.abs(mhsa.load(artifact)(**feeds) - expected).max() < 0.05 * np.abs(expected).std()
+
+
+@pytest.mark.parametrize("keepdims", [1, pytest.param(0, marks=pytest.mark.thorough)])
+def test_means_against_whole_numbers(keepdims: int) -> None:
+    """QLinearReduceMean, which ONNX Runtime's documents have, and its CPUs no kernel of."""
+    numbers = constants("uint8")
+    words = {"axes": [1, -1], "keepdims": keepdims}
+    node = helper.make_node("QLinearReduceMean", ONE, ["y"], name="node", domain=MICROSOFT, **words)
+    weights = {name: array for name, array in numbers.items() if name in ONE}
+    kinds = {"a": "uint8", "y": "uint8"}
+    model = model_of([node], {"a": INPUTS["a"]}, {"y": None}, weights, kinds=kinds, opset=17, domain=MICROSOFT)
+    a = whole("uint8", *INPUTS["a"])
+    a[1] //= 9
+    y = mhsa.load(mhsa.compile(model, without_attention="accept", check=False))(a=a)
+    mean = (a - np.float64(numbers["a_zero"])).mean((1, 2), keepdims=bool(keepdims)) * numbers["a_scale"]
+    expected = np.clip(np.rint(mean / numbers["y_scale"]) + numbers["y_zero"], 0, 255)
+    assert y.shape == expected.shape and np.abs(y - expected).max() <= 1 and np.ptp(expected) > 10

@@ -3,6 +3,8 @@ floats of it again, which attention and the cache look through.
 
     TensorScatter(cache, Cast(rows)) -> Cast -> Attention
     TensorScatter(cache, QuantizeRows(rows)), TensorScatter(scales, ...) -> DequantizeRows -> Attention
+
+A cache of bytes whose steps others apply, to queries and to what comes out, is made floats by a Cast, too.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def stored_rows(graph: GraphView, name: str) -> StoredRows | None:
     if node.domain == DOMAIN and node.op_type == DEQUANTIZE:
         return StoredRows(*node.input)
     is_cast = node.op_type == "Cast" and node.domain in ("", "ai.onnx")
-    return StoredRows(node.input[0]) if is_cast and graph.dtype(node.input[0]) in DTYPES else None
+    return StoredRows(node.input[0]) if is_cast and graph.dtype(node.input[0]) in (*DTYPES, "int8") else None
 
 
 class QuantizeRowsPattern(NodePattern):

@@ -19,10 +19,31 @@ from mhsa_compile.frontend.reading.standard import CONVOLUTION, positive_scales
 DOMAIN = "com.microsoft"
 
 
-def _windows(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """GroupQueryAttention: a window of some keys, or none."""
-    window = attributes(node).get("local_window_size", -1)
-    return None if window == -1 or window > 0 else ("local_window_size of 1 or more, or -1 for none", str(window))
+def _grouped(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """GroupQueryAttention: a window of some keys, or none; a cache of floats, or of eight bits with its scales."""
+    words = attributes(node)
+    window, bits = words.get("local_window_size", -1), words.get("kv_cache_bit_width", 0)
+    if window != -1 and window <= 0:
+        return "local_window_size of 1 or more, or -1 for none", str(window)
+    if bits not in (0, 8):
+        return "a cache of floats or of eight bits (kv_cache_bit_width 0 or 8): export it with one of them", str(bits)
+    inputs, kinds = [*node.input, *[""] * 16], [words.get(f"{part}_quant_type", "NONE") for part in "kv"]
+    scales = [name for name in inputs[12:14] if name]
+    if not bits:
+        return ("no k_scale, no v_scale and quant_type NONE", f"{kinds}") if scales or {*kinds} != {"NONE"} else None
+    if "NONE" in kinds or len(scales) < 2 or not inputs[3]:
+        return "k_quant_type and v_quant_type, k_scale and v_scale, and a past, beside a bit width of 8", f"{kinds}"
+    for name, kind, past in zip(scales, kinds, inputs[3:5], strict=True):
+        dims = graph.dims(past)
+        count = 1 if kind == "PER_TENSOR" else words["kv_num_heads"] * (dims[3] if len(dims) == 4 else 0)
+        shape = graph.shape(name)
+        if shape is None or None in shape or math.prod(int(size or 0) for size in shape) != count:
+            return f"{name!r} of {count} numbers, as {kind} has them", str(shape)
+        if graph.dtype(name) not in (None, "float32") or graph.dtype(past) not in (None, "int8"):
+            return f"{name!r} of float32 and {past!r} of int8", f"{graph.dtype(name)} and {graph.dtype(past)}"
+        if (mismatch := positive_scales(graph, name)) is not None:
+            return mismatch
+    return None
 
 
 def _bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
@@ -72,7 +93,10 @@ _RESULT = -1
 _QUANTISED: dict[str, tuple[tuple[int, int, int], ...]] = {
     **dict.fromkeys(("QLinearAdd", "QLinearMul"), ((0, 1, 2), (3, 4, 5), (_RESULT, 6, 7))),
     **dict.fromkeys(
-        ("QLinearAveragePool", "QLinearGlobalAveragePool", "QLinearLeakyRelu", "QLinearSigmoid", "QLinearSoftmax"),
+        (
+            "QLinearAveragePool", "QLinearGlobalAveragePool", "QLinearLeakyRelu", "QLinearReduceMean",
+            "QLinearSigmoid", "QLinearSoftmax",
+        ),
         ((0, 1, 2), (_RESULT, 3, 4)),
     ),
     "DequantizeLinear": ((0, 1, 2),),
@@ -131,6 +155,7 @@ def stored_products(nodes: Iterable[onnx.NodeProto], weights: Iterable[str]) -> 
     return [node for node in products if stored.issuperset(node.input[1:])]
 
 
+_SCALES = ("NONE", "PER_CHANNEL", "PER_TENSOR")
 MICROSOFT: dict[str, Row] = {
     "Attention": row(
         "mask_filter_value", "num_heads", "qkv_hidden_sizes", "scale",
@@ -149,11 +174,11 @@ MICROSOFT: dict[str, Row] = {
     "Gelu": row(),
     "GroupQueryAttention": row(
         "kv_num_heads", "local_window_size", "num_heads", "qk_norm_epsilon", "scale", "softcap",
-        causal=(1,), do_rotary=(0, 1), k_quant_type=("NONE",), kv_cache_bit_width=(0,), qk_output=(0,),
-        rotary_interleaved=(0, 1), sliding_window_cache=(0,), smooth_softmax=(-1, 0), v_quant_type=("NONE",),
-        inputs=11, outputs=3,
-        condition=_windows,
-        unread={11: "head_sink", 12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight"},
+        causal=(1,), do_rotary=(0, 1), k_quant_type=_SCALES, kv_cache_bit_width=(0, 4, 8), qk_output=(0,),
+        rotary_interleaved=(0, 1), sliding_window_cache=(0,), smooth_softmax=(-1, 0), v_quant_type=_SCALES,
+        inputs=14, outputs=3,
+        condition=_grouped,
+        unread={11: "head_sink", 14: "q_norm_weight", 15: "k_norm_weight"},
     ),
     "LayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=3),
     "MatMulIntegerToFloat": row(inputs=7, condition=_of_bytes),
@@ -180,6 +205,7 @@ MICROSOFT: dict[str, Row] = {
     "QLinearGlobalAveragePool": row(channels_last=(0, 1), inputs=5, condition=_of_bytes),
     "QLinearLeakyRelu": row("alpha", inputs=5, condition=_of_bytes),
     "QLinearMul": row(inputs=8, condition=_of_bytes),
+    "QLinearReduceMean": row("axes", "keepdims", inputs=5, condition=_of_bytes),
     "QLinearSigmoid": row(inputs=5, condition=_of_bytes),
     "QLinearSoftmax": row("axis", "opset", inputs=5, condition=_of_bytes),
     "QLinearWhere": row(inputs=9, condition=_of_bytes),

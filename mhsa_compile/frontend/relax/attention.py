@@ -171,6 +171,7 @@ class AttentionImport:
             output=HeadLayout(0, fused.output_layout, fused.num_heads * fused.v_head_dim),
             dtype=dtype,  # type: ignore[arg-type]
             kv_dtype=None if stored == dtype else stored,  # type: ignore[arg-type]
+            unscaled=stored == "int8" and fused.key_scale is None,
             scores=tuple(step for step, _ in steps),
             softmax=fused.softmax,
         )

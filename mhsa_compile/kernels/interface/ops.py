@@ -329,8 +329,8 @@ class AttentionOp:
     Q, K, V and Y are of `dtype`; scores, statistics and sums are of `softmax`, where what asks for less gets float32.
     `float32_products` says how numbers of Q and K, and weights and V, are multiplied where `dtype` is float32.
     What a query sees is what all steps let it see. K and V are of `kv_dtype` where they are stored in another dtype, as
-    in a cache; int8 has a scale for each row. Inputs: those of Q, K and V, the scales of K and of V (B, G, S) float32
-    where there are any, then those of the steps, in order.
+    in a cache; int8 has a scale for each row, if it `has_scales`. Inputs: those of Q, K and V, the scales of K and of V
+    (B, G, S) float32 where there are any, then those of the steps, in order.
     """
 
     kind: ClassVar[str] = "attention"
@@ -352,6 +352,7 @@ class AttentionOp:
     softmax: Literal["float32", "float64"] = "float32"
     float32_products: Float32Products = "ieee"
     kv_dtype: CacheDType | None = None
+    unscaled: bool = False
 
     @property
     def stored_dtype(self) -> CacheDType:
@@ -361,7 +362,7 @@ class AttentionOp:
     @property
     def has_scales(self) -> bool:
         """Whether rows of K and V have scales."""
-        return self.kv_dtype == "int8"
+        return self.kv_dtype == "int8" and not self.unscaled
 
     @property
     def window(self) -> WindowSpec | None:

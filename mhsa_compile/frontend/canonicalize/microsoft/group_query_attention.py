@@ -5,7 +5,11 @@ Notation: B batch, L length of this call, P length of the past's buffer, H heads
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
+from onnx.helper import np_dtype_to_tensor_dtype
 
 from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode, NotYet
 
@@ -45,9 +49,12 @@ def group_query_attention(node: MicrosoftNode) -> None:
     (B,), total_sequence_length, cos_cache, sin_cache, position_ids, attention_bias -> y, present_key, present_value.
 
     Always causal. The keys and values of row b of the batch stand behind the seqlens_k[b] + 1 - L that it has already,
-    or from 0 on where the call brings them all (a first prompt, whose rows may end in padding).
+    or from 0 on where the call brings them all (a first prompt, whose rows may end in padding). Past and present of
+    eight bits have k_scale and v_scale, of all numbers or of each channel: queries are multiplied by the one, y by the
+    other.
     """
     query, key, value, past_key, past_value, last, _, cos, sin, position_ids, attention_bias = node.inputs[:11]
+    scales = node.inputs[12:14] if node.attrs.get("kv_cache_bit_width", 0) else ["", ""]
     heads, groups = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     shape_of = query
     if not key:
@@ -62,6 +69,9 @@ def group_query_attention(node: MicrosoftNode) -> None:
             position_ids = node.write("Add", position_ids, node.positions((shape_of, 1)))
         query = _rotate_heads(node, query, position_ids, cos, sin, heads)
         key = _rotate_heads(node, key, position_ids, cos, sin, groups)
+    if scales[0]:
+        query = node.write("Mul", query, _of_query_heads(node, scales[0], past_key))
+        key, value = (_rounded(node, rows, scale) for rows, scale in zip((key, value), scales, strict=True))
     query = node.heads_apart(query, heads)
     key, value = (node.heads_apart(name, groups) for name in (key, value))
     presents = [name or node.rewriter.fresh("present") for name in node.outputs[1:3]]
@@ -69,6 +79,9 @@ def group_query_attention(node: MicrosoftNode) -> None:
         _append(node, new, past, before, present)
         for new, past, present in zip((key, value), (past_key, past_value), presents, strict=True)
     )
+    if scales[0]:
+        kind = np_dtype_to_tensor_dtype(np.dtype(node.dtype(node.inputs[0])))
+        key, value = (node.write("Cast", name, to=kind) for name in (key, value))
     attrs: dict[str, Any] = {"is_causal": 1, **node.scale}
     if node.attrs.get("softcap"):
         attrs["softcap"] = node.attrs["softcap"]
@@ -76,7 +89,34 @@ def group_query_attention(node: MicrosoftNode) -> None:
         attrs["left_window_size"] = node.attrs["local_window_size"] - 1  # theirs counts the query itself
     lengths = whole if past_key else ""
     y = node.write("Attention", query, key, value, attention_bias, "", "", lengths, **attrs)
-    node.heads_together(y, node.outputs[0])
+    rows = node.rewriter.fresh("rows") if scales[1] else node.outputs[0]
+    node.heads_together(y, rows)
+    if scales[1]:
+        node.write("Mul", rows, _of_query_heads(node, scales[1], past_value), output=node.outputs[0])
+
+
+def _is_one(node: MicrosoftNode, scale: str) -> bool:
+    return all(size == 1 for size in node.dims(scale))
+
+
+def _of_query_heads(node: MicrosoftNode, scale: str, past: str) -> str:
+    """A scale of all numbers, or of each channel of each key head as a row of all query heads."""
+    if _is_one(node, scale):
+        return node.write("Reshape", scale, node.ints(1))
+    heads, groups, size = node.attrs["num_heads"], node.attrs["kv_num_heads"], node.size(past, 3)
+    each = node.write("Reshape", scale, node.ints(groups, 1, size))
+    spread = node.write("Expand", each, node.ints(groups, heads // groups, size))
+    return node.write("Reshape", spread, node.ints(heads * size))
+
+
+def _rounded(node: MicrosoftNode, rows: str, scale: str) -> str:
+    """Rows (B, L, GE) in steps of a scale, or of one for each column."""
+    if _is_one(node, scale):
+        number = node.write("Squeeze", scale) if node.dims(scale) else scale
+        return node.write("QuantizeLinear", rows, number, node.constant(0, "int8"))
+    columns = math.prod(size for size in node.dims(scale) if isinstance(size, int))
+    vector = node.write("Reshape", scale, node.ints(columns))
+    return node.write("QuantizeLinear", rows, vector, node.constant([0] * columns, "int8"), axis=2)
 
 
 def _split(node: MicrosoftNode, packed: str, heads: int, groups: int) -> list[str]:

@@ -45,6 +45,14 @@ def softmax(node: MicrosoftNode) -> None:
     _bytes(node, node.write("Reshape", rows, node.write("Shape", node.inputs[0])), result)
 
 
+def mean(node: MicrosoftNode) -> None:
+    """QLinearReduceMean, of all axes where none are named."""
+    values, result = quantised_values(node.node)
+    axes = node.ints(*node.attrs["axes"]) if node.attrs.get("axes") else ""
+    y = node.write("ReduceMean", _floats(node, values), axes, keepdims=node.attrs.get("keepdims", 1))
+    _bytes(node, y, result)
+
+
 def where(node: MicrosoftNode) -> None:
     """QLinearWhere."""
     x, y, result = quantised_values(node.node)

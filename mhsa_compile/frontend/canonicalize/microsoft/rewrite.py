@@ -52,6 +52,7 @@ OPERATORS: dict[str, Callable[[MicrosoftNode], None]] = {
     "QLinearGlobalAveragePool": quantised.pooling("GlobalAveragePool"),
     "QLinearLeakyRelu": quantised.elementwise("LeakyRelu", "alpha"),
     "QLinearMul": quantised.elementwise("Mul"),
+    "QLinearReduceMean": quantised.mean,
     "QLinearSigmoid": quantised.elementwise("Sigmoid"),
     "QLinearSoftmax": quantised.softmax,
     "QLinearWhere": quantised.where,

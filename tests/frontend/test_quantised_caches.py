@@ -1,0 +1,97 @@
+"""GroupQueryAttention of com.microsoft with a cache of eight bits, beside ONNX Runtime.
+
+H heads, G key heads, E their width, C the cache's capacity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+from support.onnx_models import model_of
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
+
+Array = np.ndarray[Any, Any]
+B, H, G, E, C = 2, 6, 2, 16, 11
+SCALES = {"PER_TENSOR": (1,), "PER_CHANNEL": (1, G, 1, E)}
+
+
+def file(kind: str, scales: dict[str, Array] | None = None, **words: Any) -> onnx.ModelProto:
+    """Scales are inputs of the call, or those of the file."""
+    inputs = ["q", "k", "v", "past_k", "past_v", "last", "total", "cos", "sin", "", "", "", "k_scale", "v_scale"]
+    stated = {"num_heads": H, "kv_num_heads": G, "do_rotary": 1, "kv_cache_bit_width": 8}
+    stated |= {"k_quant_type": kind, "v_quant_type": kind}
+    node = helper.make_node(
+        "GroupQueryAttention", inputs, ["y", "present_k", "present_v"], name="gqa", domain="com.microsoft",
+        **stated | words,
+    )  # fmt: skip
+    cache = (TensorProto.INT8, [B, G, C, E])
+    shapes: dict[str, Any] = {"q": [B, "L", H * E], "k": [B, "L", G * E], "v": [B, "L", G * E]}
+    shapes |= {"past_k": cache, "past_v": cache, "last": (TensorProto.INT32, [B]), "total": (TensorProto.INT32, [])}
+    if scales is None:
+        shapes |= {"k_scale": list(SCALES[kind]), "v_scale": list(SCALES[kind])}
+    outputs = {"y": [B, "L", H * E], "present_k": cache, "present_v": cache}
+    angles = np.arange(C)[:, None] * 10.0 ** -np.linspace(0, 2, E // 2)
+    tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+    return model_of([node], shapes, outputs, tables | (scales or {}), opset=21, domain="com.microsoft")
+
+
+def scales_of(kind: str) -> dict[str, Array]:
+    rng = np.random.default_rng(3)
+    return {name: rng.uniform(0.01, 0.03, SCALES[kind]).astype(np.float32) for name in ("k_scale", "v_scale")}
+
+
+def rows(length: int, seed: int) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    widths = {"q": H * E, "k": G * E, "v": G * E}
+    return {name: rng.standard_normal((B, length, width)).astype(np.float32) for name, width in widths.items()}
+
+
+@pytest.mark.parametrize("kind", ["PER_TENSOR", pytest.param("PER_CHANNEL", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["call", "file"])
+def test_a_prompt_and_tokens_behind_it(kind: str, stored: bool) -> None:
+    scales = scales_of(kind)
+    model = file(kind, scales if stored else None)
+    artifact = mhsa.compile(model)
+    report = {op.op: op for op in artifact.manifest.ops}
+    assert report["attention"].source != "fallback" and report["scatter"].source != "fallback"
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    ours, caches = mhsa.load(artifact), [np.zeros((B, G, C, E), np.int8)] * 2
+    theirs, end = list(caches), 0
+    for length in (5, 1, 1, 1):
+        end += length
+        feeds = rows(length, end) | ({} if stored else scales)
+        feeds |= {"last": np.full(B, end - 1, np.int32), "total": np.array(end, np.int32)}
+        expected, *theirs = session.run(None, feeds | {"past_k": theirs[0], "past_v": theirs[1]})
+        y, *caches = ours(**feeds, past_k=caches[0], past_v=caches[1])
+        for own, other in zip(caches, theirs, strict=True):
+            apart = np.abs(own[:, :, :end].astype(int) - other[:, :, :end])
+            assert apart.max() <= 1 and (apart > 0).mean() < 0.02  # beside the middle between two steps
+            assert np.abs(other[:, :, :end]).max() > 60
+        np.testing.assert_allclose(y, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+        caches = [np.array(other) for other in theirs]  # then steps that differ are not counted again
+    if not stored:
+        doubled = {name: 2 * scale for name, scale in scales.items()}
+        others = ours(**feeds | doubled, past_k=caches[0], past_v=caches[1])[0]
+        assert np.abs(others - expected).max() > 0.2 * np.abs(expected).max()  # the control: scales count
+
+
+@pytest.mark.parametrize(
+    ("message", "words", "scales"),
+    [
+        ("kv_cache_bit_width 0 or 8.* got 4", {"kv_cache_bit_width": 4}, {}),
+        ("'k_scale' with 0.0", {}, {"k_scale": np.zeros(1, np.float32)}),
+        ("'v_scale' of 1 numbers", {}, {"v_scale": np.ones(3, np.float32)}),
+        ("k_quant_type and v_quant_type", {"v_quant_type": "NONE"}, {}),
+        ("no k_scale", {"kv_cache_bit_width": 0}, {}),
+    ],
+)
+def test_what_is_refused(message: str, words: dict[str, Any], scales: dict[str, Array]) -> None:
+    with pytest.raises(ModelError, match=message):
+        mhsa.compile(file("PER_TENSOR", scales_of("PER_TENSOR") | scales, **words))
