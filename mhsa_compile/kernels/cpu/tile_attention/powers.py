@@ -56,7 +56,7 @@ def _as_float(bits: Expr) -> Expr:
     return T.reinterpret("float32x16", bits)
 
 
-def pairs(low: Expr, high: Expr, dtype: str) -> Expr:
+def pairs(low: Expr, high: Expr, *, dtype: str) -> Expr:
     """Two vectors of numbers as words of two of 16 bits, to nearest even, denormals of bfloat16 as zero."""
     return T.call_pure_extern("int32x16", f"mhsa_tile_pairs_{dtype}", low, high)
 

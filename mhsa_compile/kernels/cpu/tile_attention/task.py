@@ -181,7 +181,7 @@ class TileAttentionTask:
                 dtype = self.op.dtype
                 words = rows
                 if together > 1:
-                    words = [powers.pairs(*rows[i : i + 2], dtype) for i in range(0, 2 * LANES, 2)]
+                    words = [powers.pairs(*rows[i : i + 2], dtype=dtype) for i in range(0, 2 * LANES, 2)]
                 for lane, line in enumerate(vectors.transpose([let(word) for word in words])):
                     with T.If(first + lane < count), T.Then():
                         at = output.at(self.visibility.first_query + first + lane, part * (LANES * together))
@@ -559,7 +559,7 @@ class TileAttentionTask:
     def _words(self, probs: Sequence[Expr]) -> list[Expr]:
         """Two vectors of probs as `p` has them, a word of each term."""
         if self.unit is tiles.FLOAT16:
-            return [powers.pairs(*probs, self.unit.dtype)]
+            return [powers.pairs(*probs, dtype=self.unit.dtype)]
         return powers.words_of_terms(probs, self.terms)
 
     def _probs(self, side: Expr, chunk: Expr, c: int, pair: Expr) -> list[Expr]:
