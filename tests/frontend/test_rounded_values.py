@@ -174,3 +174,20 @@ def test_a_layer_of_the_static_quantiser(name: str, tmp_path: Path) -> None:
         errors += [root_mean_square(*pair) for pair in ((y, theirs), (y, floats), (theirs, floats))]
     beside, to_floats, theirs_to_floats = errors
     assert beside < theirs_to_floats and to_floats < 1.05 * theirs_to_floats
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_products_of_bytes_by_columns(count: int) -> None:
+    """QLinearMatMul by a scale and a zero point for each column: within one of ONNX Runtime's."""
+    rng = np.random.default_rng(0)
+    names = ["x", "scale", "zero", "b", "steps", "origins", "other", "zero"]
+    constants = {"b": rng.integers(-128, 128, (7, 4)).astype(np.int8), "origins": np.arange(count).astype(np.int8)}
+    constants |= {"steps": rng.uniform(0.01, 0.02, count).astype(np.float32)}
+    node = N("QLinearMatMul", names, ["y"])
+    kinds = {"x": "uint8", "y": "uint8"}
+    model = model_of([node], {"x": [5, 7]}, {"y": None}, NUMBERS | constants, kinds=kinds, opset=18)
+    result = rounded_values.rewrite(model, {tensor.name: tensor for tensor in model.graph.initializer})
+    assert operators(result) == ["DequantizeLinear", "DequantizeLinear", "MatMul", "QuantizeLinear"]
+    x = rng.integers(0, 256, (5, 7)).astype(np.uint8)
+    before, after = (run(one, {"x": x}).astype(int) for one in (model, result))
+    assert np.abs(before - after).max() <= 1 and before.std() > 5

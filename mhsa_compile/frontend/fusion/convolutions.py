@@ -98,12 +98,12 @@ class _Rewriting:
         self._move(node, y, _channels_first(rank))
 
     def _with_channels_last(self, x: str, rank: int) -> str | None:
-        """What x is with its channels first, if there is such a value."""
+        """The value that x is with its channels put first, if there is one."""
         first, before = _channels_first(rank), self.graph.producer(x, "Transpose")
         if x in self.moved and self.moved[x][1] == first:
             return self.moved[x][0]
         if before is not None and tuple(attributes(before).get("perm", ())) == first:
-            return before.input[0]
+            return str(before.input[0])
         return None
 
     def _product(self, plan: _Convolution, rows: str, matrix: str) -> str:

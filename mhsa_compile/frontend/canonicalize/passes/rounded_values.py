@@ -76,9 +76,8 @@ def _matmul(rewriter: Rewriter, node: onnx.NodeProto) -> bool:
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.input
     if not _are_numbers(graph, a_scale, a_zero, y_scale, y_zero):
         return False
-    if not _are_numbers(graph, b_scale, b_zero) and not (
-        _are_alike(graph, b_scale, b_zero) and len(graph.dims(b)) == 2
-    ):
+    columns = graph.dims(b)[1:] if len(graph.dims(b)) == 2 else ()
+    if not _are_numbers(graph, b_scale, b_zero) and not _are_alike(graph, b_scale, b_zero, columns):
         return False
     left = rewriter.node("DequantizeLinear", a, a_scale, a_zero)
     right = rewriter.node("DequantizeLinear", b, b_scale, b_zero, axis=1)
