@@ -156,7 +156,7 @@ class _Rewriting:
         """What the file spreads along the channels alone, as a vector of them."""
         dims, view = self.graph.dims(name), self.graph.producer(name, "Reshape")
         axis = len(dims) - rank + 1
-        if axis < 0 or any(size != 1 for i, size in enumerate(dims) if i != axis):
+        if not 0 <= axis <= 1 or any(size != 1 for i, size in enumerate(dims) if i != axis):
             return None
         if view is not None and self.graph.shape(view.input[0]) == dims[axis : axis + 1]:
             return view.input[0] if view.input[0] in self.graph.initializers else None
