@@ -135,7 +135,7 @@ def test_this_machine_is_detected_and_written(tmp_path: Path) -> None:
 def test_an_unknown_target_gets_near_names() -> None:
     message = refused(mhsa("targets", "znver6"))
     assert "'znver6'" in message
-    assert "Did you mean znver" in message
+    assert "Did you mean 'znver" in message
 
 
 @pytest.mark.thorough
@@ -407,6 +407,15 @@ def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "y.npz"}
 
 
+def test_an_npy_is_the_one_output_itself(compiled: Path, tmp_path: Path) -> None:
+    for name in ("y.npy", "y.npz"):
+        assert mhsa("run", compiled, "--length", 3, "-o", tmp_path / name).exit_code == 0
+    y = np.load(tmp_path / "y.npy")
+    assert y.shape == (1, 3, 32) and y.any()
+    with np.load(tmp_path / "y.npz") as outputs:
+        np.testing.assert_array_equal(outputs["y"], y)
+
+
 @pytest.mark.thorough
 def test_keys_and_values_of_two_inputs_from_flags_to_a_run(tmp_path: Path) -> None:
     folder, out = tmp_path / "apart.mhsa", tmp_path / "y.npz"
@@ -448,6 +457,7 @@ def test_an_artifact_runs_with_other_weights(compiled: Path, tmp_path: Path) -> 
         (["--input", "x=absent.npy"], "absent.npy"),
         (["--input", f"x={__file__}"], f"an .npy file, got {__file__}, a file of another kind"),
         (["--length", 7, "-o", "/absent/folder/y.npz"], "/absent/folder"),
+        (["-o", "y.txt"], "a file named .npy, of one output, or .npz, got 'y.txt'"),
         (["-o", ""], "a place for a file, got the folder '.'"),
         (["-o", "/dev"], "a place for a file, got the folder '/dev'"),
         (["-o", "/dev/null"], "a place for a file, got '/dev/null', which is none"),
