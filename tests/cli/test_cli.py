@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -28,9 +29,11 @@ from typer.testing import CliRunner
 
 from mhsa_compile import __version__
 from mhsa_compile.cli.app import app
-from mhsa_compile.cli.commands import compile, doctor
+from mhsa_compile.cli.commands import cache, compile, doctor
 from mhsa_compile.cli.common import arrays
 from mhsa_compile.cli.common.options import SpecFlags
+from mhsa_compile.compiler.cache import artifact_store
+from mhsa_compile.compiler.cache.artifact_store import CacheEntry
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.hardware import environment, host, profile
 from mhsa_compile.records import record_files
@@ -388,6 +391,23 @@ def test_an_artifact_is_inspected(compiled: Path) -> None:
     for reason in ("1.25 times as fast as the default (a CPU", "no record of this operation at these lengths"):
         assert reason in table
         assert any(reason in op["tuning"] for op in (tuned, *others))
+
+
+def test_the_cache_tells_its_entries_apart(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other.mhsa"
+    assert mhsa("compile", *SMALL[:4], "--float32-products", "ieee", "-o", other).exit_code == 0
+    what, options, target = cache._words(compiled)
+    assert what.startswith("embed_dim=32 num_heads=4 causal=top_left mask=bool; takes x (B, L, 32) float32, mask ")
+    assert "tuned operations" in options and target == "native"
+    assert cache._words(other) == (
+        "embed_dim=32 num_heads=4; takes x (B, L, 32) float32", "float32_products=ieee", "native"
+    )  # fmt: skip
+    assert cache._words(tmp_path)[0] == "damaged; it is compiled again when it is asked for"
+    entries = [CacheEntry(compiled, 3 << 20, time.time()), CacheEntry(other, 5 << 20, time.time() - 7200)]
+    monkeypatch.setattr(artifact_store, "entries", lambda: entries)
+    table = printed("cache")
+    for words in ("3.0 MiB", "5.0 MiB", "2 hours ago", "native", "embed_dim=32", "causal=top_left"):
+        assert words in table
 
 
 def test_an_artifact_is_verified(compiled: Path) -> None:
