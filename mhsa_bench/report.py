@@ -10,6 +10,9 @@ from dataclasses import dataclass
 DISTURBED = 0.1
 """A spread of the multiply-adds above this: they know no luck of their own, so something else was running."""
 
+UNSTEADY = 0.25
+"""A spread of a candidate's times above this: half of its rounds differ by a quarter, and so may its rank."""
+
 
 @dataclass(frozen=True)
 class BenchRow:
@@ -85,6 +88,11 @@ class BenchReport:
     def disturbed(self) -> bool:
         """Whether something else took CPU time meanwhile; the figures then mean little."""
         return self.peak_spread > DISTURBED
+
+    @property
+    def unsteady(self) -> list[BenchRow]:
+        """Whose times spread so much that their medians say little."""
+        return [row for row in self.rows if (row.spread or 0.0) > UNSTEADY]
 
     @property
     def beyond_limit(self) -> list[str]:

@@ -18,6 +18,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_bench.native_threads import together
+from mhsa_compile.files.room import available_memory
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument
@@ -29,6 +30,9 @@ ROUNDS = 1 << 20
 """About 4 ms on every machine that starts two FMAs a cycle: far above the cost of handing out work."""
 TIMES_CACHE = 8
 """The bandwidth is measured on arrays so many times the last-level cache, of which little can stay there."""
+MOST_READ = 1 << 30
+"""The bandwidth is measured on so many bytes at most, or on twice the last-level cache if that is more: arrays read in
+order leave nothing there for the next round. Never on more than a quarter of the memory that is free."""
 DEFAULT_CACHE_KIB = 32 << 10
 """The last-level cache of a machine that does not tell."""
 
@@ -44,6 +48,13 @@ class Probe:
 def last_level_cache() -> int:
     """The bytes of the last-level cache."""
     return 1024 * (host.cache_kib(3) or host.cache_kib(2) or DEFAULT_CACHE_KIB)
+
+
+def read_bytes(cache: int, free: int | None) -> int:
+    """How many bytes the bandwidth is measured on, by a last-level cache of `cache` bytes and `free` bytes of memory.
+    A server's cache of 480 MB is that of a socket: a process of few CPUs on it needs no 4 GB to see memory."""
+    wanted = min(TIMES_CACHE * cache, max(MOST_READ, 2 * cache))
+    return wanted if free is None else min(wanted, free // 4)
 
 
 @contextmanager
@@ -69,9 +80,10 @@ def multiply_adds(profile: CpuProfile, threads: int, dtype: str = "float32") -> 
 
 @contextmanager
 def reading(profile: CpuProfile, threads: int, least_bytes: int | None = None) -> Iterator[Probe]:
-    """The rate at which so many threads read arrays that lie in memory, far larger than the last-level cache."""
+    """The rate at which so many threads read arrays that lie in memory, larger than the last-level cache: `read_bytes`
+    of them, or `least_bytes`."""
     lanes, streams = profile.vector_lanes("float32"), 8
-    total = TIMES_CACHE * last_level_cache() if least_bytes is None else least_bytes
+    total = read_bytes(last_level_cache(), available_memory()) if least_bytes is None else least_bytes
     count = -(-total // (4 * threads * streams * lanes)) * streams * lanes  # elements that each thread reads
     loop = _compiled(profile, _sum_loop(lanes, streams, count))
     arrays = [tvm.runtime.tensor(np.ones(count, np.float32)) for _ in range(threads)]

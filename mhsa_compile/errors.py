@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 CALL_REFUSED = "mhsa.InputError"
 """The kind under which compiled code raises what becomes an InputError. Its text is three lines: the argument, what was
@@ -39,10 +39,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else json.dumps(c)[1:-1] for c in text)
 
 
-def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
-    """A next step: the choice that is spelled much like `word`, or `otherwise`."""
-    near = difflib.get_close_matches(word, list(choices), n=1)
-    return f"Did you mean {near[0]!r}?" if near else otherwise
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "", *, most: int = 1, cutoff: float = 0.6) -> str:
+    """A next step: the choices, `most` of them, that are spelled much like `word`, or `otherwise`. `cutoff` is
+    difflib's, 0 to 1."""
+    return _proposal(difflib.get_close_matches(word, list(choices), most, cutoff), otherwise)
+
+
+def did_you_mean_value(word: str, values: Mapping[str, object]) -> str:
+    """A next step: the value whose word is spelled much like `word`; none where there is no such word."""
+    return _proposal([values[near] for near in difflib.get_close_matches(word, values, 1)], "")
+
+
+def _proposal(values: Sequence[object], otherwise: str) -> str:
+    return f"Did you mean {' or '.join(map(repr, values))}?" if values else otherwise
 
 
 class MhsaError(Exception):

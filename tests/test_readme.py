@@ -70,6 +70,7 @@ def test_the_snippet_of_the_first_page_runs(tmp_path: Path, monkeypatch: pytest.
     assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"attention"}
     assert names["y"].shape == (2, 197, 512)
     assert len(names["report"].replaced) == 2 and names["encoded"].shape == (1, 128, 256)
+    run([block for block in blocks(README) if block.language == "python"][:1])  # who types it twice, in one folder
 
 
 @pytest.mark.thorough

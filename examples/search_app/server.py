@@ -108,7 +108,8 @@ class Search:
         if not len(self.index):
             raise Refused(409, "There is nothing to search yet. Add a text file first.")
         hits = self.index.search(self.gatherer.query(self.encoder.row(query)), HITS)
-        return {"query": query, "results": [asdict(hit.passage) | {"score": hit.score} for hit in hits]}
+        best = f"The best has a similarity of {hits[0].score:.2f}: 1 says the same, near 0 is about something else."
+        return {"query": query, "best": best, "results": [asdict(hit.passage) | {"score": hit.score} for hit in hits]}
 
     def attention(self, query: str, id: int, layer: int | None) -> dict[str, object]:
         """The tokens of a pair and one layer's weights, heads x tokens x tokens, as 16-bit fractions in base64.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import tomllib
@@ -11,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from mhsa_compile.errors import TargetError
+from mhsa_compile.errors import TargetError, did_you_mean
 from mhsa_compile.files import input_files
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.hardware import data_paths, host
@@ -323,9 +322,8 @@ def _file(name: str) -> Path:
 
 
 def _unknown(name: str) -> TargetError:
-    near = difflib.get_close_matches(name, profile_names(), n=3, cutoff=0.6)
-    hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    return TargetError("target", "a known target or a .toml file", repr(name), f"{hint}`mhsa targets` lists them.")
+    hint = f"{did_you_mean(name, profile_names(), most=3)} `mhsa targets` lists them.".lstrip()
+    return TargetError("target", "a known target or a .toml file", repr(name), hint)
 
 
 def _parse(path: Path) -> TargetProfile:

@@ -82,7 +82,16 @@ def _soft_clamp(xp: Any, scores: Any, clamp: Any) -> Any:
     return scores / (clamp + xp.abs(scores)) * clamp
 
 
-class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
+class _KnownFields(msgspec.StructMeta):
+    """The type of AttentionSpec: a call of it with an unknown field, or without one it needs, is answered by name."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        if not args:
+            _check_names(fields, cls.__struct_fields__, cls.__name__)
+        return super().__call__(*args, **fields)
+
+
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownFields):
     """One attention, by the meaning of the ONNX operator Attention (https://onnx.ai/onnx/operators/onnx__Attention.html).
 
     Names follow PyTorch and ONNX; every default is resolved at construction, so `spec.num_kv_heads` is always an int.
@@ -432,14 +441,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], origin: str = "spec") -> AttentionSpec:
         """A spec from plain values. Raises SpecError for unknown, missing and wrong ones; `origin` names the source."""
-        known = cls.__struct_fields__
-        for key in fields:
-            if key not in known:
-                hint = did_you_mean(str(key), known, f"The fields are {', '.join(known)}.")
-                raise SpecError(origin, "fields of AttentionSpec", f"the unknown field {key!r}", hint)
-        for key in ("embed_dim", "num_heads"):
-            if key not in fields:
-                raise SpecError(origin, f"the field {key!r}", "none", f"Add it, for example {key} = 8.")
+        _check_names(fields, cls.__struct_fields__, origin)
         return cls(**fields)
 
     def to_json(self) -> str:
@@ -466,6 +468,16 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         with reading(SpecError, "spec", "TOML"):
             fields = tomllib.loads(text)
         return cls.from_dict(fields)
+
+
+def _check_names(fields: Mapping[str, Any], known: Sequence[str], origin: str) -> None:
+    for key in fields:
+        if key not in known:
+            hint = did_you_mean(str(key), known, f"The fields are {', '.join(known)}.")
+            raise SpecError(origin, "fields of AttentionSpec", f"the unknown field {key!r}", hint)
+    for key in ("embed_dim", "num_heads"):
+        if key not in fields:
+            raise SpecError(origin, f"the field {key!r}", "none", f"Add it, for example {key} = 8.")
 
 
 def _without_none(fields: Mapping[str, Any]) -> Mapping[str, Any]:

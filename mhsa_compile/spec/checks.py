@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mhsa_compile.errors import SpecError, did_you_mean
+from mhsa_compile.errors import SpecError, did_you_mean, did_you_mean_value
 
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST = 2**31 - 1
@@ -16,6 +16,14 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Between these, numbers are whole in float32, in which kernels compute: none becomes 0 or infinite."""
 _LONGEST_TEXT = 200
 ALIGNMENTS = ("top_left", "bottom_right")
+_DTYPE_WORDS = {
+    **{name: name for name in DTYPES},
+    **{"fp32": "float32", "float": "float32", "single": "float32"},
+    **{"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
+}
+"""What other libraries call a dtype."""
+_FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+"""Texts in place of True and False."""
 
 
 def resolve_causal(causal: object, *, same_length: bool) -> str | None:
@@ -34,17 +42,25 @@ def resolve_causal(causal: object, *, same_length: bool) -> str | None:
             "True",
             'PyTorch means "top_left" (j <= i), FlashAttention "bottom_right" (j <= i + S - L): choose one.',
         )
-    check_choice("causal", causal, ALIGNMENTS)
+    _check_causal(causal)
     return str(causal)
 
 
 def resolve_cached_causal(causal: object) -> str:
     """Causality over a cache: "bottom_right", as the queries are the last of the keys. Raises SpecError."""
-    check_choice("causal", None if causal in (True, False) else causal, ALIGNMENTS)
+    _check_causal(None if causal in (True, False) else causal)
     if causal is True or causal == "bottom_right":
         return "bottom_right"
     hint = "What the cache holds behind its length is hidden by causality alone, and queries stand at its end."
     raise SpecError("causal", 'True or "bottom_right" with kv_cache (--causal true)', value_text(causal), hint)
+
+
+def _check_causal(causal: object) -> None:
+    if causal is not None and causal not in ALIGNMENTS:
+        words = {**_FLAG_WORDS, "causal": True, "none": None, **{name: name for name in ALIGNMENTS}}
+        text = value_text(causal)
+        expected = 'None, True where L = S, "top_left" or "bottom_right"'
+        raise SpecError("causal", expected, text, did_you_mean_value(text.strip("'").lower(), words))
 
 
 def check_positive_int(name: str, value: object) -> None:
@@ -56,7 +72,8 @@ def check_positive_int(name: str, value: object) -> None:
 
 def checked_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise SpecError(name, "true or false", value_text(value))
+        text = value_text(value)
+        raise SpecError(name, "true or false", text, did_you_mean_value(text.strip("'").lower(), _FLAG_WORDS))
     return value
 
 
@@ -72,7 +89,7 @@ def check_dtype(dtype: object) -> None:
     if dtype not in DTYPES:
         text = value_text(dtype)
         expected = " or ".join(f'"{name}"' for name in DTYPES)
-        raise SpecError("dtype", expected, text, did_you_mean(text.strip("'"), DTYPES))
+        raise SpecError("dtype", expected, text, did_you_mean_value(text.strip("'"), _DTYPE_WORDS))
 
 
 def checked_window(window: object) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mhsa_compile.errors import SpecError, did_you_mean
+from mhsa_compile.errors import SpecError, did_you_mean, did_you_mean_value
 
 _KINDS = ("y", "heads", "lse", "entropy", "top_k", "weights")
 _OF_LAYERS = '"weights", "entropy@3", "top_k:5@-1", "weights:heads=0,3,rows=0,-1@0"'
@@ -107,8 +107,16 @@ def layer_words(words: object) -> tuple[LayerWord, ...]:
 def _texts(words: object, examples: str) -> list[str] | tuple[str, ...]:
     texts = words if isinstance(words, list | tuple) else ()
     if not texts or not all(isinstance(word, str) for word in texts):
-        raise SpecError("outputs", f"some of {examples}", repr(words))
+        raise SpecError("outputs", f"a tuple of some of {examples}", repr(words), _as_tuple(words))
     return texts
+
+
+def _as_tuple(words: object) -> str:
+    """A next step for a text in place of a tuple of texts: the tuple that its words are, beside y."""
+    if not isinstance(words, str) or not words:
+        return ""
+    others = [word for word in split_words(words) if word != "y"]
+    return did_you_mean_value(words, {words: ("y", *others)})
 
 
 def _check_kind(kind: str, examples: str) -> None:

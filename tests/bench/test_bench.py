@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+import io
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mhsa_bench.roofline import Probe
 from mhsa_compile.bench import accuracy
 from mhsa_compile.bench.timing import INPUT_SETS, LEAST_ROUNDS
 from mhsa_compile.bench.workloads import GROUPS, WORKLOADS, Workload, choose, compile_workload
+from mhsa_compile.cli.commands.bench import _show
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
@@ -105,6 +107,15 @@ def test_products_by_terms_have_the_rate_of_tiles_by_the_number_of_terms(artifac
     plain, by_terms = (_floor(problem, gflops, 1.0, 1 << 20) for gflops in ({**rates, "linear": 200.0}, rates))
     projections = 4 * 2 * 7 * 32 * 32
     assert plain.compute_us - by_terms.compute_us == pytest.approx(projections / 400.0 / 1e3)
+
+
+def test_times_that_spread_over_a_quarter_are_named():
+    rows = [BenchRow("mhsa_compile", 10.0, 0.26, 1.0), BenchRow("torch", 20.0, 0.24, 2.0), BenchRow("iree", missing="")]
+    report = BenchReport({}, "float32", 1, 5, 400.0, 0.01, 40.0, None, 1e-6, tuple(rows))
+    assert report.unsteady == rows[:1]
+    with redirect_stdout(io.StringIO()) as out:
+        _show("tiny", report)
+    assert "a quarter of their median (mhsa_compile by 26%)" in out.getvalue()
 
 
 def test_who_is_faster_than_the_limit_is_named():

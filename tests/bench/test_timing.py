@@ -164,4 +164,10 @@ def test_reading_is_of_arrays_that_no_cache_holds():
     with roofline.reading(detect(), 2, least_bytes=1 << 20) as few:
         few.run()
         assert 1 << 20 <= few.amount < 2 << 20
-    assert roofline.TIMES_CACHE * roofline.last_level_cache() >= 8 * (1 << 20)
+    mib = 1 << 20
+    assert roofline.read_bytes(32 * mib, None) == 256 * mib  # all of a desktop's eight caches
+    assert roofline.read_bytes(480 * mib, None) == roofline.MOST_READ == 1024 * mib  # and no 3840 MiB
+    assert roofline.read_bytes(1024 * mib, None) == 2048 * mib  # but never less than two caches
+    assert roofline.read_bytes(480 * mib, 400 * mib) == 100 * mib  # unless memory is short
+    with roofline.reading(detect(), 1) as own:
+        assert own.amount <= 1.01 * roofline.read_bytes(roofline.last_level_cache(), None)

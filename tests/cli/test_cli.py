@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -28,9 +29,11 @@ from typer.testing import CliRunner
 
 from mhsa_compile import __version__
 from mhsa_compile.cli.app import app
-from mhsa_compile.cli.commands import compile, doctor
+from mhsa_compile.cli.commands import cache, compile, doctor
 from mhsa_compile.cli.common import arrays
 from mhsa_compile.cli.common.options import SpecFlags
+from mhsa_compile.compiler.cache import artifact_store
+from mhsa_compile.compiler.cache.artifact_store import CacheEntry
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.hardware import environment, host, profile
 from mhsa_compile.records import record_files
@@ -135,7 +138,7 @@ def test_this_machine_is_detected_and_written(tmp_path: Path) -> None:
 def test_an_unknown_target_gets_near_names() -> None:
     message = refused(mhsa("targets", "znver6"))
     assert "'znver6'" in message
-    assert "Did you mean znver" in message
+    assert "Did you mean 'znver" in message
 
 
 @pytest.mark.thorough
@@ -390,6 +393,23 @@ def test_an_artifact_is_inspected(compiled: Path) -> None:
         assert any(reason in op["tuning"] for op in (tuned, *others))
 
 
+def test_the_cache_tells_its_entries_apart(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other.mhsa"
+    assert mhsa("compile", *SMALL[:4], "--float32-products", "ieee", "-o", other).exit_code == 0
+    what, options, target = cache._words(compiled)
+    assert what.startswith("embed_dim=32 num_heads=4 causal=top_left mask=bool; takes x (B, L, 32) float32, mask ")
+    assert "tuned operations" in options and target == "native"
+    assert cache._words(other) == (
+        "embed_dim=32 num_heads=4; takes x (B, L, 32) float32", "float32_products=ieee", "native"
+    )  # fmt: skip
+    assert cache._words(tmp_path)[0] == "damaged; it is compiled again when it is asked for"
+    entries = [CacheEntry(compiled, 3 << 20, time.time()), CacheEntry(other, 5 << 20, time.time() - 7200)]
+    monkeypatch.setattr(artifact_store, "entries", lambda: entries)
+    table = printed("cache")
+    for words in ("3.0 MiB", "5.0 MiB", "2 hours ago", "native", "embed_dim=32", "causal=top_left"):
+        assert words in table
+
+
 def test_an_artifact_is_verified(compiled: Path) -> None:
     assert printed_json("verify", compiled)["ok"]
 
@@ -405,6 +425,15 @@ def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path
     with np.load(out) as outputs:
         assert outputs["y"].shape == (3, 5, 32)  # the mask took its size from x
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "y.npz"}
+
+
+def test_an_npy_is_the_one_output_itself(compiled: Path, tmp_path: Path) -> None:
+    for name in ("y.npy", "y.npz"):
+        assert mhsa("run", compiled, "--length", 3, "-o", tmp_path / name).exit_code == 0
+    y = np.load(tmp_path / "y.npy")
+    assert y.shape == (1, 3, 32) and y.any()
+    with np.load(tmp_path / "y.npz") as outputs:
+        np.testing.assert_array_equal(outputs["y"], y)
 
 
 @pytest.mark.thorough
@@ -448,6 +477,7 @@ def test_an_artifact_runs_with_other_weights(compiled: Path, tmp_path: Path) -> 
         (["--input", "x=absent.npy"], "absent.npy"),
         (["--input", f"x={__file__}"], f"an .npy file, got {__file__}, a file of another kind"),
         (["--length", 7, "-o", "/absent/folder/y.npz"], "/absent/folder"),
+        (["-o", "y.txt"], "a file named .npy, of one output, or .npz, got 'y.txt'"),
         (["-o", ""], "a place for a file, got the folder '.'"),
         (["-o", "/dev"], "a place for a file, got the folder '/dev'"),
         (["-o", "/dev/null"], "a place for a file, got '/dev/null', which is none"),

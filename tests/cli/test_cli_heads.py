@@ -37,6 +37,15 @@ def test_the_heads_of_an_artifact(artifact: Path, tmp_path: Path) -> None:
     assert "on random numbers" in result and "without heads" in result
 
 
+def test_an_artifact_that_returns_too_little_is_refused(tmp_path: Path) -> None:
+    plain = tmp_path / "attention.mhsa"
+    layer = mhsa_library.MultiHeadAttention(mhsa_library.AttentionSpec(embed_dim=24, num_heads=4))
+    mhsa_library.compile(layer).save(plain)
+    message = refused(mhsa("heads", plain))
+    assert f"got {plain}, which returns y." in message
+    assert "Compile it again with --outputs y,heads,entropy,weights." in message
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizers = pytest.importorskip("tokenizers")

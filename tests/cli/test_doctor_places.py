@@ -13,8 +13,9 @@ from support.records_made import DEVICE, made
 
 from mhsa_compile.cli.commands import doctor
 from mhsa_compile.cli.commands.doctor import Finding
+from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.files import proc, user_folders
-from mhsa_compile.hardware import cpuid, data_paths, host, tile_permission
+from mhsa_compile.hardware import cpuid, data_paths, environment, host, tile_permission
 from mhsa_compile.records import record_files
 
 
@@ -29,6 +30,22 @@ def test_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proc, "_SELF", "/nowhere")
     finding = by_name(doctor._proc)["/proc"]
     assert (finding.status, finding.found) == ("warn", "not mounted")
+
+
+def test_what_compiles_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    finding = by_name(doctor._cuda_compiler)["CUDA compiler"]
+    assert (finding.status, finding.found) == ("ok", f"nvcc 12.4 at {nvcc}: compiles for --target cuda-...")
+    nvcc.write_text("#!/bin/sh\nexit 3\n")
+    assert by_name(doctor._cuda_compiler)["CUDA compiler"].status == "warn"
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr(environment, "nvidia_folders", lambda: [])
+    finding = by_name(doctor._cuda_compiler)["CUDA compiler"]
+    assert finding.found == f"neither: nvcc on the path, or NVRTC 13 ({', '.join(cuda_compiler._PACKAGES)})"
+    assert "pip install 'mhsa-compile[cuda]'" in finding.advice
 
 
 def test_who_tells_of_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

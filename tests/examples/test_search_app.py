@@ -205,6 +205,13 @@ def test_a_passage_finds_itself(client: TestClient) -> None:
     assert client.delete("/api/files/c.TXT").json() == {"files": files[1:]}
 
 
+def test_an_answer_says_how_near_its_best_passage_is(client: TestClient) -> None:
+    put(client, "animals.md", TEXT)
+    for query in (TEXT.strip().split("\n\n")[0], "sofa cat"):
+        answer = client.post("/api/search", json={"query": query}).json()
+        assert answer["best"].startswith(f"The best has a similarity of {answer['results'][0]['score']:.2f}: 1 says")
+
+
 def test_the_attention_of_a_pair_is_what_the_model_gives(client: TestClient, model: Path) -> None:
     put(client, "animals.md", TEXT)
     hit = search(client, "the cat?")[0]

@@ -43,7 +43,9 @@ def test_words_have_one_spelling_and_name_arrays():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("lse", "some of"),
+        ("lse", "a tuple of some of"),
+        ("weights", "Did you mean ('y', 'weights')?"),
+        ("y,top_k:5", "Did you mean ('y', 'top_k:5')?"),
         ((), "some of"),
         (("lse",), '"y"'),
         (("y", "entropi"), "Did you mean 'entropy'?"),

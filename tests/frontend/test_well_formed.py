@@ -21,7 +21,7 @@ CASES = {
                     "Abs node 'odd'.*Relu node 'one'"),
     "no output": ("(float[3] a) => (float[3] q) { y = Relu (a) }", "output 'q'.*no node makes"),
     "no operator": ("(float[3] a) => (float[3] y) { [odd] y = Sofmax (a) }",
-                    "Sofmax node 'odd'.*Did you mean Softmax?"),
+                    "Sofmax node 'odd'.*Did you mean 'Softmax'?"),
     "later operator": ("(float[3] a) => (float[3] y) { [odd] y = Swish (a) }", "Swish node 'odd'.*Import opset 24"),
     "too few": ("(float[3] a) => (float[3] y) { [odd] y = Add (a) }", "Add node 'odd': expected 2 inputs.*got 1"),
     "left out": ("(float[3] a) => (float[3] y) { [odd] y = Sub (, a) }", "Sub node 'odd': expected input 0, 'A'"),

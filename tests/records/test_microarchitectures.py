@@ -146,7 +146,7 @@ def test_records_of_several_devices_are_told_one_by_one(tmp_path: Path) -> None:
 
 def test_bad_names_and_files_are_refused(tmp_path: Path) -> None:
     path = old_file(tmp_path / "old.jsonl", made(device=EPYC))
-    assert "Did you mean zen" in refused(mhsa("records", "measured-on", path, "zen44"))
+    assert "Did you mean 'zen" in refused(mhsa("records", "measured-on", path, "zen44"))
     assert "This machine is" in refused(mhsa("records", "measured-on", path, "AMD EPYC"))
     assert "unknown" in refused(mhsa("records", "measured-on", path, "unknown"))
     assert "absent.jsonl" in refused(mhsa("records", "measured-on", tmp_path / "absent.jsonl", "zen4"))

@@ -133,6 +133,34 @@ def test_refusals_name_the_field(fields: dict[str, object], named: str, expected
     assert expected in caught.value.expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "proposal"),
+    [
+        ({"causal": "yes"}, "Did you mean True?"),
+        ({"causal": "False"}, "Did you mean False?"),
+        ({"causal": "top-left"}, "Did you mean 'top_left'?"),
+        ({"causal": "diagonal"}, ""),
+        ({"kv_cache": True, "causal": "yes"}, "Did you mean True?"),
+        ({"bias": "no"}, "Did you mean False?"),
+        ({"dtype": "fp32"}, "Did you mean 'float32'?"),
+        ({"dtype": "torch.bfloat16"}, "Did you mean 'bfloat16'?"),
+        ({"mask": "boolean"}, "Did you mean 'bool'?"),
+        ({"n_heads": 8}, "Did you mean 'num_heads'?"),
+        ({"d_model": 8}, f"The fields are {', '.join(AttentionSpec.__struct_fields__)}."),
+    ],
+    ids=str,
+)
+def test_refusals_say_what_was_probably_meant(fields: dict[str, object], proposal: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        AttentionSpec(**{"embed_dim": 64, "num_heads": 4, **fields})
+    assert caught.value.next_step == proposal
+
+
+def test_a_spec_without_a_field_it_needs_says_which() -> None:
+    with pytest.raises(SpecError, match="AttentionSpec: expected the field 'num_heads', got none"):
+        AttentionSpec(embed_dim=64)
+
+
 def test_an_array_is_a_constant_mask() -> None:
     array = np.random.default_rng(0).random((7, 5)) < 0.5
     spec = AttentionSpec(embed_dim=64, num_heads=4, static_mask=array)

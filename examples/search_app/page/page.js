@@ -132,10 +132,10 @@ $("search").addEventListener("submit", (event) => {
   attempt("Searching …", async () => {
     const began = performance.now();
     $("results").replaceChildren();
-    const { query, results } = await send("/api/search", { query: $("query").value });
+    const { query, best, results } = await send("/api/search", { query: $("query").value });
     if (mine !== searches) return "Searching …"; // a later one is under way
     $("results").replaceChildren(...results.map((result, index) => resultItem(query, result, index)));
-    return `The nearest ${counted(results.length, "passage")}, in ${Math.round(performance.now() - began)} ms`;
+    return `The nearest ${counted(results.length, "passage")}, in ${Math.round(performance.now() - began)} ms. ${best}`;
   });
 });
 

@@ -237,9 +237,12 @@ def _show(name: str, report: BenchReport) -> None:
     for row in report.rows:
         if row.missing:
             output.line(f"{row.name} is missing: {row.missing}")
-    if names := report.beyond_limit:
+    if rows := report.unsteady:
+        names = ", ".join(f"{row.name} by {row.spread:.0%}" for row in rows)
+        output.line(f"Times spread over a quarter of their median ({names}): compare them with care, or measure again")
+    if beyond := report.beyond_limit:
         advice = "The limit was measured too low, in rounds that something else disturbed: measure again."
-        output.line(f"{', '.join(names)}: more than 100 % of the limit. {advice}")
+        output.line(f"{', '.join(beyond)}: more than 100 % of the limit. {advice}")
     if not report.ok:
         output.line(f"{report.ours.name} is over its error budget of {report.budget:.1e}")
 

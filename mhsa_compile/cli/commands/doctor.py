@@ -167,6 +167,24 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(str(gpu), "ok", f"{gpu.name}, {capability}: {runs}")
 
 
+def _cuda_compiler() -> Iterator[Finding]:
+    """A finding on what compiles kernels for NVIDIA's GPUs, which needs no GPU. To have nothing is no fault."""
+    from mhsa_compile.compiler.codegen import cuda_compiler
+
+    try:
+        name, version = cuda_compiler.compiler()
+    except InstallationError as error:
+        need = "Only --target cuda-... needs one."
+        yield Finding("CUDA compiler", "ok", f"{error.got}: {error.expected}", f"{need} {error.next_step}")
+        return
+    except (MhsaError, OSError) as error:
+        advice = "Repair it, or take it off the path and run: pip install 'mhsa-compile[cuda]'"
+        yield Finding("CUDA compiler", "warn", str(error), advice)
+        return
+    place = f"at {shutil.which(name)}" if name == "nvcc" else "of NVIDIA's packages"
+    yield Finding("CUDA compiler", "ok", f"{name} {version} {place}: compiles for --target cuda-...")
+
+
 def _proc() -> Iterator[Finding]:
     """A finding on /proc: artifacts run without it, compiling does not."""
     if proc.is_mounted():
@@ -251,6 +269,7 @@ _CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "packages": _packages,
     "CPU": _cpu,
     "GPU": _gpus,
+    "CUDA compiler": _cuda_compiler,
     "/proc": _proc,
     "folders": _folders,
     "records": _own_records,

@@ -16,6 +16,7 @@ from mhsa_compile.files.foreign_errors import first_line
 
 if TYPE_CHECKING:
     from mhsa_analysis.heads_page import ShownLayer
+    from mhsa_compile.runtime.artifact.artifact import Artifact
 
 _SHOWN_TEXTS = 4  # of whose tokens the page shows who looks at whom
 _SEPARATORS = ("[SEP]", "</s>", "<|endoftext|>")
@@ -101,6 +102,7 @@ def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, 
 
     arrays_by_name = arrays.read(inputs)
     artifact = Artifact.open(source)
+    _check_returns(artifact, source)
     stats = HeadStatistics(artifact)
     attention = load(artifact)
     dims.check_symbols(attention.inputs)
@@ -112,6 +114,15 @@ def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, 
     maps = [] if stats.spec.is_cross else list(outputs.weights[:_SHOWN_TEXTS])
     title = f"Heads of {source.name}" + ("" if "x" in arrays_by_name else ", on random numbers")
     return _Model(title, [ShownLayer("layer", stats.report(), maps)], [names] * len(maps))
+
+
+def _check_returns(artifact: Artifact, source: Path) -> None:
+    """Raises InputError for an artifact whose calls do not return what statistics of heads are made of."""
+    names = [info.name for info in artifact.manifest.outputs]
+    if not {"heads", "weights"} <= set(names):
+        got = f"{source}, which returns {', '.join(names)}"
+        hint = f"Compile it again with --outputs {','.join(_WORDS)}."
+        raise InputError("SOURCE", 'an artifact that returns "heads" and "weights", too', got, hint)
 
 
 def _of_model(source: Path, text: Path | None) -> _Model:

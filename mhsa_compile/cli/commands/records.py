@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.cli.common.sources import read_records
-from mhsa_compile.errors import RecordsError
+from mhsa_compile.errors import RecordsError, did_you_mean
 from mhsa_compile.files import places
 
 if TYPE_CHECKING:
@@ -163,8 +162,7 @@ def measured_on(
 
     choices = {*names(), host.microarchitecture_name()} - {host.UNKNOWN}
     if microarchitecture not in choices:
-        near = difflib.get_close_matches(microarchitecture, choices, n=3)
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"This machine is {host.microarchitecture_name()}."
+        hint = did_you_mean(microarchitecture, choices, f"This machine is {host.microarchitecture_name()}.", most=3)
         raise RecordsError("MICROARCHITECTURE", "the name of one", repr(microarchitecture), hint)
     if record_files.read(file).torn:
         output.line(f"Warning: records {str(file)!r}: the last line is torn, and left out", err=True)

@@ -21,7 +21,9 @@ def run(
     inputs: Annotated[
         list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.npz", help="Where outputs go.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="An .npz of all outputs, or the .npy of one.")
+    ] = None,
     weights: Annotated[
         Path | None, typer.Option("--weights", metavar="FILE.safetensors", help="Instead of the artifact's own.")
     ] = None,
@@ -41,6 +43,8 @@ def run(
     stated = dims.stated()
     attention = load(artifact, weights=weights, threads=threads)
     dims.check_symbols(attention.inputs)
+    if out is not None:
+        arrays.check_suffix(out, [info.name for info in attention.outputs])
     arguments = arrays.complete(arrays_by_name, attention.inputs, stated, seed)
     begin = time.perf_counter()
     result = attention.from_host(**arguments)

@@ -1,4 +1,4 @@
-"""Arrays for a call: read from .npy files, drawn at random, written as one .npz."""
+"""Arrays for a call: read from .npy files, drawn at random, written as one .npy or .npz."""
 
 from __future__ import annotations
 
@@ -68,11 +68,25 @@ def _as_bfloat16(arrays: Mapping[str, np.ndarray], inputs: Iterable[TensorInfo])
     }
 
 
+def check_suffix(path: Path, names: Sequence[str]) -> None:
+    """Raises InputError unless arrays of these names can be in a file that is named so."""
+    if path.suffix not in (".npy", ".npz"):
+        raise InputError("--output", "a file named .npy, of one output, or .npz", repr(str(path)))
+    if path.suffix == ".npy" and len(names) > 1:
+        hint = f"-o {path.with_suffix('.npz')} has them all, each by its name."
+        raise InputError("--output", "a file named .npz for several outputs", f"{path} for {', '.join(names)}", hint)
+
+
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """One uncompressed .npz, whole or not at all; bfloat16 becomes float32, exactly. Raises OutputError."""
+    """One uncompressed .npz, or the .npy of the one array if the file is named so, whole or not at all; bfloat16
+    becomes float32, exactly. Raises OutputError."""
     arrays = {n: a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for n, a in arrays.items()}
     with atomic_file(path, "--output") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub mistakes the names for allow_pickle
+        if path.suffix == ".npy":
+            (array,) = arrays.values()
+            np.save(file, array)
+        else:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub mistakes the names for allow_pickle
 
 
 def _split(assignment: str) -> tuple[str, Path]:

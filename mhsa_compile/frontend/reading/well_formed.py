@@ -4,13 +4,12 @@ that ONNX does not have. ONNX's own checker finds these as well; it names few of
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 
 import onnx
 from onnx import defs
 
-from mhsa_compile.errors import ModelError
+from mhsa_compile.errors import ModelError, did_you_mean
 from mhsa_compile.frontend.onnx_graph import branches, reads, title
 
 _KINDS = {
@@ -131,8 +130,7 @@ def _unknown(node: onnx.NodeProto, opset: int) -> ModelError:
         expected = f"an operator of opset {opset}, which the file imports"
         return ModelError(title(node), expected, f"one of {later[0]}", hint)
     names = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
-    near = difflib.get_close_matches(operator, names, n=1, cutoff=0.75)
-    hint = f"Did you mean {near[0]}?" if near else "Put its meaning into the file as a model-local function."
+    hint = did_you_mean(operator, names, "Put its meaning into the file as a model-local function.", cutoff=0.75)
     return ModelError(title(node), "an operator of ONNX's", f"{operator!r}, which ONNX does not have", hint)
 
 
