@@ -93,7 +93,7 @@ def said(value: Any) -> str:
 
 
 def measured_rows(*, quick: bool) -> Rows:
-    """The rows of the page, all of them, or those that take no longer than a test may; a terminal shows how far it is."""
+    """The rows of the page, or those that take no longer than a test may. A terminal shows how far it is."""
     rows = Rows()
     first, rest = split_at(LONGER, PAGE)
     code = first if quick else first + rest
