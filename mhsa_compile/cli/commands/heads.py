@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,25 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mhsa_compile.cli.common import options, output
-from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.errors import InputError, ModelError, OutputError
 from mhsa_compile.files import places
 from mhsa_compile.files.foreign_errors import first_line
+from mhsa_compile.hardware import environment
 
 if TYPE_CHECKING:
+    from mhsa_analysis.block_flow import BlockFlow
     from mhsa_analysis.heads_page import ShownLayer
 
 _SHOWN_TEXTS = 4  # of whose tokens the page shows who looks at whom
 _SEPARATORS = ("[SEP]", "</s>", "<|endoftext|>")
-_WORDS = ("y", "heads", "entropy", "weights")
+_WORDS = ("y", "heads", "lse", "entropy", "weights")
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What is known of each layer; `texts` are the tokens that its maps are of."""
+    """What is known of each layer; `texts` are the tokens that its maps are of, `flows` what --plot draws: the first
+    text through each layer."""
 
     title: str
     layers: Sequence[ShownLayer]
     texts: Sequence[Sequence[str]]
+    flows: Sequence[BlockFlow] = ()
 
 
 def heads(
@@ -53,6 +58,12 @@ def heads(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE.html", help="Also a page to look at, in one file.")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Also pictures of the first text in each layer: a head step by step, all heads."
+        ),
+    ] = None,
     dims: options.StatedDims,
     seed: options.Seed = 0,
     json: options.Json = False,
@@ -63,24 +74,30 @@ def heads(
 
     if html is not None:
         check_file(html, "--html")  # before the work, not after it
+    if plot is not None:
+        environment.require("matplotlib", extra="bench")
+        places.make_folder(plot, OutputError, "--plot")
     if places.is_there(source / "manifest.json"):
         if text is not None:
             raise InputError("--text", "a model with a tokenizer", "an artifact", "Give its inputs: --input x=x.npy.")
-        model = _of_artifact(source, inputs or (), dims, seed)
+        model = _of_artifact(source, inputs or (), dims, seed, with_flows=plot is not None)
     else:
         if inputs:
             raise InputError("--input", "an artifact", f"the folder {source}", "Give --text FILE, with a text a line.")
-        model = _of_model(source, text)
+        model = _of_model(source, text, with_flows=plot is not None)
     plans = [layer.report.prune(prune) for layer in model.layers] if prune else []
     if html is not None:
         page = heads_page(model.title, model.layers, model.texts)
         with atomic_file(html, "--html") as file:
             file.write(page.encode())
+    pictures = [] if plot is None else _draw(plot, model)
     if json:
-        output.print_json({"layers": [_description(layer) for layer in model.layers], "html": html, "prune": [
-            {"heads": plan.heads, "relative_error": plan.relative_error, "refit_error": plan.refit_error}
-            for plan in plans
-        ]})  # fmt: skip
+        output.print_json({
+            "layers": [_description(layer) for layer in model.layers], "html": html, "plot": pictures, "prune": [
+                {"heads": plan.heads, "relative_error": plan.relative_error, "refit_error": plan.refit_error}
+                for plan in plans
+            ],
+        })  # fmt: skip
         return
     for layer in model.layers:
         _print(model.title, layer)
@@ -90,9 +107,26 @@ def heads(
         output.line(f"{layer.name} without heads {numbers}: {off}")
     if html is not None:
         output.line(f"{html} shows all of it")
+    if plot is not None:
+        output.line(f"{plot}: {len(pictures)} pictures")
 
 
-def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, seed: int) -> _Model:
+def _draw(folder: Path, model: _Model) -> list[Path]:
+    """The pictures of each layer, in files by its name."""
+    from mhsa_analysis.head_pictures import draw_layer
+
+    pictures: list[Path] = []
+    with output.counter("draw") as advance:
+        for done, (layer, flow) in enumerate(zip(model.layers, model.flows, strict=True)):
+            advance(done, len(model.layers), layer.name)
+            stem = re.sub(r"[^\w.-]+", "-", layer.name)
+            pictures += draw_layer(folder, stem, flow, layer.report.moments.layer)
+    return pictures
+
+
+def _of_artifact(
+    source: Path, inputs: Sequence[str], dims: options.StatedDims, seed: int, *, with_flows: bool
+) -> _Model:
     from mhsa_analysis.head_statistics import HeadStatistics
     from mhsa_analysis.heads_page import ShownLayer
     from mhsa_compile.cli.common import arrays
@@ -111,13 +145,24 @@ def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, 
     names = [str(place) for place in range(arguments["x"].shape[1])]
     maps = [] if stats.spec.is_cross else list(outputs.weights[:_SHOWN_TEXTS])
     title = f"Heads of {source.name}" + ("" if "x" in arrays_by_name else ", on random numbers")
-    return _Model(title, [ShownLayer("layer", stats.report(), maps)], [names] * len(maps))
+    flows = [_flow(artifact, arguments["x"], outputs, names)] if with_flows else []
+    return _Model(title, [ShownLayer("layer", stats.report(), maps)], [names] * len(maps), flows)
 
 
-def _of_model(source: Path, text: Path | None) -> _Model:
+def _flow(layer: Any, x: Any, outputs: Any, tokens: Sequence[str]) -> BlockFlow:
+    """The first text of a call. Raises InputError for one that is too long to draw, and without what is drawn."""
+    from mhsa_analysis.block_flow import flow_of
+    from mhsa_analysis.head_pictures import LONGEST
+
+    if len(tokens) > LONGEST:
+        expected = f"a first text of at most {LONGEST} tokens"
+        raise InputError("--plot", expected, f"{len(tokens)}", "Give a shorter one, or an artifact --length.")
+    return flow_of(layer, x[:1], outputs, tokens)
+
+
+def _of_model(source: Path, text: Path | None, *, with_flows: bool) -> _Model:
     from mhsa_compile.cli.common.sources import require_compiler
     from mhsa_compile.files import input_files
-    from mhsa_compile.hardware import environment
 
     for name in ("config.json", "tokenizer.json"):
         if not places.is_file(source / name):
@@ -133,10 +178,10 @@ def _of_model(source: Path, text: Path | None) -> _Model:
     require_compiler()
     environment.require("transformers", "tokenizers", extra="examples")
     with output.stages() as stage:
-        return _measure(source, lines, stage)
+        return _measure(source, lines, stage, with_flows=with_flows)
 
 
-def _measure(source: Path, lines: Sequence[str], stage: Any) -> _Model:
+def _measure(source: Path, lines: Sequence[str], stage: Any, *, with_flows: bool) -> _Model:
     """The model runs on each text by itself, so there is no padding; its layers run again, compiled."""
     from mhsa_analysis.head_statistics import HeadStatistics
     from mhsa_analysis.heads_page import ShownLayer
@@ -161,6 +206,7 @@ def _measure(source: Path, lines: Sequence[str], stage: Any) -> _Model:
         expected = f"texts of at least {least} tokens together, 4 times the value head dim"
         raise InputError("--text", expected, f"{tokens} in {len(lines)} lines", "Give more texts, or longer ones.")
     pages: list[ShownLayer] = []
+    flows: list[BlockFlow] = []
     compiled: dict[str, Any] = {}  # one artifact for all layers of a spec
     for layer in layers:
         stage(f"look into {layer.name}")
@@ -175,10 +221,12 @@ def _measure(source: Path, lines: Sequence[str], stage: Any) -> _Model:
             layer.check(call, torch.from_numpy(outputs.y))
             separators = [[number in apart for number in one.ids]] if apart else None
             stats.add(x, outputs, separators=separators)
+            if with_flows and call == 0:
+                flows.append(_flow(looked_into, x, outputs, one.tokens))
             if len(maps) < _SHOWN_TEXTS:
                 maps.append(outputs.weights[0])
         pages.append(ShownLayer(layer.name, stats.report(), maps))
-    return _Model(f"Heads of {source.resolve().name}", pages, [one.tokens for one in encoded[:_SHOWN_TEXTS]])
+    return _Model(f"Heads of {source.resolve().name}", pages, [one.tokens for one in encoded[:_SHOWN_TEXTS]], flows)
 
 
 def _check_texts(model: Any, lines: Sequence[str], encoded: Sequence[Any]) -> None:
