@@ -166,7 +166,7 @@ LINKED = (
     "docs/**/*.md",
     *(
         f"{folder}/**/README.md"
-        for folder in ("benchmarks", "examples", "mhsa_compile", "schedules", "targets", "tests")
+        for folder in ("benchmarks", "examples", "exercises", "mhsa_compile", "schedules", "targets", "tests")
     ),
 )
 

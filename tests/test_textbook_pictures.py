@@ -71,6 +71,7 @@ def test_the_committed_numbers_are_those_of_transformers_in_float64(drawing: Mod
     query, key = encoded.tokens.index(drawing.QUERY), encoded.tokens.index(drawing.KEY)
     keenest = weights[..., query, key]
     layer, head = np.unravel_index(int(keenest.argmax()), keenest.shape)
+    assert (weights[layer, head].argmax(axis=-1) == key).sum() == 12 and (layer, head) == (5, 11)  # as the page says
     shown = [float(word[:-2]) for word in svg.words(FOLDER / "steps.svg") if word.endswith("%")]
     np.testing.assert_allclose(shown, 100 * weights[layer, head, query], atol=0.051)
     assert not np.allclose(shown, 100 * weights[layer, head - 1, query], atol=1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import svg
 from support.command import mhsa, printed, printed_json, refused
 
 import mhsa_compile as mhsa_library
@@ -16,7 +17,7 @@ import mhsa_compile as mhsa_library
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     spec = mhsa_library.AttentionSpec(
-        embed_dim=24, num_heads=4, mask="key_padding", outputs=("y", "heads", "entropy", "weights")
+        embed_dim=24, num_heads=4, mask="key_padding", outputs=("y", "heads", "lse", "entropy", "weights")
     )
     path = tmp_path_factory.mktemp("heads") / "layer.mhsa"
     mhsa_library.compile(mhsa_library.MultiHeadAttention(spec)).save(path)
@@ -35,6 +36,20 @@ def test_the_heads_of_an_artifact(artifact: Path, tmp_path: Path) -> None:
     assert "Heads of layer.mhsa" in page.read_text()
     result = printed("heads", artifact, "--batch", 2, "--length", 30, "--prune", 1)
     assert "on random numbers" in result and "without heads" in result
+
+
+def test_pictures_of_an_artifact(artifact: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "new" / "pictures"
+    drawn = printed_json("heads", artifact, "--batch", 2, "--length", 20, "--plot", folder)["plot"]
+    kinds = ("steps", "heads", "subspaces", "mask", "flow")
+    assert drawn == [str(folder / f"layer-{kind}.svg") for kind in kinds]
+    weights = [float(word[:-2]) for word in svg.words(Path(drawn[0])) if word.endswith("%")]
+    assert len(weights) == 20 and abs(sum(weights) - 100) < 1
+    said = refused(mhsa("heads", artifact, "--batch", 1, "--length", 60, "--plot", folder))
+    assert "--plot: expected a first text of at most 48 tokens, got 60" in said
+    (tmp_path / "file").write_text("")
+    assert "--plot: expected a folder" in refused(mhsa("heads", artifact, "--plot", tmp_path / "file"))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +75,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_heads_of_a_model(model: Path, tmp_path: Path) -> None:
     text, page = tmp_path / "text.txt", tmp_path / "heads.html"
     text.write_text("the cat sat on the mat\n\nthe mat sat on the cat\n" * 3)
-    layers = printed_json("heads", model, "--text", text, "--html", page)["layers"]
+    described = printed_json("heads", model, "--text", text, "--html", page, "--plot", tmp_path / "pictures")
+    layers = described["layers"]
+    assert len(described["plot"]) == 2 * 5
+    assert {"[CLS]", "cat", "mat", "sum"} <= set(svg.words(Path(described["plot"][0])))
     assert [layer["tokens"] for layer in layers] == [6 * 8] * 2
     assert [len(layer["heads"]) for layer in layers] == [4, 4]
     assert '["[CLS]","the","cat","sat","on","the","mat","[SEP]"]' in page.read_text()
