@@ -52,7 +52,7 @@ def draw_steps(path: Path, flow: BlockFlow, head: int, query: int) -> None:
     added = weights[:, np.newaxis] * flow.values_of(head)
     rows = np.concatenate([added, np.full((1, added.shape[1]), np.nan), flow.heads[head, query][np.newaxis]])
     with canvas(path, (WIDTH, _ROW * (L + 7))) as whole:
-        whole.suptitle(f"“{flow.tokens[query]}” asks in head {head}", x=0.02, ha="left", fontsize=11, fontweight="bold")
+        whole.suptitle(f"Query “{flow.tokens[query]}”, head {head}", x=0.02, ha="left", fontsize=11, fontweight="bold")
         first, second, third = whole.subplots(1, 3, sharey=True, width_ratios=(1, 1, 1))
         finite = np.isfinite(scores)
         _bars(first, "1  scores\nq·k / √d", np.where(finite, scores, 0.0), _numbers(scores))

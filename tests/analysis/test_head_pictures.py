@@ -75,7 +75,7 @@ def test_a_head_step_by_step_shows_its_own_numbers(flow: BlockFlow, tmp_path: Pa
     head_pictures.draw_steps(tmp_path / "steps.svg", flow, head, query)
     words = svg.words(tmp_path / "steps.svg")
     shown = [word for word in words if word.endswith("%")]
-    assert shown == percents(flow.weights[head, query]) and "“f” asks in head 4" in words
+    assert shown == percents(flow.weights[head, query]) and "Query “f”, head 4" in words
     assert shown != percents(flow.weights[head - 1, query])
     scores = [f"{score:.2f}".replace("-", "\N{MINUS SIGN}") for score in flow.scores[head, query, : query + 1]]
     assert words.count("hidden") == L - query - 1 and set(scores) <= set(words)
@@ -115,6 +115,7 @@ def test_subspaces_show_the_nearest_pair(tmp_path: Path) -> None:
     assert principal_angles(block[1].T, block[4].T).max() < 1e-6 < principal_angles(block[1].T, block[3].T).max()
 
 
+@pytest.mark.thorough
 def test_all_pictures_of_a_layer_fit_a_phone_and_are_the_same_each_time(
     flow: BlockFlow, layer: mhsa.MultiHeadAttention, tmp_path: Path
 ) -> None:
