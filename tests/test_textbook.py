@@ -87,7 +87,9 @@ def test_the_command_fails_where_a_row_is_off(
     for measured, code in ((3, 1), (2, 0)):
         page.write_text(f'# A page\n\n```python\nrow("one", 2, {measured})\n```\n\n{program.LONGER}{os.linesep}')
         assert program.main(["--quick"]) == code
-    assert capsys.readouterr().out.count("1 rows, ") == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("1 rows, ") == 2
+    assert printed.err.count("1 snippets of page.md: about 1 minute") == 2  # before they run
 
 
 def test_a_model_that_is_missing_is_said(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
