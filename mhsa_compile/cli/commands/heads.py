@@ -19,6 +19,8 @@ from mhsa_compile.hardware import environment
 if TYPE_CHECKING:
     from mhsa_analysis.block_flow import BlockFlow
     from mhsa_analysis.heads_page import ShownLayer
+    from mhsa_analysis.model_layers import TrainedLayer
+    from mhsa_analysis.pruning import PruningPlan
 
 _SHOWN_TEXTS = 4  # of whose tokens the page shows who looks at whom
 _SEPARATORS = ("[SEP]", "</s>", "<|endoftext|>")
@@ -28,12 +30,15 @@ _WORDS = ("y", "heads", "lse", "entropy", "weights")
 @dataclass(frozen=True)
 class _Model:
     """What is known of each layer; `texts` are the tokens that its maps are of, `flows` what --plot draws: the first
-    text through each layer."""
+    text through each layer. `plans` are of each layer, where heads are to go, and `whole` is how the model does without
+    them."""
 
     title: str
     layers: Sequence[ShownLayer]
     texts: Sequence[Sequence[str]]
-    flows: Sequence[BlockFlow] = ()
+    plans: Sequence[PruningPlan]
+    flows: Sequence[BlockFlow]
+    whole: dict[str, Any] | None = None
 
 
 def heads(
@@ -53,7 +58,14 @@ def heads(
         typer.Option("--input", metavar="NAME=FILE.npy", help="Of an artifact. Repeat it; what is missing is random."),
     ] = None,
     prune: Annotated[
-        int, typer.Option("--prune", min=0, metavar="K", help="Also the K heads of each layer it can best do without.")
+        int,
+        typer.Option(
+            "--prune",
+            min=0,
+            metavar="K",
+            help="Also the K heads of each layer it can best do without, chosen "
+            "and W_O fitted anew on three of four texts, measured on them and on the fourth.",
+        ),
     ] = 0,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE.html", help="Also a page to look at, in one file.")
@@ -80,31 +92,27 @@ def heads(
     if places.is_there(source / "manifest.json"):
         if text is not None:
             raise InputError("--text", "a model with a tokenizer", "an artifact", "Give its inputs: --input x=x.npy.")
-        model = _of_artifact(source, inputs or (), dims, seed, with_flows=plot is not None)
+        model = _of_artifact(source, inputs or (), dims, seed, prune, plot)
     else:
         if inputs:
             raise InputError("--input", "an artifact", f"the folder {source}", "Give --text FILE, with a text a line.")
-        model = _of_model(source, text, with_flows=plot is not None)
-    plans = [layer.report.prune(prune) for layer in model.layers] if prune else []
+        model = _of_model(source, text, prune, plot)
     if html is not None:
         page = heads_page(model.title, model.layers, model.texts)
         with atomic_file(html, "--html") as file:
             file.write(page.encode())
     pictures = [] if plot is None else _draw(plot, model)
     if json:
-        output.print_json({
-            "layers": [_description(layer) for layer in model.layers], "html": html, "plot": pictures, "prune": [
-                {"heads": plan.heads, "relative_error": plan.relative_error, "refit_error": plan.refit_error}
-                for plan in plans
-            ],
-        })  # fmt: skip
+        layers = [_description(layer) for layer in model.layers]
+        prunes = [_costs(plan) for plan in model.plans]
+        output.print_json(
+            {"layers": layers, "html": html, "plot": pictures, "prune": prunes, "unseen_text": model.whole}
+        )
         return
     for layer in model.layers:
         _print(model.title, layer)
-    for layer, plan in zip(model.layers, plans, strict=True) if plans else ():
-        numbers = ", ".join(map(str, plan.heads))
-        off = f"off by {plan.relative_error:.1%}, with W_O fitted anew {plan.refit_error:.1%}"
-        output.line(f"{layer.name} without heads {numbers}: {off}")
+    if model.plans:
+        _print_plans(model)
     if html is not None:
         output.line(f"{html} shows all of it")
     if plot is not None:
@@ -125,7 +133,7 @@ def _draw(folder: Path, model: _Model) -> list[Path]:
 
 
 def _of_artifact(
-    source: Path, inputs: Sequence[str], dims: options.StatedDims, seed: int, *, with_flows: bool
+    source: Path, inputs: Sequence[str], dims: options.StatedDims, seed: int, prune: int, plot: Path | None
 ) -> _Model:
     from mhsa_analysis.head_statistics import HeadStatistics
     from mhsa_analysis.heads_page import ShownLayer
@@ -145,8 +153,9 @@ def _of_artifact(
     names = [str(place) for place in range(arguments["x"].shape[1])]
     maps = [] if stats.spec.is_cross else list(outputs.weights[:_SHOWN_TEXTS])
     title = f"Heads of {source.name}" + ("" if "x" in arrays_by_name else ", on random numbers")
-    flows = [_flow(artifact, arguments["x"], outputs, names)] if with_flows else []
-    return _Model(title, [ShownLayer("layer", stats.report(), maps)], [names] * len(maps), flows)
+    layers = [ShownLayer("layer", stats.report(), maps)]
+    flows = [] if plot is None else [_flow(artifact, arguments["x"], outputs, names)]
+    return _Model(title, layers, [names] * len(maps), _plans(layers, prune), flows)
 
 
 def _flow(layer: Any, x: Any, outputs: Any, tokens: Sequence[str]) -> BlockFlow:
@@ -160,7 +169,19 @@ def _flow(layer: Any, x: Any, outputs: Any, tokens: Sequence[str]) -> BlockFlow:
     return flow_of(layer, x[:1], outputs, tokens)
 
 
-def _of_model(source: Path, text: Path | None, *, with_flows: bool) -> _Model:
+def _plans(layers: Sequence[ShownLayer], prune: int) -> list[PruningPlan]:
+    """The plan of each layer. Raises InputError: too little text, or none to measure on that was not fitted on."""
+    from mhsa_analysis.output_fit import NEXT_STEP
+
+    plans = [layer.report.prune(prune) for layer in layers] if prune else []
+    for plan in plans:
+        plan.split.unseen_or_refuse("--prune")
+        if (reason := plan.split.why_not_fit(plan.kept)) is not None:
+            raise InputError("--prune", *reason, NEXT_STEP)
+    return plans
+
+
+def _of_model(source: Path, text: Path | None, prune: int, plot: Path | None) -> _Model:
     from mhsa_compile.cli.common.sources import require_compiler
     from mhsa_compile.files import input_files
 
@@ -178,10 +199,10 @@ def _of_model(source: Path, text: Path | None, *, with_flows: bool) -> _Model:
     require_compiler()
     environment.require("transformers", "tokenizers", extra="examples")
     with output.stages() as stage:
-        return _measure(source, lines, stage, with_flows=with_flows)
+        return _measure(source, lines, prune, plot, stage)
 
 
-def _measure(source: Path, lines: Sequence[str], stage: Any, *, with_flows: bool) -> _Model:
+def _measure(source: Path, lines: Sequence[str], prune: int, plot: Path | None, stage: Any) -> _Model:
     """The model runs on each text by itself, so there is no padding; its layers run again, compiled."""
     from mhsa_analysis.head_statistics import HeadStatistics
     from mhsa_analysis.heads_page import ShownLayer
@@ -201,10 +222,7 @@ def _measure(source: Path, lines: Sequence[str], stage: Any, *, with_flows: bool
     stage("run it on the texts")
     layers = trained_layers(model, [{"input_ids": torch.tensor([one.ids])} for one in encoded])
     stats_of = {layer.name: HeadStatistics(layer.attention) for layer in layers}
-    tokens, least = sum(len(one.ids) for one in encoded), max(one.tokens_needed for one in stats_of.values())
-    if tokens < least:
-        expected = f"texts of at least {least} tokens together, 4 times the value head dim"
-        raise InputError("--text", expected, f"{tokens} in {len(lines)} lines", "Give more texts, or longer ones.")
+    _check_tokens(encoded, max(stats.tokens_needed for stats in stats_of.values()))
     pages: list[ShownLayer] = []
     flows: list[BlockFlow] = []
     compiled: dict[str, Any] = {}  # one artifact for all layers of a spec
@@ -221,12 +239,51 @@ def _measure(source: Path, lines: Sequence[str], stage: Any, *, with_flows: bool
             layer.check(call, torch.from_numpy(outputs.y))
             separators = [[number in apart for number in one.ids]] if apart else None
             stats.add(x, outputs, separators=separators)
-            if with_flows and call == 0:
+            if plot is not None and call == 0:
                 flows.append(_flow(looked_into, x, outputs, one.tokens))
             if len(maps) < _SHOWN_TEXTS:
                 maps.append(outputs.weights[0])
         pages.append(ShownLayer(layer.name, stats.report(), maps))
-    return _Model(f"Heads of {source.resolve().name}", pages, [one.tokens for one in encoded[:_SHOWN_TEXTS]], flows)
+    plans = _plans(pages, prune)
+    if plans:
+        stage("run it without heads on the texts that nothing was fitted on")
+    whole = _without_heads(model, layers, plans, encoded) if plans else None
+    texts = [one.tokens for one in encoded[:_SHOWN_TEXTS]]
+    return _Model(f"Heads of {source.resolve().name}", pages, texts, plans, flows, whole)
+
+
+def _without_heads(
+    model: Any, layers: Sequence[TrainedLayer], plans: Sequence[PruningPlan], encoded: Sequence[Any]
+) -> dict[str, Any]:
+    """How the model does on every fourth text: the perplexity of one with a head for the next token, the mean cosine of
+    each token's output with the whole model's of another; whole, without heads, and with W_O fitted anew."""
+    import torch
+
+    from mhsa_analysis.output_fit import PARTS
+    from mhsa_analysis.pruned_model import perplexity, pruned_run, token_outputs
+
+    inputs = [{"input_ids": torch.tensor([one.ids])} for one in encoded[PARTS - 1 :: PARTS]]
+    names = {"without": False, "refit": True}
+    if model.get_output_embeddings() is not None:
+        values = {"whole": perplexity(model, inputs)}
+        for name, refit in names.items():
+            with pruned_run(model, layers, plans, refit=refit):
+                values[name] = perplexity(model, inputs)
+        return {"texts": len(inputs), "measure": "perplexity"} | values
+    outputs, values = token_outputs(model, inputs), {}
+    for name, refit in names.items():
+        with pruned_run(model, layers, plans, refit=refit):
+            cosines = torch.cosine_similarity(token_outputs(model, inputs), outputs, dim=1)
+        values[name] = float(cosines.mean())
+    return {"texts": len(inputs), "measure": "cosine"} | values
+
+
+def _check_tokens(encoded: Sequence[Any], least: int) -> None:
+    """Raises InputError for texts that are too short together."""
+    tokens = sum(len(one.ids) for one in encoded)
+    if tokens < least:
+        expected = f"texts of at least {least} tokens together, 4 times the value head dim"
+        raise InputError("--text", expected, f"{tokens} in {len(encoded)} lines", "Give more texts, or longer ones.")
 
 
 def _check_texts(model: Any, lines: Sequence[str], encoded: Sequence[Any]) -> None:
@@ -242,19 +299,24 @@ def _check_texts(model: Any, lines: Sequence[str], encoded: Sequence[Any]) -> No
 
 
 def _loaded(source: Path) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer; nothing is asked of a network. Raises ModelError."""
+    """The model in float32, with its head where that says the next token, and its tokenizer; nothing is asked of a
+    network. Raises ModelError."""
     import os
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     from tokenizers import Tokenizer
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-        model = AutoModel.from_pretrained(source, local_files_only=True).float().eval()
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        predicts = (config.architectures or [""])[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        family = AutoModelForCausalLM if predicts else AutoModel
+        model = family.from_pretrained(source, local_files_only=True).float().eval()
     except Exception as error:  # of transformers and tokenizers, whose errors have no common root
         raise ModelError("SOURCE", "a model that transformers loads from its folder", first_line(error)) from error
     tokenizer.no_padding()
@@ -285,6 +347,61 @@ def _rows(layer: ShownLayer) -> list[dict[str, Any]]:
 
 def _description(layer: ShownLayer) -> dict[str, Any]:
     return {"name": layer.name, "tokens": layer.report.tokens, "heads": _rows(layer)}
+
+
+def _costs(plan: PruningPlan) -> dict[str, Any]:
+    """What a plan costs on the text that it was fitted on, and on other text."""
+    fit = plan.fit
+    return {
+        "heads": plan.heads,
+        "tokens": fit.tokens,
+        "unseen_tokens": fit.unseen_tokens,
+        "relative_error": plan.relative_error,
+        "unseen_error": plan.unseen_error,
+        "columns": fit.out.shape[0],
+        "freedom": fit.freedom,
+        "refit_error": fit.training_error,
+        "unseen_refit_error": fit.unseen_error,
+        "carries_over": fit.carries_over,
+    }
+
+
+def _print_plans(model: _Model) -> None:
+    costs = [_costs(plan) for plan in model.plans]
+    columns = ("layer", "without heads", "off by>", "unseen>", "W_O anew>", "unseen>", "columns>", "free>")
+    keys = ("relative_error", "unseen_error", "refit_error", "unseen_refit_error")
+    rows = (
+        (
+            layer.name,
+            " ".join(map(str, cost["heads"])),
+            *(f"{cost[key]:.1%}" for key in keys),
+            cost["columns"],
+            f"{cost['freedom']:.0f}",
+        )
+        for layer, cost in zip(model.layers, costs, strict=True)
+    )
+    output.print_table(
+        f"|y' - y| / |y|: of {costs[0]['tokens']} tokens in three of four texts, on which heads were chosen and W_O "
+        f"was fitted anew by ridge, and of {costs[0]['unseen_tokens']} unseen ones in every fourth text",
+        columns,
+        rows,
+    )
+    for layer, cost in zip(model.layers, costs, strict=True):
+        if not cost["carries_over"]:
+            times, each = cost["unseen_refit_error"] / cost["refit_error"], cost["tokens"] / cost["columns"]
+            output.line(
+                f"{layer.name}: the fit does not carry over, unseen text shows {times:.1f} times its error; there were "
+                f"{each:.1f} tokens a column. Give more text."
+            )
+        elif cost["freedom"] == 0:
+            output.line(f"{layer.name}: no fit did better than W_O as it was on texts held out, so it stays.")
+    if (whole := model.whole) is not None:
+        beside = f"{whole['whole']:.4g} whole" if "whole" in whole else "of each token with the whole model's"
+        text = "text" if whole["texts"] == 1 else "texts"
+        output.line(
+            f"{whole['measure']} on the {whole['texts']} unseen {text}: {beside}, "
+            f"{whole['without']:.4g} without heads, {whole['refit']:.4g} with W_O fitted anew"
+        )
 
 
 def _print(title: str, layer: ShownLayer) -> None:
