@@ -66,7 +66,7 @@ def check(name: str, answer: Answer) -> Verdict:
     except NotImplementedError as hint:
         return Verdict(False, f"not solved yet. Hint: {hint}")
     except Exception as error:
-        return Verdict(False, f"it raises {type(error).__name__}: {error}")
+        return Verdict(False, f"{type(error).__name__}: {error}")
     right = [solution.expected(*copy.deepcopy(case)) for case in cases]
     if _same(ours, right):
         return Verdict(True, "right")
@@ -79,7 +79,10 @@ def check(name: str, answer: Answer) -> Verdict:
 def _results(solution: ModuleType, answer: Answer, cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """What is compared of each case; every call has arguments of its own."""
     observed = getattr(solution, "observed", lambda result, *case: result)
-    return [observed(answer(*copy.deepcopy(case)), *copy.deepcopy(case)) for case in cases]
+    answers = [answer(*copy.deepcopy(case)) for case in cases]
+    if any(result is None for result in answers):
+        raise ValueError("it returns None, where a result is expected: is there a `return`?")
+    return [observed(result, *copy.deepcopy(case)) for result, case in zip(answers, cases, strict=True)]
 
 
 def _same(a: Any, b: Any) -> bool:

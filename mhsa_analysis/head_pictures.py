@@ -7,7 +7,9 @@ value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from textwrap import fill
@@ -47,12 +49,12 @@ def draw_layer(folder: Path, stem: str, flow: BlockFlow, layer: Any, suffix: str
 
 def draw_steps(path: Path, flow: BlockFlow, head: int, query: int) -> None:
     """One query of one head: its scores, their softmax, and the values by their weights above the sum."""
-    L = len(flow.tokens)
+    L, tokens = len(flow.tokens), [_plain(token) for token in flow.tokens]
     scores, weights = flow.scores[head, query], flow.weights[head, query]
     added = weights[:, np.newaxis] * flow.values_of(head)
     rows = np.concatenate([added, np.full((1, added.shape[1]), np.nan), flow.heads[head, query][np.newaxis]])
-    with canvas(path, (WIDTH, _ROW * (L + 7))) as whole:
-        whole.suptitle(f"Query “{flow.tokens[query]}”, head {head}", x=0.02, ha="left", fontsize=11, fontweight="bold")
+    with _page(path, _ROW * (L + 7)) as whole:
+        whole.suptitle(f"Query “{tokens[query]}”, head {head}", x=0.02, ha="left", fontsize=11, fontweight="bold")
         first, second, third = whole.subplots(1, 3, sharey=True, width_ratios=(1, 1, 1))
         finite = np.isfinite(scores)
         _bars(first, "1  scores\nq·k / √d", np.where(finite, scores, 0.0), _numbers(scores))
@@ -60,7 +62,7 @@ def draw_steps(path: Path, flow: BlockFlow, head: int, query: int) -> None:
         _cells(third, rows, _SIGNED, float(np.nanmax(np.abs(rows))))
         _heading(third, "3  a · v\nand the sum")
         third.set_xticks(())
-        third.set_yticks([*range(L), L + 1], [*flow.tokens, "sum"], fontsize=_SMALL)
+        third.set_yticks([*range(L), L + 1], [*tokens, "sum"], fontsize=_SMALL)
         third.set_ylim(L + 1.5, -0.5)
         third.tick_params(axis="y", length=0)
 
@@ -73,10 +75,10 @@ def draw_maps(path: Path, maps: Mapping[str, np.ndarray], tokens: Sequence[str])
     legend = f"Rows are queries, columns keys; white is 0, blue {largest:.2f}."
     if any((weights == 0).any() for weights in maps.values()):
         legend += " Grey is hidden: exactly 0."
-    words = fill(", ".join(f"{i}\N{NO-BREAK SPACE}{token}" for i, token in enumerate(tokens)), 54)
+    words = fill(", ".join(f"{i}\N{NO-BREAK SPACE}{_plain(token)}" for i, token in enumerate(tokens)), 54)
     text = f"{fill(legend, 58)}\n{words}"
     height = WIDTH / across * down + 0.3 * down + 0.15 * text.count("\n") + 0.3
-    with canvas(path, (WIDTH, height)) as whole:
+    with _page(path, height) as whole:
         grid = whole.subplots(down, across, squeeze=False).ravel()
         for axes in grid[len(maps) :]:
             axes.set_axis_off()
@@ -102,7 +104,7 @@ def draw_subspaces(path: Path, layer: Any, projection: str) -> None:
         f"heads {i} and {j}": principal_angles(bases[i], bases[j]) for i, j in dict.fromkeys(pairs[-1:] + pairs[:1])
     }
     curves["random"] = principal_angles(*(random.standard_normal(bases[0].shape) for _ in range(2)))
-    with canvas(path, (WIDTH, 6.0)) as whole:
+    with _page(path, 6.0) as whole:
         above, below = whole.subplots(2, 1, height_ratios=(1.25, 1))
         between = overlap[~np.eye(len(overlap), dtype=bool)]
         largest = float(between.max()) if between.size else 1.0
@@ -113,8 +115,9 @@ def draw_subspaces(path: Path, layer: Any, projection: str) -> None:
         above.set_xlabel(
             f"head; blue is {largest:.2f}, by chance {bases[0].shape[1] / spec.embed_dim:.2f}", fontsize=_SMALL
         )
-        above.set_xticks(range(len(overlap)))
-        above.set_yticks(range(len(overlap)))
+        places = range(0, len(overlap), -(-len(overlap) // 12))
+        above.set_xticks(places)
+        above.set_yticks(places)
         above.tick_params(length=0, labelsize=_SMALL)
         for (name, angles), colour in zip(curves.items(), (OURS, COLOURS[1], FAINT)[-len(curves) :], strict=True):
             below.plot(np.degrees(angles), color=colour, label=name, linestyle="--" if name == "random" else "-")
@@ -128,47 +131,54 @@ def draw_subspaces(path: Path, layer: Any, projection: str) -> None:
 
 def draw_flow(path: Path, flow: BlockFlow, head: int) -> None:
     """A block from x to y: its arrays as they are, those in the middle of one head, with their shapes."""
-    L, D = flow.x.shape
-    H, _, E = flow.queries.shape
-    G, _, F = flow.values.shape
-    joined = flow.heads.transpose(1, 0, 2).reshape(L, H * F)
-    group = head // (H // G)
-    scores = np.where(np.isfinite(flow.scores[head]), flow.scores[head], np.nan)
-    rows = (
-        ((f"x, {L} x {D}", flow.x, _SIGNED),),
-        (
-            (f"q, {L} x {E}", flow.queries[head], _SIGNED),
-            (f"k, {L} x {E}", flow.keys[group], _SIGNED),
-            (f"v, {L} x {F}", flow.values[group], _SIGNED),
-        ),
-        (
-            (f"scores, {L} x {L}", scores, _SIGNED),
-            (f"weights, {L} x {L}", flow.weights[head], _PLAIN),
-            (f"head, {L} x {F}", flow.heads[head], _SIGNED),
-        ),
-        ((f"all {H} heads, side by side, {L} x {H * F}", joined, _SIGNED),),
-        ((f"y, {L} x {D}", flow.y, _SIGNED),),
-    )
-    steps = (
-        "",
-        f"x W + b, the columns of head {head}",
-        "q·k / √d  →  softmax  →  times v",
-        "the same for each head",
-        "W_O + b",
-    )
-    with canvas(path, (WIDTH, 7.2)) as whole:
-        parts = whole.subfigures(len(rows), 1, hspace=0.0)
-        for part, panels, step in zip(parts, rows, steps, strict=True):
-            if step:
+    steps = _steps(flow, head)
+    with _page(path, 7.2) as whole:
+        for part, (step, panels) in zip(whole.subfigures(len(steps), 1, hspace=0.0), steps.items(), strict=True):
+            if step != "x":
                 part.suptitle(f"↓  {step}", x=0.02, ha="left", fontsize=_TEXT, color=FAINT)
-            for axes, (title, array, colours) in zip(
-                part.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-            ):
+            row = part.subplots(1, len(panels), squeeze=False)[0]
+            for axes, (title, array) in zip(row, panels.items(), strict=True):
+                colours = _PLAIN if title == "weights" else _SIGNED
                 _cells(axes, array, colours, float(np.nanmax(np.abs(array))))
-                axes.set_title(title, fontsize=_SMALL)
+                axes.set_title(f"{title}, {' x '.join(map(str, array.shape))}", fontsize=_SMALL)
                 axes.set_facecolor(_NOTHING)
                 axes.set_xticks(())
                 axes.set_yticks(())
+
+
+def _steps(flow: BlockFlow, head: int) -> dict[str, dict[str, np.ndarray]]:
+    """What is done, and the arrays that it gives, by their titles."""
+    H, L, F = flow.heads.shape
+    group = head // (H // len(flow.keys))
+    return {
+        "x": {"x": flow.x},
+        f"x W + b, the columns of head {head}": {
+            "q": flow.queries[head],
+            "k": flow.keys[group],
+            "v": flow.values_of(head),
+        },
+        "q·k / √d  →  softmax  →  times v": {
+            "scores": np.where(np.isfinite(flow.scores[head]), flow.scores[head], np.nan),
+            "weights": flow.weights[head],
+            "head": flow.heads[head],
+        },
+        "the same for each head": {f"all {H} heads, side by side": flow.heads.transpose(1, 0, 2).reshape(L, H * F)},
+        "W_O + b": {"y": flow.y},
+    }
+
+
+@contextmanager
+def _page(path: Path, height: float) -> Iterator[Any]:
+    """A figure as wide as a phone. Tokens of scripts that matplotlib's font lacks are drawn by the reader's fonts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        with canvas(path, (WIDTH, height)) as whole:
+            yield whole
+
+
+def _plain(token: str) -> str:
+    """The token as matplotlib has to have it: a dollar begins no formula."""
+    return token.replace("$", r"\$")
 
 
 def _bars(axes: Any, title: str, values: np.ndarray, labels: Sequence[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,17 @@ def test_a_head_step_by_step_shows_its_own_numbers(flow: BlockFlow, tmp_path: Pa
     (cells,) = svg.images(tmp_path / "steps.svg")
     np.testing.assert_array_equal(cells[L, :, 3], 0)  # between what is added and the sum
     assert cells.shape[:2] == (L + 2, D // H) and (cells[query + 1 : L, :, :3] >= 254).all()  # hidden keys add nothing
+
+
+def test_tokens_are_drawn_as_they_are(flow: BlockFlow, tmp_path: Path) -> None:
+    tokens = ("$", "a$b", "猫", "<s>", "_", "Ġit", "f")
+    odd = replace(flow, tokens=tokens)
+    head_pictures.draw_steps(tmp_path / "steps.svg", odd, 4, 1)
+    head_pictures.draw_maps(tmp_path / "maps.svg", {"head 4": odd.weights[4]}, tokens)
+    words = [html.unescape(word) for word in svg.words(tmp_path / "steps.svg")]
+    assert set(tokens) <= set(words) and "Query “a$b”, head 4" in words
+    together = " ".join(html.unescape(word) for word in svg.words(tmp_path / "maps.svg"))
+    assert all(f"{i}\N{NO-BREAK SPACE}{token}" in together for i, token in enumerate(tokens))
 
 
 def painted(weights: np.ndarray, largest: float) -> np.ndarray:

@@ -52,7 +52,8 @@ def test_other_mistakes_are_said_as_well() -> None:
     assert message(lambda variance, r, h: np.nan) == "1 of 1 numbers are NaN"
     assert message(lambda variance, r, h: np.ones(3)) == "expected shape (), got (3,)"
     assert message(lambda variance, r, h: "much") == "expected numbers, got str"
-    assert message(lambda variance, r: 0.0).startswith("it raises TypeError: ")
+    assert message(lambda variance, r: 0.0).startswith("TypeError: ")
+    assert message(lambda variance, r, h: None).startswith("ValueError: it returns None")
     assert check.check("e13_variance_of_mean", lambda variance, r, h: variance * (r + (1 - r) / h)).solved
 
 
