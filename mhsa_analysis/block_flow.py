@@ -21,12 +21,14 @@ _NEEDED = ("y", "heads", "lse", "weights")
 class BlockFlow:
     """One text through one layer.
 
+    layer    its weights
     x        (L, D), and y (L, D)
     queries  (H, L, E), keys (G, L, E), values (G, L, F): x W + b by the layer's weights, before rotary positions
     scores   (H, L, L): ln(weights) + lse, so what the softmax was of, whatever made it; -inf where the weight is 0
     weights  (H, L, L), and heads (H, L, F), as the layer or its artifact gave them
     """
 
+    layer: LayerWeights
     tokens: tuple[str, ...]
     x: np.ndarray
     queries: np.ndarray
@@ -66,7 +68,7 @@ def flow_of(layer: Any, x: Any, outputs: Any, tokens: Sequence[str]) -> BlockFlo
     with np.errstate(divide="ignore"):
         scores = np.log(weights) + lse[..., np.newaxis]
     queries, keys, values = (_projected(source, part, states) for part in "qkv")
-    return BlockFlow(tuple(tokens), states, queries, keys, values, scores, weights, heads, y)
+    return BlockFlow(source, tuple(tokens), states, queries, keys, values, scores, weights, heads, y)
 
 
 def _projected(layer: LayerWeights, part: str, x: np.ndarray) -> np.ndarray:

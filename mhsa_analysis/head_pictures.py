@@ -34,14 +34,14 @@ _NOTHING = "#d0d0d0"
 """Where a weight is 0."""
 
 
-def draw_layer(folder: Path, stem: str, flow: BlockFlow, layer: Any, suffix: str = ".svg") -> list[Path]:
+def draw_layer(folder: Path, stem: str, flow: BlockFlow) -> list[Path]:
     """All pictures of a layer, the head and the query with the clearest weight step by step."""
     head, query = flow.clearest
     names = [f"head {i}" for i in range(len(flow.heads))]
-    paths = [folder / f"{stem}-{kind}{suffix}" for kind in ("steps", "heads", "subspaces", "mask", "flow")]
+    paths = [folder / f"{stem}-{kind}.svg" for kind in ("steps", "heads", "subspaces", "mask", "flow")]
     draw_steps(paths[0], flow, head, query)
     draw_maps(paths[1], dict(zip(names, flow.weights, strict=True)), flow.tokens)
-    draw_subspaces(paths[2], layer, "v")
+    draw_subspaces(paths[2], flow.layer, "v")
     draw_maps(paths[3], {"mean of all heads": flow.weights.mean(axis=0)}, flow.tokens)
     draw_flow(paths[4], flow, head)
     return paths

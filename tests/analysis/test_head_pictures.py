@@ -129,14 +129,12 @@ def test_subspaces_show_the_nearest_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_all_pictures_of_a_layer_fit_a_phone_and_are_the_same_each_time(
-    flow: BlockFlow, layer: mhsa.MultiHeadAttention, tmp_path: Path
-) -> None:
-    paths = head_pictures.draw_layer(tmp_path, "layer", flow, layer)
+def test_all_pictures_of_a_layer_fit_a_phone_and_are_the_same_each_time(flow: BlockFlow, tmp_path: Path) -> None:
+    paths = head_pictures.draw_layer(tmp_path, "layer", flow)
     kinds = ("steps", "heads", "subspaces", "mask", "flow")
     assert [path.name for path in paths] == [f"layer-{kind}.svg" for kind in kinds]
     (tmp_path / "again").mkdir()
-    for path, again in zip(paths, head_pictures.draw_layer(tmp_path / "again", "layer", flow, layer), strict=True):
+    for path, again in zip(paths, head_pictures.draw_layer(tmp_path / "again", "layer", flow), strict=True):
         assert path.read_bytes() == again.read_bytes()
         assert svg.smallest_text(path, PHONE) > 9.5, path.name
         assert 'style="fill: #ffffff"' in path.read_text(encoding="utf-8")[:2000]  # the card that dark pages need

@@ -128,7 +128,7 @@ def _draw(folder: Path, model: _Model) -> list[Path]:
         for done, (layer, flow) in enumerate(zip(model.layers, model.flows, strict=True)):
             advance(done, len(model.layers), layer.name)
             stem = re.sub(r"[^\w.-]+", "-", layer.name)
-            pictures += draw_layer(folder, stem, flow, layer.report.moments.layer)
+            pictures += draw_layer(folder, stem, flow)
     return pictures
 
 
