@@ -74,7 +74,7 @@ def draw_maps(path: Path, maps: Mapping[str, np.ndarray], tokens: Sequence[str])
     largest = max(float(weights.max()) for weights in maps.values())
     legend = f"Rows are queries, columns keys; white is 0, blue {largest:.2f}."
     if any((weights == 0).any() for weights in maps.values()):
-        legend += " Grey is hidden: exactly 0."
+        legend += " Grey is exactly 0: hidden, or too little for float32."
     words = fill(", ".join(f"{i}\N{NO-BREAK SPACE}{_plain(token)}" for i, token in enumerate(tokens)), 54)
     text = f"{fill(legend, 58)}\n{words}"
     height = WIDTH / across * down + 0.3 * down + 0.15 * text.count("\n") + 0.3
@@ -201,7 +201,9 @@ def _heading(axes: Any, title: str) -> None:
 
 
 def _numbers(scores: np.ndarray) -> list[str]:
-    return [f"{score:.2f}".replace("-", "\N{MINUS SIGN}") if np.isfinite(score) else "hidden" for score in scores]
+    return [
+        f"{score:.2f}".replace("-", "\N{MINUS SIGN}") if np.isfinite(score) else "\N{MINUS SIGN}∞" for score in scores
+    ]
 
 
 def _cells(axes: Any, array: np.ndarray, colours: Sequence[str], largest: float, aspect: str = "auto") -> None:

@@ -80,7 +80,7 @@ def test_a_head_step_by_step_shows_its_own_numbers(flow: BlockFlow, tmp_path: Pa
     assert shown == percents(flow.weights[head, query]) and "Query “f”, head 4" in words
     assert shown != percents(flow.weights[head - 1, query])
     scores = [f"{score:.2f}".replace("-", "\N{MINUS SIGN}") for score in flow.scores[head, query, : query + 1]]
-    assert words.count("hidden") == L - query - 1 and set(scores) <= set(words)
+    assert words.count("\N{MINUS SIGN}∞") == L - query - 1 and set(scores) <= set(words)
     (cells,) = svg.images(tmp_path / "steps.svg")
     np.testing.assert_array_equal(cells[L, :, 3], 0)  # between what is added and the sum
     assert cells.shape[:2] == (L + 2, D // H) and (cells[query + 1 : L, :, :3] >= 254).all()  # hidden keys add nothing
