@@ -92,6 +92,7 @@ test-arm: $(STAMP)  ## On an emulated ARM machine: every target and kernel, an e
 test-tiles: $(STAMP)  ## Kernels on matrix tiles: all of their tests where the CPU has tiles, then parity on emulated ones, which needs AVX512-BF16; minutes
 	@$(BIN)/python -m pytest -m '' -n 2 --dist worksteal $(TILE_TESTS) $(ON_TILES) tests/runtime/test_tiles_beside_others.py
 	@MHSA_EMULATED_TILES=1 $(BIN)/python -m pytest -m '' -n 2 --dist worksteal $(TILE_TESTS)
+	@MHSA_EMULATED_TILES=1 $(BIN)/python -m pytest -m '' -n 2 --dist worksteal -k tiles_of_float16 $(ON_TILES)
 
 test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU is needed, a missing compiler fails
 	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m 'cuda and not thorough' -n 2 --dist worksteal --durations 20

@@ -12,6 +12,7 @@ from typing import Any
 
 from mhsa_compile.spec.float32_products import Float32Request
 
+TILES = ("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512_vnni")
 MACHINES = {  # vector bits, registers, LLVM's CPU, features beyond it
     "native": None,
     "avx2": (256, 16, "x86-64-v3", ()),
@@ -21,7 +22,8 @@ MACHINES = {  # vector bits, registers, LLVM's CPU, features beyond it
     "scalar": (64, 8, "x86-64-v3", ()),
     "dots512": (512, 32, "x86-64-v4", ("avx512_bf16", "avx512_vnni")),
     "dots256": (256, 16, "x86-64-v3", ("avx_vnni",)),
-    "tiles": (512, 32, "x86-64-v4", ("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512_vnni")),
+    "tiles": (512, 32, "x86-64-v4", TILES),
+    "tiles of float16": (512, 32, "x86-64-v4", ("amx_fp16", *TILES)),
 }
 """`native` is this one; the others are made up, and any x86-64-v3 machine runs those of x86-64-v3 without features.
 `strategies.drawn` has those that this one runs."""

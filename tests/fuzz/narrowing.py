@@ -33,7 +33,7 @@ class Narrowing:
         return replace(changed, target="native") if self.machine else changed
 
     def _width(self, width: int) -> int:
-        return -(-width // TILE) * TILE if self.machine == "tiles" else width
+        return -(-width // TILE) * TILE if (self.machine or "").startswith("tiles") else width
 
     def _spec(self, spec: dict[str, Any]) -> dict[str, Any]:
         widths = {name: self._width(spec[name]) for name in ("head_dim", "v_head_dim") if name in spec}

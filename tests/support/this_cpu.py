@@ -30,7 +30,7 @@ CPUINFO = {
      "avx512vl", "bmi2", "cx16", "f16c", "fma", "gfni", "movbe", "popcnt", "sse4a", "ssse3", "xsave")}  # fmt: skip
 _LLVM = {name: feature for feature, name in CPUINFO.items()}
 
-TILES = frozenset({"amx_bf16", "amx_int8", "amx_tile"})
+TILES = frozenset({"amx_bf16", "amx_fp16", "amx_int8", "amx_tile"})
 EMULATED = TILES if os.environ.get("MHSA_EMULATED_TILES") == "1" else frozenset[str]()
 """What `support.tiles.emulator` does in this run."""
 

@@ -28,9 +28,10 @@ from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle.float32_terms import products_of_terms
 
 KERNEL = CpuTileProductKernel()
-PROFILE = load_profile("sapphirerapids")
+PROFILE, WITH_FLOAT16 = load_profile("sapphirerapids"), load_profile("graniterapids")
 KINDS = ("bfloat16", *TERM_PRODUCTS)
 """Words of float32's products, or bfloat16."""
+NARROW = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 RTOL = 4e-6  # of the largest value: float32 sums of up to 1,000 terms
 ORDERS = {  # as A and B are stored
     "in order": "bmk,bkn->bmn",
@@ -53,7 +54,7 @@ def operation(equation: str, sizes: dict[str, Any], kind: str = "bfloat16", resu
         batch = tuple(axes.index(axis) if axis in axes else None for axis in y[:-2])
         return ProductOperand(tuple(sizes[axis] for axis in axes), batch, axes.index(rows), axes.index(columns))
 
-    dtype, word = ("bfloat16", "ieee") if kind == "bfloat16" else ("float32", kind)
+    dtype, word = (kind, "ieee") if kind in NARROW else ("float32", kind)
     batch = tuple(sizes[axis] for axis in y[:-2])
     operands = operand(left, "m", "k"), operand(right, "k", "n")
     return ProductOp(batch, sizes["m"], sizes["k"], sizes["n"], *operands, dtype, result or dtype, word)
@@ -65,9 +66,10 @@ def plain(m: Any, k: Any, n: Any, kind: str = "bf16x6", equation: str = "bmk,bkn
 
 @functools.cache
 def code(op: ProductOp) -> Any:
-    this_cpu.require(PROFILE.tvm_config())
-    assert KERNEL.why_not(op, PROFILE) is None
-    return compiled(KERNEL.emit(op, PROFILE, {}), PROFILE)["run"]
+    profile = WITH_FLOAT16 if op.dtype == "float16" else PROFILE
+    this_cpu.require(profile.tvm_config())
+    assert KERNEL.why_not(op, profile) is None
+    return compiled(KERNEL.emit(op, profile, {}), profile)["run"]
 
 
 def free(equation: str, kind: str, result: str | None = None) -> ProductOp:
@@ -75,7 +77,7 @@ def free(equation: str, kind: str, result: str | None = None) -> ProductOp:
 
 
 def numbers(rng: np.random.Generator, axes: str, sizes: dict[str, int], kind: str = "bf16x6") -> np.ndarray:
-    dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32
+    dtype = NARROW.get(kind, np.float32)
     return rng.standard_normal([sizes[axis] for axis in axes], np.float32).astype(dtype)
 
 
@@ -101,7 +103,7 @@ def check(run: Any, equation: str, sizes: dict[str, int], kind: str, result: Any
         return
     wide = [one.astype(np.float32) for one in matrices(equation, a, b)]
     exact = np.matmul(*(one.astype(np.float64) for one in wide))
-    terms = exact if kind == "bfloat16" else products_of_terms(*wide, kind)
+    terms = exact if kind in NARROW else products_of_terms(*wide, kind)
     step = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11}[str(dtype)]
     drift = (
         RTOL * np.sqrt(max(1, sizes["k"])) * (np.abs(a).max(initial=0) * np.abs(b).max(initial=0)).astype(np.float64)
@@ -125,6 +127,14 @@ def test_free_sizes(kind: str, order: str) -> None:
     run = code(free(ORDERS[order], kind))
     for b, m, k, n in SIZES:
         check(run, ORDERS[order], {"b": b, "h": 2, "m": m, "k": k, "n": n}, kind)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("order", ["in order", "both turned", "heads"])
+def test_tiles_of_float16(order: str) -> None:
+    run = code(free(ORDERS[order], "float16"))
+    for b, m, k, n in SIZES:
+        check(run, ORDERS[order], {"b": b, "h": 2, "m": m, "k": k, "n": n}, "float16")
 
 
 @pytest.mark.thorough_but("bfloat16-B turned")

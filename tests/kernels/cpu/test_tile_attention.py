@@ -101,6 +101,18 @@ def test_attention(name: str) -> None:
     on_tiles(attention_outcome(replace(PLAIN, **CASES[name])), "cpu.attention_on_tiles")
 
 
+OF_FLOAT16 = ("plain", "E 96", "grouped", "causal from the end", "sinks, lengths, mask", "softcap, all", "one key wins")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OF_FLOAT16)
+def test_attention_of_float16(name: str) -> None:
+    machine = "tiles of float16"
+    this_cpu.require(profile(machine, 1).tvm_config())
+    case = replace(PLAIN, **CASES[name], dtype="float16", machine=machine)
+    on_tiles(attention_outcome(case), "cpu.attention_on_tiles")
+
+
 @pytest.mark.thorough_but("33-3")
 @pytest.mark.parametrize(("in_features", "padding"), [(1, 0), (31, 3), (32, 0), (33, 3), (40, 0), (197, 3), (256, 0)])
 def test_linears(in_features: int, padding: int) -> None:
@@ -127,13 +139,14 @@ def operation(
 
 def function(op: AttentionOp) -> Callable[..., np.ndarray]:
     """The kernel, called with its inputs."""
-    target = profile("tiles", 2)
+    target = profile("tiles of float16" if op.dtype == "float16" else "tiles", 2)
+    this_cpu.require(target.tvm_config())
     assert KERNEL.why_not(op, target) is None
     emitted = KERNEL.emit(op, target, KERNEL.default_config(op, target))
     run = compiled(emitted, target)["run"]
 
     def result(q: np.ndarray, *others: np.ndarray) -> np.ndarray:
-        y = np.full((len(q), q.shape[2], op.num_heads * op.v_head_dim), np.nan, BFLOAT16)
+        y = np.full((len(q), q.shape[2], op.num_heads * op.v_head_dim), np.nan, op.dtype)
         return call(run, q, *others, *emitted.constants, y)
 
     return result
@@ -142,12 +155,12 @@ def function(op: AttentionOp) -> Callable[..., np.ndarray]:
 def operands(op: AttentionOp, B: int, L: int, S: int, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = ((op.num_heads, L, op.head_dim), (op.num_kv_heads, S, op.head_dim), (op.num_kv_heads, S, op.v_head_dim))
-    return [rng.standard_normal((B, *shape), np.float32).astype(BFLOAT16) for shape in shapes]
+    return [rng.standard_normal((B, *shape), np.float32).astype(op.dtype) for shape in shapes]
 
 
 def agree(op: AttentionOp, y: np.ndarray, *taken: Any) -> None:
-    exact, yardstick = (attention(op, *taken, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
-    assert max_error(exact, y) <= budget(exact, yardstick, "bfloat16")
+    exact, yardstick = (attention(op, *taken, dtype=dtype) for dtype in (torch.float64, getattr(torch, op.dtype)))
+    assert max_error(exact, y) <= budget(exact, yardstick, op.dtype)
 
 
 FUNCTIONS = {
@@ -193,7 +206,8 @@ def _by_functions(functions: dict[str, Any], dtype: torch.dtype, *inputs: np.nda
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mask", ["bool", "causal", "lengths"])
-def test_what_only_some_rows_see_reaches_only_these(mask: str) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_only_some_rows_see_reaches_only_these(mask: str, dtype: str) -> None:
     """NaN and infinities in keys and values that some rows see and others do not."""
     B, L, S = 2, 70, 131
     fields = {
@@ -201,7 +215,7 @@ def test_what_only_some_rows_see_reaches_only_these(mask: str) -> None:
         "causal": {"band": WindowSpec(None, 0, "bottom_right")},
         "lengths": {"lengths": True},
     }[mask]
-    op = operation(**fields)
+    op = operation(**fields, dtype=dtype)
     q, k, v = operands(op, B, L, S)
     k[0, :, 100], k[1, 0, 5, 3] = np.nan, np.inf
     v[0, 0, 64], v[1, :, 130, 7], v[0, 1, 3, 40] = np.inf, np.nan, -np.inf
@@ -239,12 +253,13 @@ def test_scores_at_the_ends_of_their_range() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("step", [0.5, 30.0, -30.0])
-def test_scores_that_rise_or_fall_with_the_keys(step: float) -> None:
-    op = operation()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scores_that_rise_or_fall_with_the_keys(step: float, dtype: str) -> None:
+    op = operation(dtype=dtype)
     q, k, v = operands(op, 1, 70, 300)
     q[...], k[...] = 0, 0
     q[..., 0] = 1
-    k[..., 0] = (np.arange(300) * step * 8).astype(BFLOAT16)
+    k[..., 0] = (np.arange(300) * step * (8 if dtype == "bfloat16" else 4)).astype(dtype)
     agree(op, function(op)(q, k, v), q, k, v, None)
 
 

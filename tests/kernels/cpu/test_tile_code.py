@@ -17,16 +17,16 @@ from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
 from mhsa_compile.kernels.cpu.tile_attention.kernel import CpuTileAttentionKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, ProductOp, ProductOperand
 
-TARGET = load_profile("sapphirerapids")
+TARGET, WITH_FLOAT16 = load_profile("sapphirerapids"), load_profile("graniterapids")
 SUMS = 2
 """Tiles of sums that are loaded at once."""
 
 
-def attention(E: int, S: int | str = "S") -> AttentionOp:
+def attention(E: int, S: int | str = "S", dtype: str = "bfloat16") -> AttentionOp:
     places = [HeadLayout(i, "heads", 0) for i in range(3)]
     return attention_of(
         "B", "L", S, 8, 8, E, E, E**-0.5, band=None, mask=None, query=places[0], key=places[1], value=places[2],
-        output=HeadLayout(0, "heads", 0), dtype="bfloat16",
+        output=HeadLayout(0, "heads", 0), dtype=dtype,
     )  # fmt: skip
 
 
@@ -43,6 +43,11 @@ KERNELS = {
         LinearOp(("B", "L"), 768, (768,), (True,), (False,), "bfloat16"),
         {Fraction(3, 2)},
     ),
+    "linear of float16": (
+        CpuTileLinearKernel(),
+        LinearOp(("B", "L"), 768, (768,), (True,), (False,), "float16"),
+        {Fraction(3, 2)},
+    ),
     "rounded linear": (
         CpuRoundedTileLinearKernel(),
         LinearOp(("B", "L"), 768, (768,), (True,), (False,), float32_products="bf16"),
@@ -50,7 +55,13 @@ KERNELS = {
     ),
     # One tile by two where there are 32 queries, one by one where there are 16.
     **{f"attention, {E}": (CpuTileAttentionKernel(), attention(E), {Fraction(3, 2), Fraction(2)}) for E in (64, 128)},
+    "attention of float16": (
+        CpuTileAttentionKernel(),
+        attention(64, dtype="float16"),
+        {Fraction(3, 2), Fraction(2)},
+    ),
     "product": (CpuTileProductKernel(), product("bfloat16"), {Fraction(3, 2)}),
+    "product of float16": (CpuTileProductKernel(), product("float16"), {Fraction(3, 2)}),
     # Six products of two tiles by two, and of one by two.
     "product of float32": (CpuTileProductKernel(), product("float32", "bf16x6"), {Fraction(14, 24), Fraction(11, 12)}),
 }
@@ -59,7 +70,10 @@ KERNELS = {
 @pytest.fixture(params=KERNELS, scope="module")
 def code(request: pytest.FixtureRequest) -> tuple[TileFunction, set[Fraction]]:
     kernel, op, loads = KERNELS[request.param]
-    (function,) = tile_functions(assembly(kernel.emit(op, TARGET, kernel.default_config(op, TARGET)), TARGET))
+    target = WITH_FLOAT16 if op.dtype == "float16" else TARGET
+    text = assembly(kernel.emit(op, target, kernel.default_config(op, target)), target)
+    assert ("tdpfp16ps" in text, "tdpbf16ps" in text) == (op.dtype == "float16", op.dtype != "float16")
+    (function,) = tile_functions(text)
     return function, loads
 
 

@@ -13,7 +13,7 @@ from support.tiles.runs import CASES
 
 from mhsa_compile.hardware import host
 
-QUICK = ("product tdpbf16ps", "product tdpbusd", "linear", "attention, one tile of queries")
+QUICK = ("product tdpbf16ps", "product tdpfp16ps", "product tdpbusd", "linear", "attention, one tile of queries")
 OTHERS = tuple(name for name in CASES if name not in QUICK)
 
 
@@ -56,10 +56,12 @@ class TestTiles:
         """Where the CPU has no tiles, as soft ones."""
         emulated, count = elsewhere.results("emulated", list(names), tmp_path / "results.npz")
         assert count > 1000
-        if "amx_tile" in host.usable_features():
-            assert differences({name: CASES[name]() for name in names}, emulated) == dict.fromkeys(names, 0)
-        else:
-            self.assert_soft(emulated, tmp_path)
+        features = host.usable_features()
+        here = [name for name in names if ("amx_fp16" if name in runs.OF_FLOAT16 else "amx_tile") in features]
+        real = {name: CASES[name]() for name in here}
+        assert differences(real, {name: emulated[name] for name in here}) == dict.fromkeys(here, 0)
+        if others := {name: arrays for name, arrays in emulated.items() if name not in real}:
+            self.assert_soft(others, tmp_path)
 
     @with_tiles
     @pytest.mark.thorough

@@ -2,8 +2,8 @@
    goes on behind it. So the machine code of kernels runs on a CPU without tiles, and in a process that holds no
    permission for them; a product takes some microseconds.
 
-   Known: ldtilecfg, sttilecfg, tilerelease, tilezero, tileloadd(t1), tilestored, tdpbf16ps, tdpb{ss,su,us,uu}d. As a
-   CPU does, it refuses (the signal's default, so the process ends) a tile that is not configured, and shapes that do not
+   Known: ldtilecfg, sttilecfg, tilerelease, tilezero, tileloadd(t1), tilestored, tdpbf16ps, tdpfp16ps, tdpb{ss,su,us,uu}d.
+   As a CPU does, it refuses (the signal's default, so the process ends) a tile that is not configured, and shapes that do not
    fit together.
 
    Where the CPU has tiles and the process no permission, only the instructions on their data fault. The shapes then are
@@ -40,7 +40,12 @@ static void read_shapes(const ucontext_t *context) {
 
 static float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 
-static float bfloat16(const uint8_t *p) {
+static float wide(const uint8_t *p, int is_float16) {
+  if (is_float16) { /* denormals are numbers */
+    _Float16 half;
+    memcpy(&half, p, 2);
+    return (float)half;
+  }
   const uint32_t word = (uint32_t)(p[0] | p[1] << 8) << 16;
   float x;
   memcpy(&x, &word, 4);
@@ -48,14 +53,15 @@ static float bfloat16(const uint8_t *p) {
 }
 
 /* C[m, n] += two chains of fused multiply-adds, over even and over odd terms. */
-static void add_bfloat16(int c, int a, int b) {
+static void add_floats(int c, int a, int b, int is_float16) {
+  float left[32], right[16][32];
+  for (int n = 0; n < bytes(c) / 4; n++)
+    for (int k = 0; k < 2 * rows(b); k++) right[n][k] = wide(&tile[b][k / 2][4 * n + 2 * (k % 2)], is_float16);
   for (int m = 0; m < rows(c); m++) {
-    float left[32];
-    for (int k = 0; k < 2 * rows(b); k++) left[k] = bfloat16(&tile[a][m][2 * k]);
+    for (int k = 0; k < 2 * rows(b); k++) left[k] = wide(&tile[a][m][2 * k], is_float16);
     for (int n = 0; n < bytes(c) / 4; n++) {
       float sum[2] = {0, 0}, total;
-      for (int k = 0; k < 2 * rows(b); k++)
-        sum[k % 2] = flushed(fmaf(left[k], bfloat16(&tile[b][k / 2][4 * n + 2 * (k % 2)]), sum[k % 2]));
+      for (int k = 0; k < 2 * rows(b); k++) sum[k % 2] = flushed(fmaf(left[k], right[n][k], sum[k % 2]));
       memcpy(&total, &tile[c][m][4 * n], 4);
       total = flushed(flushed(total) + flushed(sum[0] + sum[1]));
       memcpy(&tile[c][m][4 * n], &total, 4);
@@ -79,7 +85,7 @@ static void add_bytes(int c, int a, int b, int signed_a, int signed_b) {
 static int product(int opcode, int prefix, int c, int a, int b) {
   if (!rows(a) || !rows(b) || !rows(c) || c == a || c == b || a == b) return 0;
   if (rows(c) != rows(a) || bytes(c) != bytes(b) || bytes(a) != 4 * rows(b) || bytes(c) % 4) return 0;
-  if (opcode == 0x5C) add_bfloat16(c, a, b);
+  if (opcode == 0x5C) add_floats(c, a, b, prefix == 3); /* F3: bfloat16; F2: float16 */
   else add_bytes(c, a, b, prefix >= 2, prefix % 2); /* none: both unsigned; 66: A; F3: B; F2: both signed */
   memset(tile[c][rows(c)], 0, 64 * (16 - rows(c)));
   return 1;
@@ -138,7 +144,7 @@ static const uint8_t *execute(ucontext_t *context) {
     }
     return p;
   }
-  if (mod == 3 && ((opcode == 0x5C && prefix == 2) || opcode == 0x5E))
+  if (mod == 3 && ((opcode == 0x5C && prefix >= 2) || opcode == 0x5E))
     return product(opcode, prefix, r, rm, vvvv) ? p : 0;
   return 0;
 }

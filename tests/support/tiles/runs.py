@@ -33,7 +33,11 @@ from support import this_cpu
 from support.attention_ops import attention_of
 from support.kernel_runs import built, vector_machine
 
-MACHINE = vector_machine(512, 32, "x86-64-v4", (*sorted(this_cpu.TILES), "avx512_bf16"))
+MACHINE, WITH_FLOAT16 = (
+    vector_machine(512, 32, "x86-64-v4", (*sorted(this_cpu.TILES - {"amx_fp16"} | more), "avx512_bf16"))
+    for more in (frozenset[str](), frozenset({"amx_fp16"}))
+)
+"""The second as Granite Rapids has it."""
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = {
     "float32": np.float32,
@@ -55,25 +59,27 @@ def lacking() -> str | None:
 # ---- Single products
 
 
-def numbers(kind: str, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(bits of bfloat16 (count, 512), bits of float32 (count, 256))."""
+def numbers(kind: str, rng: np.random.Generator, count: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(bits of a dtype of 16 (count, 512), bits of float32 (count, 256))."""
+    is_float16 = dtype == np.float16
     narrow, wide = rng.standard_normal((count, 512), np.float32), rng.standard_normal((count, 256), np.float32)
     if kind == "any bits":
         return rng.integers(0, 2**16, narrow.shape, np.uint16), rng.integers(0, 2**32, wide.shape, np.uint32)
     if kind == "wide":
-        narrow *= 2.0 ** rng.integers(-20, 21, narrow.shape)
+        spread = 9 if is_float16 else 20
+        narrow *= 2.0 ** rng.integers(-spread, spread + 1, narrow.shape)
     if kind in ("tiny", "huge"):
-        power = -63 if kind == "tiny" else 63
+        power = (-13 if kind == "tiny" else 12) if is_float16 else (-63 if kind == "tiny" else 63)
         narrow, wide = narrow * np.float32(2.0**power), np.ldexp(wide, 2 * power - 1)
-    bits = narrow.astype(BFLOAT16).view(np.uint16)
+    bits = narrow.astype(dtype).view(np.uint16)
     if kind == "not finite":
-        odd = rng.choice(
-            np.array([0x7F80, 0xFF80, 0x7FC1, 0xFFC2, 0x7F81, 1, 0x807F, 0, 0x8000], np.uint16), bits.shape
-        )
+        odd = rng.choice(np.array([*ODD[str(np.dtype(dtype))], 1, 0x8000, 0, 0x807F], np.uint16), bits.shape)
         bits = np.where(rng.random(bits.shape) < 0.05, odd, bits)
     return bits, wide.view(np.uint32)
 
 
+ODD = {"bfloat16": (0x7F80, 0xFF80, 0x7FC1, 0xFFC2, 0x7F81), "float16": (0x7C00, 0xFC00, 0x7E01, 0xFE02, 0x7C01)}
+"""Infinities and NaN."""
 KINDS = ("normal", "wide", "tiny", "huge", "not finite", "any bits")
 
 
@@ -84,7 +90,8 @@ def product(instruction: str) -> list[np.ndarray]:
         n = T.int64(DRAWS)
         a, b = (argument(name, [n, T.int64(1024)], "uint8") for name in "ab")
         c = argument("c", [n, T.int64(256)], "int32")
-        unit = tiles.Tiles("bfloat16", "float32", 16, 2, feature="amx_bf16", instruction=instruction)
+        dtype = "float16" if instruction == "tdpfp16ps" else "bfloat16"
+        unit = tiles.Tiles(dtype, "float32", 16, 2, instruction=instruction)
         with unit.imported():
             tiles.configure()
             with T.serial(n) as i:
@@ -94,14 +101,14 @@ def product(instruction: str) -> list[np.ndarray]:
                 unit.product(0, tiles.LEFT, tiles.RIGHT)
                 tiles.store_tile(0, c, [i, T.int64(0)], 16)
             tiles.release()
-    run = built(Emitted(builder.get()), MACHINE)["run"]
-    results = []
-    for kind in KINDS if instruction == "tdpbf16ps" else ("any bits",):
+    run = built(Emitted(builder.get()), WITH_FLOAT16 if dtype == "float16" else MACHINE)["run"]
+    results, of_floats = [], instruction in ("tdpbf16ps", "tdpfp16ps")
+    for kind in KINDS if of_floats else ("any bits",):
         rng = np.random.default_rng(len(kind))
-        (a, c), (b, _) = numbers(kind, rng, DRAWS), numbers(kind, rng, DRAWS)
+        (a, c), (b, _) = (numbers(kind, rng, DRAWS, DTYPES[dtype]) for _ in "ab")
         arrays = [tvm.runtime.tensor(x.view(dtype)) for x, dtype in ((a, np.uint8), (b, np.uint8), (c, np.int32))]
         run(*arrays)
-        results.append(arrays[2].numpy().view(np.float32 if instruction == "tdpbf16ps" else np.int32))
+        results.append(arrays[2].numpy().view(np.float32 if of_floats else np.int32))
     return results
 
 
@@ -113,9 +120,10 @@ def linear(
 ) -> list[np.ndarray]:
     kind = QuantisedLinearOp if "stored" in fields else LinearOp
     op = kind(("B", "L"), in_features, widths, (True,) * len(widths), (False,) * len(widths), **fields)
-    assert kernel.why_not(op, MACHINE) is None
-    emitted = kernel.emit(op, MACHINE, kernel.default_config(op, MACHINE))
-    module, rng = built(emitted, MACHINE), np.random.default_rng(3)
+    machine = WITH_FLOAT16 if kernel is BY_TILES and op.dtype == "float16" else MACHINE
+    assert kernel.why_not(op, machine) is None
+    emitted = kernel.emit(op, machine, kernel.default_config(op, machine))
+    module, rng = built(emitted, machine), np.random.default_rng(3)
     packed = [tvm.runtime.tensor(np.zeros(shape, DTYPES[dtype])) for shape, dtype in emitted.packed]
     module["pack"](*map(tvm.runtime.tensor, _weights(op, rng)), *packed)
     results = []
@@ -153,8 +161,9 @@ def attention(
         1, L, S, H, G, E, F, E**-0.5,
         **{"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "dtype": "bfloat16", **places, **fields},
     )  # fmt: skip
-    kernel = CpuTileAttentionKernel()
-    run = built(kernel.emit(op, MACHINE, {"queries": 32, "keys": 64}), MACHINE)["run"]
+    kernel, machine = CpuTileAttentionKernel(), WITH_FLOAT16 if op.dtype == "float16" else MACHINE
+    assert kernel.why_not(op, machine) is None
+    run = built(kernel.emit(op, machine, {"queries": 32, "keys": 64}), machine)["run"]
     rng, results, dtype = np.random.default_rng(5), [], DTYPES[op.dtype]
     for L, S in sizes:
         shapes = ((H, L, E), (G, S, E), (G, S, F))
@@ -177,9 +186,9 @@ def products(sizes: tuple[tuple[int, int, int], ...], *, turned: bool, **fields:
     if not turned:
         places = (ProductOperand((2, "M", "K"), (0,), 1, 2), ProductOperand((2, "N", "K"), (0,), 2, 1))
     op = ProductOp((2,), "M", "K", "N", *places, **fields)
-    kernel = CpuTileProductKernel()
-    assert kernel.why_not(op, MACHINE) is None
-    run, rng, results = built(kernel.emit(op, MACHINE, {}), MACHINE)["run"], np.random.default_rng(7), []
+    kernel, machine = CpuTileProductKernel(), WITH_FLOAT16 if op.dtype == "float16" else MACHINE
+    assert kernel.why_not(op, machine) is None
+    run, rng, results = built(kernel.emit(op, machine, {}), machine)["run"], np.random.default_rng(7), []
     for M, K, N in sizes:
         a, b = (_drawn(rng, op.dtype, 2, *((K, size) if turned else (size, K))) for size in (M, N))
         if op.dtype == "float32":
@@ -193,12 +202,13 @@ def products(sizes: tuple[tuple[int, int, int], ...], *, turned: bool, **fields:
 BY_TILES, BY_TERMS, ROUNDED = CpuTileLinearKernel(), CpuFloat32TileLinearKernel(), CpuRoundedTileLinearKernel()
 OF_ROUNDED, OF_BYTES = CpuTileInt8LinearKernel(), CpuTileQuantisedLinearKernel()
 CASES: dict[str, Callable[[], list[np.ndarray]]] = {
-    **{f"product {name}": lambda name=name: product(name) for name in tiles._PRODUCTS},
+    **{f"product {name}": lambda name=name: product(name) for name in tiles.PRODUCTS},
     "linear": lambda: linear(BY_TILES, (1, 15, 16, 17, 33), 70, (31, 64), dtype="bfloat16"),
     "linear, whole": lambda: linear(BY_TILES, (64,), 128, (96,), dtype="bfloat16"),
     "linear of float32 by six products": lambda: linear(BY_TERMS, (5, 65), 70, (31, 64), float32_products="bf16x6"),
     "linear of float32 by three products": lambda: linear(BY_TERMS, (33,), 70, (40,), float32_products="bf16x3"),
     "linear of rounded float32": lambda: linear(ROUNDED, (5, 33), 75, (31, 64), float32_products="bf16"),
+    "linear, tiles of float16": lambda: linear(BY_TILES, (1, 17, 33), 70, (31, 64), dtype="float16"),
     "linear of float16": lambda: linear(CpuFloat16TileLinearKernel(), (33,), 70, (40,), dtype="float16"),
     "linear of rounded rows": lambda: linear(OF_ROUNDED, (5, 33), 130, (31, 64), int8_weights=True, dtype="bfloat16"),
     "linear of bytes": lambda: linear(OF_BYTES, (5, 33), 130, (31, 64), x_dtype="uint8", stored=("int8", "uint8")),
@@ -207,10 +217,16 @@ CASES: dict[str, Callable[[], list[np.ndarray]]] = {
         ((16, 64, 32), (5, 70, 45), (33, 401, 31)), turned=False, dtype="bfloat16", result="bfloat16"
     ),
     "products, turned": lambda: products(((17, 45, 33),), turned=True, dtype="bfloat16", result="bfloat16"),
+    "products, tiles of float16": lambda: products(
+        ((16, 64, 32), (33, 401, 31)), turned=False, dtype="float16", result="float16"
+    ),
     "products of float32 by six": lambda: products(((40, 150, 45),), turned=False, float32_products="bf16x6"),
     "products of float32 by three": lambda: products(((17, 45, 33),), turned=True, float32_products="bf16x3"),
     "attention, one tile of queries": lambda: attention(((16, 64),), 32, 32, (1, 1)),
     "attention": lambda: attention(((7, 33), (33, 77)), 64, 64),
+    "attention, tiles of float16": lambda: attention(
+        ((33, 77),), 64, 64, dtype="float16", mask=CallMask("bool", (1, 1, 33, 77))
+    ),
     "attention, 128": lambda: attention(((17, 97),), 128, 128),
     "attention, other widths": lambda: attention(((40, 70),), 96, 32, (3, 3)),
     "attention, causal": lambda: attention(((45, 45), (16, 70)), 32, 32, band=WindowSpec(None, 0, "bottom_right")),
@@ -224,3 +240,5 @@ CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     "attention, mask": lambda: attention(((33, 70),), 32, 32, mask=CallMask("bool", (1, 1, 33, 70))),
 }
 """By name; each gives the bits of its outputs."""
+OF_FLOAT16 = frozenset({"product tdpfp16ps", *(name for name in CASES if "tiles of float16" in name)})
+"""Those for `WITH_FLOAT16`."""

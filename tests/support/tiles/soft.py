@@ -9,7 +9,6 @@ which loads have filled the rest with zeros.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,13 +22,12 @@ _SIGNS = {
     "tdpbusd": ("lshr", "ashr"),
     "tdpbuud": ("lshr", "lshr"),
 }
-PRODUCTS = ("tdpbf16ps", *_SIGNS)
-FUNCTIONS = ("configure", "release", "zero", "move", *PRODUCTS)
+FUNCTIONS = ("configure", "release", "zero", "move", *tiles.PRODUCTS)
 _STATE = "i8, ptr @mhsa_soft_state, i64"
 
 
-def text() -> str:
-    """What kernels import, in the place of `tiles._text`."""
+def text(product: str) -> str:
+    """What kernels import of one product, in the place of `tiles._text`."""
     library = _library()
     address = {name: ctypes.cast(getattr(library, f"mhsa_soft_{name}"), ctypes.c_void_p).value for name in FUNCTIONS}
 
@@ -45,8 +43,8 @@ def text() -> str:
         for name, inwards in (("tileloadd", "true"), ("tilestored", "false")):
             call = f"i64 {tile}, ptr %p, i64 %s, i1 {inwards}"
             parts.append(calling(f"{name}_{tile}", "ptr %p, i64 %s", "move", call))
-    for name, (c, a, b) in itertools.product(PRODUCTS, tiles._TRIPLES):
-        parts.append(calling(f"{name}_{c}_{a}_{b}", "", name, f"i64 {c}, i64 {a}, i64 {b}"))
+    for c, a, b in tiles._TRIPLES:
+        parts.append(calling(f"{product}_{c}_{a}_{b}", "", product, f"i64 {c}, i64 {a}, i64 {b}"))
     return "\n".join(parts) + tiles._NARROWED
 
 
@@ -54,7 +52,7 @@ def text() -> str:
 def _library() -> ctypes.CDLL:
     with TemporaryDirectory() as folder:
         source, library = Path(folder, "soft.ll"), Path(folder, "soft.so")
-        source.write_text("\n".join([_MEMORY, *(_product(name) for name in PRODUCTS)]))
+        source.write_text("\n".join([_MEMORY, *(_product(name) for name in tiles.PRODUCTS)]))
         words = ["-O2", "-mcpu=x86_64_v4", "-Wno-override-module", "-shared", "-fPIC", "-o", library, source]
         zig.run("cc", "x86_64-linux-gnu", words, "soft tiles")
         return ctypes.CDLL(str(library))
@@ -70,18 +68,23 @@ def _flushed(x: str, to: str) -> str:
     )
 
 
-def _bfloat16_step() -> str:
+def _float_step(name: str) -> str:
+    """Both terms of a word, each into its chain: bfloat16 with denormals as zeros, float16 with all of its numbers."""
     lines = []
     for side, sums in enumerate(("even", "odd")):
         for factor in "ab":
-            move = (
-                f"shl <16 x i32> %{factor}w, splat (i32 16)"
-                if side == 0
-                else f"and <16 x i32> %{factor}w, splat (i32 -65536)"
-            )
-            name = f"%{factor}.{sums}"
-            lines.append(f"  {name}.w = {move}\n  {name}.f = bitcast <16 x i32> {name}.w to <16 x float>")
-            lines.append(_flushed(f"{name}.f", name))
+            to = f"%{factor}.{sums}"
+            if name == "tdpfp16ps":
+                lines.append(
+                    f"  {to}.w = lshr <16 x i32> %{factor}w, splat (i32 {16 * side})\n"
+                    f"  {to}.s = trunc <16 x i32> {to}.w to <16 x i16>\n"
+                    f"  {to}.h = bitcast <16 x i16> {to}.s to <16 x half>\n"
+                    f"  {to} = fpext <16 x half> {to}.h to <16 x float>"
+                )
+                continue
+            move = ("shl", "16") if side == 0 else ("and", "-65536")
+            lines.append(f"  {to}.w = {move[0]} <16 x i32> %{factor}w, splat (i32 {move[1]})")
+            lines.append(f"  {to}.f = bitcast <16 x i32> {to}.w to <16 x float>\n{_flushed(f'{to}.f', to)}")
         lines.append(
             f"  %{sums}.r = call <16 x float> @llvm.fma.v16f32("
             f"<16 x float> %a.{sums}, <16 x float> %b.{sums}, <16 x float> %{sums})"
@@ -103,11 +106,11 @@ def _byte_step(signs: tuple[str, str]) -> str:
 
 
 def _product(name: str) -> str:
-    floats = name == "tdpbf16ps"
+    floats = name not in _SIGNS
     kind = "float" if floats else "i32"
     odd = f"  %odd = phi <16 x {kind}> [ zeroinitializer, %rows ], [ %odd.next, %sum ]\n" if floats else ""
     if floats:
-        step = _bfloat16_step()
+        step = _float_step(name)
         end = (
             "  %pair.r = fadd <16 x float> %even.next, %odd.next\n" + _flushed("%pair.r", "%pair")
             + _flushed("%c", "%c.in") + "  %new.r = fadd <16 x float> %c.in, %pair\n" + _flushed("%new.r", "%new")

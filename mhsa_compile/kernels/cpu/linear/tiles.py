@@ -36,20 +36,19 @@ SHARES = 16
 
 
 class CpuTileLinearKernel:
-    """Packed-weight matrix product on tiles of bfloat16."""
+    """Packed-weight matrix product on tiles of bfloat16, or of float16 where the CPU has such."""
 
     name = "cpu.linear_on_tiles"
     op_type: type[LinearOp] = LinearOp
 
     def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
-        if op.int8_weights or op.dtype != "bfloat16":
-            return f"bfloat16, not {'weights in eight bits' if op.int8_weights else op.dtype}"
-        if not tiles.BFLOAT16.is_on(profile):
-            return "a CPU with amx_bf16"
-        return None
+        if op.int8_weights or op.dtype == "float32":
+            return f"numbers of 16 bits, not {'weights in eight' if op.int8_weights else op.dtype}"
+        unit = tiles.unit_of(op.dtype)
+        return None if unit.is_on(profile) else f"a CPU with {unit.feature}"
 
     def layout(self, op: LinearOp) -> TileLayout:
-        return TileLayout(op, format_of(op), tiles.BFLOAT16, COLUMNS)
+        return TileLayout(op, format_of(op), tiles.unit_of(op.dtype), COLUMNS)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {"block": (4, 8, 16, 32, 64), "depth": (4, 8, 12, 16, 24, 48), "group": (1, 2, 4, 8)}
@@ -127,7 +126,7 @@ class TileProduct(Product):
 
     def narrowed(self, value: Expr) -> Expr:
         """Elements of y of float32."""
-        return tiles.narrowed(value)
+        return tiles.narrowed(value, self.layout.op.dtype)
 
     def products(
         self, p: Expr, start: Expr, first: Expr, end: Expr, behind: Callable[[Expr], None] = lambda k: None

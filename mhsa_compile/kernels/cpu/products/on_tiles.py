@@ -1,9 +1,9 @@
-"""Y = A B on matrix tiles, both factors computed in the call: of bfloat16, and of float32 by bfloat16 terms, with the
+"""Y = A B on matrix tiles, both factors computed in the call: of 16 bits, and of float32 by bfloat16 terms, with the
 products that `spec/float32_products.py` lists.
 
 A task is a block of Y, of one entry of the batch. Part by part along K it writes the rows of A as tiles into a scratch
 of its own, then panel by panel 32 columns of B; a panel's tiles are multiplied by those of A, one tile of rows by two
-of columns, or two where there are terms. A of bfloat16 whose rows lie along K is read where it lies, but for the last
+of columns, or two where there are terms. A of 16 bits whose rows lie along K is read where it lies, but for the last
 tile of K where that is not whole, and a block is one panel then. Sums wait in a second scratch for the next part; those
 that are Y, whole tiles of float32, tiles store there.
 
@@ -62,10 +62,8 @@ class CpuTileProductKernel(Fixed):
     def why_not(self, op: ProductOp, profile: CpuProfile) -> str | None:
         if op.dtype == "float32" and op.float32_products not in TERM_PRODUCTS:
             return "products of bfloat16 terms, not IEEE's"
-        if op.dtype not in ("float32", "bfloat16"):
-            return f"bfloat16 or float32, not {op.dtype}"
-        if not tiles.BFLOAT16.is_on(profile):
-            return "a CPU with amx_bf16"
+        if not (unit := tiles.unit_of(op.dtype)).is_on(profile):
+            return f"a CPU with {unit.feature}"
         if (reason := _is_small(op)) is not None:
             return reason
         for operand in (op.left, op.right):
@@ -105,7 +103,7 @@ class _Plan:
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Terms of A and of B that are multiplied."""
-        return ((0, 0),) if self.op.dtype == "bfloat16" else ORDER[self.op.float32_products]
+        return ((0, 0),) if self.op.dtype != "float32" else ORDER[self.op.float32_products]
 
     @property
     def terms(self) -> int:
@@ -138,7 +136,7 @@ class _Plan:
     @property
     def reads_a(self) -> bool:
         """Whether tiles of A are read where A lies."""
-        return self.op.dtype == "bfloat16" and tile_factors.is_along(self.op, of_left=True)
+        return self.op.dtype != "float32" and tile_factors.is_along(self.op, of_left=True)
 
     @property
     def has_whole_tiles(self) -> bool:
@@ -147,7 +145,7 @@ class _Plan:
 
 
 def _product(op: ProductOp, profile: CpuProfile) -> Expr:
-    dim, unit = SizeVars(), tiles.BFLOAT16
+    dim, unit = SizeVars(), tiles.unit_of(op.dtype)
     with prim_func("product") as builder:
         arguments = ProductArguments.of(op, dim)
         plan = _Plan(arguments.op, profile)
@@ -420,7 +418,7 @@ class ProductTask:
                 hold(lefts[r], (r, i), *left(r, i))
                 at = [T.int64(c), tile, T.int64(j), T.int64(0)]
                 hold(rights[c], (c, j), self.scratch.right, at, DEPTH)
-                tiles.BFLOAT16.product(r + tall * c, lefts[r], rights[c])
+                tiles.unit_of(self.plan.op.dtype).product(r + tall * c, lefts[r], rights[c])
 
     def _in_float32(self, part: _Part, height: _Height, column: Expr) -> None:
         """The same, by the vector kernel's steps."""

@@ -92,7 +92,7 @@ class TileFactor:
         return self.matrices.left(line, k) if self.of_left else self.matrices.right(k, line)
 
     def row(self, line: Expr, k: Expr) -> Expr:
-        """The bits of 32 neighbours along K, where numbers are bfloat16."""
+        """The bits of 32 neighbours along K, where numbers have 16."""
         return first_of(self.buffer, self.at(line, k), self.length - k, DEPTH)
 
     def write(self, data: Expr, places: Sequence[list[Expr]], first: Expr, part: tuple[Expr, Expr], flag: Flag) -> None:

@@ -1,4 +1,4 @@
-"""Attention on matrix tiles, of bfloat16 or of float32 that is multiplied as that, on a CPU that has them.
+"""Attention on matrix tiles, of 16 bits or of float32 that is multiplied as bfloat16, on a CPU that has them.
 
 First V^T of all heads goes into tiles, which all queries of a head share; then the tasks, as the vector kernel has
 them.
@@ -48,12 +48,12 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
     name = "cpu.attention_on_tiles"
 
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
-        if op.dtype != "bfloat16" and (op.dtype != "float32" or op.float32_products not in TERM_PRODUCTS):
-            return f"bfloat16, or float32 by bfloat16 terms, not {op.dtype}"
+        if op.dtype == "float32" and op.float32_products not in TERM_PRODUCTS:
+            return "numbers of 16 bits, or float32 by bfloat16 terms, not IEEE's products"
         if op.kv_dtype is not None:
             return f"keys and values of {op.dtype}, not stored in {op.kv_dtype}"
-        if not tiles.BFLOAT16.is_on(profile):
-            return "a CPU with amx_bf16"
+        if not (unit := tiles.unit_of(op.dtype)).is_on(profile):
+            return f"a CPU with {unit.feature}"
         if op.head_dim % KEYS or op.v_head_dim % FEATURES:
             return f"heads of a multiple of {KEYS} elements, not {op.head_dim} and {op.v_head_dim}"
         if op.any_step("fades"):
@@ -89,7 +89,7 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
 
 
 def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | None) -> Expr:
-    queries, unit = config["queries"], tiles.BFLOAT16
+    queries, unit = config["queries"], tiles.unit_of(op.dtype)
     with prim_func("attention") as builder:
         arguments = attention_arguments(op)
         views = plan_arguments(sparsity)

@@ -1,5 +1,5 @@
-"""Powers of two of a whole vector in six instructions, or in ten with an error below 1 ulp, and what a pair of them
-becomes for tiles."""
+"""Powers of two of a whole vector in six instructions, or in ten with an error below 1 ulp, and the words that tiles
+take of a pair of them."""
 
 from __future__ import annotations
 
@@ -56,13 +56,16 @@ def _as_float(bits: Expr) -> Expr:
     return T.reinterpret("float32x16", bits)
 
 
-def pairs(low: Expr, high: Expr) -> Expr:
-    """Two vectors of numbers as words of two bfloat16, to nearest even, denormals as zero."""
-    return T.call_pure_extern("int32x16", "mhsa_tile_pairs", low, high)
+def pairs(low: Expr, high: Expr, *, dtype: str) -> Expr:
+    """Two vectors of numbers as words of two of 16 bits, to nearest even, denormals of bfloat16 as zero."""
+    return T.call_pure_extern("int32x16", f"mhsa_tile_pairs_{dtype}", low, high)
 
 
-def halves(words: Expr) -> Sequence[Expr]:
-    """The two bfloat16 of each word, as float32."""
+def halves(words: Expr, dtype: str) -> list[Expr]:
+    """The two numbers of each word, as float32."""
+    if dtype == "float16":
+        bits = [T.cast(half, "uint16x16") for half in (words, words >> splat(T.int32(16), LANES))]
+        return [T.cast(T.reinterpret("float16x16", half), "float32x16") for half in bits]
     high = words & splat(T.int32(-65536), LANES)
     return [T.reinterpret("float32x16", half) for half in (words << splat(T.int32(16), LANES), high)]
 
@@ -85,7 +88,14 @@ define <16 x float> @mhsa_scaled(<16 x float> %x, <16 x float> %n) alwaysinline 
     i16 -1, i32 4)
   ret <16 x float> %r
 }}
-define <16 x i32> @mhsa_tile_pairs(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
+define <16 x i32> @mhsa_tile_pairs_float16(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
+  %a = fptrunc <16 x float> %low to <16 x half>
+  %b = fptrunc <16 x float> %high to <16 x half>
+  %mixed = shufflevector <16 x half> %a, <16 x half> %b, <32 x i32> <{_TURNS}>
+  %words = bitcast <32 x half> %mixed to <16 x i32>
+  ret <16 x i32> %words
+}}
+define <16 x i32> @mhsa_tile_pairs_bfloat16(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
   %both = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %high, <16 x float> %low)
   %mixed = shufflevector <32 x bfloat> %both, <32 x bfloat> poison, <32 x i32> <{_TURNS}>
   %words = bitcast <32 x bfloat> %mixed to <16 x i32>

@@ -31,7 +31,7 @@ from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
-from mhsa_compile.kernels.cpu.formats.choice import load_wide
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
@@ -136,7 +136,7 @@ class TileAttentionTask:
         if self.wide is None:
 
             def bits(row: Expr, step: Expr, _: int) -> Expr:
-                return T.reinterpret("int32x16", terms.row_of_bfloat16(query.buffer, query.at(row, step * 2)))
+                return T.reinterpret("int32x16", terms.narrow_row(query.buffer, query.at(row, step * 2)))
 
             return vectors.pack_transposed(self.q_t[0], self.queries, op.head_dim // 2, LANES, rows, bits)
 
@@ -170,7 +170,7 @@ class TileAttentionTask:
             zero = constant(0.0, lanes)
             inverse = let(T.Select(total == zero, zero, constant(1.0, lanes) / total))
             # So many features are a vector of the output, which becomes a square.
-            together = 2 if self.op.dtype == "bfloat16" else 1
+            together = 1 if self.op.dtype == "float32" else 2
             with T.serial(T.int64(self.features // together)) as part:
 
                 def row(number: int) -> Expr:
@@ -178,11 +178,14 @@ class TileAttentionTask:
                     return load(self.o, at, LANES) * inverse
 
                 rows = [row(number) for number in range(LANES * together)]
-                words = rows if together == 1 else [powers.pairs(*rows[i : i + 2]) for i in range(0, 2 * LANES, 2)]
+                dtype = self.op.dtype
+                words = rows
+                if together > 1:
+                    words = [powers.pairs(*rows[i : i + 2], dtype=dtype) for i in range(0, 2 * LANES, 2)]
                 for lane, line in enumerate(vectors.transpose([let(word) for word in words])):
                     with T.If(first + lane < count), T.Then():
                         at = output.at(self.visibility.first_query + first + lane, part * (LANES * together))
-                        line = line if together == 1 else T.reinterpret("bfloat16x32", line)
+                        line = line if together == 1 else T.reinterpret(f"{dtype}x32", line)
                         store(output.buffer, at, line, LANES * together)
 
     # ---- The visitor of keys
@@ -478,7 +481,7 @@ class TileAttentionTask:
                 score = self._scores(chunk, part * 4 + (2 * pair + half), r, c, factor)
                 probs.append(let(powers.exp2(let(score - references[c]), self.terms)))
             add(c, probs[0] + probs[1])
-            for term, words in enumerate(powers.words_of_terms(probs, self.terms)):
+            for term, words in enumerate(self._words(probs)):
                 at = [side, chunk, T.int64(term), T.int64(c), part * (2 * LANES) + (8 * r + pair) * LANES]
                 store(self.p, at, words, LANES)
 
@@ -540,7 +543,7 @@ class TileAttentionTask:
             for number, count in ((side, self._get(_COUNT)), (T.int64(1) - side, chunk)):
                 with T.serial(count) as earlier, T.serial(T.int64(tiles.ROWS)) as row:
                     probs = [let(half * shrink) for half in self._probs(number, earlier, c, row)]
-                    for term, words in enumerate(powers.words_of_terms(probs, self.terms)):
+                    for term, words in enumerate(self._words(probs)):
                         store(self.p, [number, earlier, T.int64(term), T.int64(c), row * LANES], words, LANES)
         # A row that has still seen nothing has scores of -inf alone: of any finite reference its probs are zeros.
         kept = RegisterTile(1, self.visibility.columns)
@@ -553,13 +556,19 @@ class TileAttentionTask:
         for c, (first, lanes) in enumerate(self.visibility.columns):
             store(self.reference, [T.int64(first)], kept.get(0, c), lanes)
 
+    def _words(self, probs: Sequence[Expr]) -> list[Expr]:
+        """Two vectors of probs as `p` has them, a word of each term."""
+        if self.unit is tiles.FLOAT16:
+            return [powers.pairs(*probs, dtype=self.unit.dtype)]
+        return powers.words_of_terms(probs, self.terms)
+
     def _probs(self, side: Expr, chunk: Expr, c: int, pair: Expr) -> list[Expr]:
         """Those of two neighbouring keys of a chunk, for a column of queries."""
         sums: list[Expr] = []
         for term in reversed(range(self.terms)):
             words = let(load(self.p, [side, chunk, T.int64(term), T.int64(c), pair * LANES], LANES))
-            halves = powers.halves(words)
-            sums = [half + total for half, total in zip(halves, sums, strict=True)] if sums else list(halves)
+            halves = powers.halves(words, self.unit.dtype)
+            sums = [half + total for half, total in zip(halves, sums, strict=True)] if sums else halves
         return [let(total) for total in sums]
 
     # ---- What is no number for tiles: rare, so plain
@@ -622,8 +631,9 @@ class TileAttentionTask:
                 prob = None
                 for term in reversed(range(self.terms)):
                     word = self.p[side, T.truncdiv(row, T.int64(KEYS)), T.int64(term), c, pair * LANES + q]
-                    bits = T.Select(T.truncmod(row, T.int64(2)) == 0, word << T.int32(16), word & T.int32(-65536))
-                    element = T.reinterpret("float32", bits)
+                    own = word >> T.cast(T.truncmod(row, T.int64(2)) * 16, "int32")
+                    number = T.reinterpret(self.unit.dtype, T.cast(own, "uint16"))
+                    element = FORMATS[self.unit.dtype].widened(number, 1)
                     prob = let(element if prob is None else element + prob)
                 value = self.operands.value
                 with T.serial(T.int64(self.features)) as feature, T.serial(T.int64(tiles.ROWS)) as f:

@@ -1,4 +1,4 @@
-"""Rows of Q, K and V as tiles take them, 32 neighbours as bits of bfloat16 or by terms, and what no terms carry.
+"""Rows of Q, K and V as tiles take them, 32 neighbours as bits of 16 or by terms, and what no terms carry.
 
 A number is x = x0 + x1 + x2, each the nearest bfloat16 to what those before it leave; the unit takes what is below
 2^-126 as zero. From 2^60 on products of numbers overflow that float32's do not, Inf and NaN have no lower terms; and a
@@ -25,20 +25,22 @@ WIDTH = 2 * LANES
 WHOLE = 0x0C800000
 """Bits of 2^-102: from there on a number has all of its three terms."""
 INFINITE = 0x7F800000
+EXPONENTS = {"float16": 0x7C00, "bfloat16": INFINITE >> 16}
+"""Of numbers of 16 bits, all of them set in those that are not finite."""
 
 
 def term_pairs(op: AttentionOp) -> tuple[tuple[int, int], ...]:
     """The terms of the left and of the right factor that are multiplied."""
-    return ((0, 0),) if op.dtype == "bfloat16" else ORDER[op.float32_products]
+    return ((0, 0),) if op.dtype != "float32" else ORDER[op.float32_products]
 
 
 def term_count(op: AttentionOp) -> int:
     return 1 + max(max(pair) for pair in term_pairs(op))
 
 
-def row_of_bfloat16(buffer: Expr, index: Sequence[Expr]) -> Expr:
-    """Its bits, uint16; float32 is rounded to nearest even, denormals are zero."""
-    if buffer.dtype == "bfloat16":
+def narrow_row(buffer: Expr, index: Sequence[Expr]) -> Expr:
+    """Its bits, uint16; float32 is rounded to bfloat16, to nearest even, denormals are zero."""
+    if buffer.dtype != "float32":
         return T.reinterpret("uint16x32", load(buffer, index, WIDTH))
     return tiles.narrowed_pair(*wide_row(buffer, index))
 

@@ -1,6 +1,6 @@
 """K and V of all heads of a call as tiles take them, by chunks of 32 keys: V^T, 16 features by 32 keys a tile; K, where
-it is not bfloat16 as it lies, 16 keys by 32 elements. Terms of the same numbers lie side by side. Zeros beyond the last
-key.
+it is not of 16 bits as it lies, 16 keys by 32 elements. Terms of the same numbers lie side by side. Zeros beyond the
+last key.
 
 A word of two rows of V, side by side, is what a tile of V^T has of two keys; sixteen such rows, transposed, are sixteen
 features of it. What a chunk holds that is no number for tiles is kept beside it.
@@ -23,7 +23,7 @@ from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import constant, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.tile_attention import terms
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
-from mhsa_compile.kernels.cpu.tile_attention.terms import INFINITE, WIDTH, Magnitudes
+from mhsa_compile.kernels.cpu.tile_attention.terms import EXPONENTS, INFINITE, WIDTH, Magnitudes
 from mhsa_compile.kernels.cpu.units import float32_terms, tiles
 from mhsa_compile.kernels.cpu.units.float32_terms import LARGE
 
@@ -48,6 +48,7 @@ class KeyValueTiles:
     """
 
     terms: int
+    exponent: int  # its bits in what `tiles` has
     chunks: Expr  # of a head
     tiles: Expr
     flags: Expr
@@ -64,9 +65,10 @@ class KeyValueTiles:
             return T.alloc_buffer([total, T.int64(own * width * KEYS)], "uint16")
 
         values, flags = allocated(op.v_head_dim), T.alloc_buffer((total,), "int32")
-        keys = None if op.dtype == "bfloat16" else allocated(op.head_dim)
+        keys = None if op.dtype != "float32" else allocated(op.head_dim)
         chunks = materialize(chunks)
-        both = KeyValueTiles(own, chunks, values, flags, keys)
+        exponent = EXPONENTS["float16" if op.dtype == "float16" else "bfloat16"]
+        both = KeyValueTiles(own, exponent, chunks, values, flags, keys)
         with T.parallel(total) as row:
             chunk = materialize(T.truncmod(row, chunks))
             head = materialize(T.truncdiv(row, chunks))
@@ -95,8 +97,8 @@ class KeyValueTiles:
 
         def bits(view: HeadView, key: Expr | int, column: Expr, *, cut: bool) -> Expr:
             if not cut:
-                return terms.row_of_bfloat16(view.buffer, view.at(first + key, column))
-            bits = terms.row_of_bfloat16(view.buffer, view.at(T.min(first + key, last), column))
+                return terms.narrow_row(view.buffer, view.at(first + key, column))
+            bits = terms.narrow_row(view.buffer, view.at(T.min(first + key, last), column))
             return T.Select(splat(first + key < end, WIDTH), bits, splat(T.uint16(0), WIDTH))
 
         def halves(view: HeadView, key: Expr, column: Expr, *, cut: bool) -> list[Expr]:
@@ -155,7 +157,7 @@ class KeyValueTiles:
             self._flag(row, of_key.are_small(), NO_TERMS)
 
     def _turn_values(self, bits: Callable[[int, Expr], Expr], width: int, row: Expr) -> None:
-        infinite, exponents = splat(T.uint16(INFINITE >> 16), FEATURES), T.alloc_buffer((FEATURES,), "uint16")
+        infinite, exponents = splat(T.uint16(self.exponent), FEATURES), T.alloc_buffer((FEATURES,), "uint16")
         store(exponents, [T.int64(0)], splat(T.uint16(0), FEATURES), FEATURES)
         with T.serial(T.int64(width // FEATURES)) as square:
             own = self._turn(lambda key: bits(key, square * FEATURES), row, square, T.int64(0))
@@ -169,7 +171,7 @@ class KeyValueTiles:
         for key in range(0, KEYS, 2):
             pair = [let(bits(key)), let(bits(key + 1))]
             for elements in pair:
-                largest = let(T.max(largest, elements & splat(T.uint16(INFINITE >> 16), FEATURES)))
+                largest = let(T.max(largest, elements & splat(T.uint16(self.exponent), FEATURES)))
             for upper in range(2):
                 turns = [T.int32(i + 4 * upper) for i in _LOW]
                 words[upper].append(let(T.reinterpret("int32x16", T.Shuffle(pair, turns))))

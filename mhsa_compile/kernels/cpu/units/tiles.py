@@ -1,6 +1,6 @@
 """Matrix tiles (AMX): eight registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
 
-    C (16, 16) += A (16, K) B (K, 16)        K = 32 of bfloat16, 64 of bytes; C float32 or int32
+    C (16, 16) += A (16, K) B (K, 16)        K = 32 of bfloat16 and float16, 64 of bytes; C float32 or int32
 
 A lies row by row as it is in memory, at any pitch. A row of B's tile has for each column a word: `group` neighbours
 along K. The numbers of tiles are immediates, so each has a function of its own, inlined from a few lines of LLVM IR.
@@ -9,9 +9,9 @@ What the eight look like is state of a thread: each task writes it (`ldtilecfg`)
 know which tiles live: between a load and its last use nothing may be called. It takes every one of these instructions
 for one that reads and writes memory, so they stay in the order of the program.
 
-Order of the sums, bfloat16: two chains of 16 fused multiply-adds, over even and over odd terms, their sum, then C; to
-nearest even, denormals are zero. Source: Intel SDM, TDPBF16PS; the permission to use tiles:
-hardware/tile_permission.py.
+Order of the sums, bfloat16 and float16: two chains of 16 fused multiply-adds, over even and over odd terms, their sum,
+then C; to nearest even, denormals of bfloat16 and of float32 are zero, those of float16 are numbers. Source: Intel SDM,
+TDPBF16PS, TDPFP16PS; the permission to use tiles: hardware/tile_permission.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Tiles(Unit):
         return WORDS * self.group
 
     def imported(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = T.attr(0, "pragma_import_llvm", _text())
+        context: AbstractContextManager[Any] = T.attr(0, "pragma_import_llvm", _text(self.instruction))
         return context
 
     def product(self, c: int, a: int, b: int) -> None:
@@ -97,8 +97,11 @@ def store_tile(tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int
     _move("tilestored", tile, buffer, index, pitch)
 
 
-def narrowed(value: Expr) -> Expr:
-    """Sixteen float32 as bfloat16, to nearest even, denormals as zero: as the unit takes and leaves them."""
+def narrowed(value: Expr, dtype: str = "bfloat16") -> Expr:
+    """Sixteen float32 as numbers of 16 bits, to nearest even; denormals of bfloat16 are zero, as the unit takes and
+    leaves them."""
+    if dtype == "float16":
+        return T.cast(value, "float16x16")
     return T.reinterpret("bfloat16x16", T.call_pure_extern("uint16x16", "mhsa_tile_narrowed", value))
 
 
@@ -119,11 +122,12 @@ def _call(name: str, *arguments: Expr) -> None:
 
 _TRIPLES = list(itertools.product(range(4), LEFTS, RIGHTS))
 """Tiles of C, A and B that are multiplied together."""
-_PRODUCTS = ("tdpbf16ps", "tdpbssd", "tdpbusd", "tdpbsud", "tdpbuud")
+PRODUCTS = ("tdpbf16ps", "tdpfp16ps", "tdpbssd", "tdpbusd", "tdpbsud", "tdpbuud")
 
 
-def _text() -> str:
-    """A function for each instruction and tile."""
+def _text(product: str) -> str:
+    """A function for each tile of each instruction, of the products of one alone: LLVM ends the process where it meets
+    one that the target lacks."""
     inlined = "alwaysinline nounwind"
     lines = [
         "declare void @llvm.x86.ldtilecfg(ptr)",
@@ -143,13 +147,12 @@ def _text() -> str:
                 for move in ("tileloadd", "tilestored")
             ),
         ]
-    for product in _PRODUCTS:
-        lines.append(f"declare void @llvm.x86.{product}(i8 immarg, i8 immarg, i8 immarg)")
-        for c, a, b in _TRIPLES:
-            lines.append(
-                f"define void @mhsa_{product}_{c}_{a}_{b}() {inlined} "
-                f"{{ call void @llvm.x86.{product}(i8 {c}, i8 {a}, i8 {b}) ret void }}"
-            )
+    lines.append(f"declare void @llvm.x86.{product}(i8 immarg, i8 immarg, i8 immarg)")
+    for c, a, b in _TRIPLES:
+        lines.append(
+            f"define void @mhsa_{product}_{c}_{a}_{b}() {inlined} "
+            f"{{ call void @llvm.x86.{product}(i8 {c}, i8 {a}, i8 {b}) ret void }}"
+        )
     return "\n".join(lines) + _NARROWED
 
 
@@ -170,6 +173,12 @@ define <32 x i16> @mhsa_tile_narrowed_pair(<16 x float> %low, <16 x float> %high
 
 
 BFLOAT16 = Tiles("bfloat16", "float32", 16, 2, feature="amx_bf16", instruction="tdpbf16ps")
+FLOAT16 = Tiles("float16", "float32", 16, 2, feature="amx_fp16", instruction="tdpfp16ps")
 UNSIGNED_BYTES = Tiles("int8", "int32", 16, 4, feature="amx_int8", unsigned=True, instruction="tdpbusd")
 SIGNED_BYTES = Tiles("int8", "int32", 16, 4, feature="amx_int8", instruction="tdpbssd")
 """Bytes of A of either sign, with signed ones of B."""
+
+
+def unit_of(dtype: str) -> Tiles:
+    """What multiplies floats; those of float32 by terms of bfloat16."""
+    return FLOAT16 if dtype == "float16" else BFLOAT16
