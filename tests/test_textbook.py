@@ -121,9 +121,8 @@ def test_the_command_fails_where_a_row_is_off(
     page = tmp_path / "page.md"
     monkeypatch.setattr(program, "PAGE", page)
     for measured, code in ((3, 1), (2, 0)):
-        page.write_text(
-            f'# A page\n\n```python\nrow("one", 2, {measured}, control=4, algebra=True)\n```\n\n{program.LONGER}{os.linesep}'
-        )
+        code_block = f'```python\nrow("one", 2, {measured}, control=4, algebra=True)\n```'
+        page.write_text(f"# A page\n\n{code_block}\n\n{program.LONGER}{os.linesep}")
         assert program.main(["--quick"]) == code
     printed = capsys.readouterr()
     assert printed.out.count("1 rows, ") == 2
