@@ -120,7 +120,7 @@ def test_a_fit_on_few_tokens_is_said_not_to_carry_over() -> None:
     few, many = fit_on(8), fit_on(400)
     assert few.fit.tokens == 180 and not few.fit.carries_over
     assert few.unseen_refit_error > 2 * few.refit_error
-    assert many.unseen_refit_error < 1.1 * many.refit_error and many.fit.carries_over
+    assert many.unseen_refit_error < 1.2 * many.refit_error and many.fit.carries_over
     assert many.unseen_refit_error < many.unseen_error  # where there is text enough, a fit is worth it
 
 
