@@ -195,8 +195,9 @@ same-code: $(STAMP)  ## Whether code is compiled as a commit did, AGAINST=COMMIT
 fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.fleet --json build/fleet.json
 
-pictures: $(STAMP)  ## The pictures of docs/masks.md and of README.md, again
+pictures: $(STAMP)  ## The pictures of docs/masks.md, docs/textbook.md and README.md, again
 	@$(BIN)/python docs/mask_pictures.py
+	@$(BIN)/python docs/textbook_pictures.py
 	@$(BIN)/python docs/readme_picture.py
 
 bench-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU: against PyTorch's SDPA, FlexAttention, FlashAttention, torch.compile; JSON and a table

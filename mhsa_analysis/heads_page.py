@@ -14,6 +14,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from mhsa_analysis.head_report import HeadReport
+    from mhsa_analysis.pruning import PruningPlan
 
 
 _TEMPLATE = Path(__file__).with_name("heads_page.html")
@@ -64,11 +65,21 @@ def _description(layer: ShownLayer) -> dict[str, Any]:
         "order": report.order,
         "apart": _numbers(report.dissimilarity),
         "measures": {name: _numbers(getattr(report, name)) for name in MEASURES},
-        "curve": [
-            {"heads": plan.heads, "error": round(plan.relative_error, 4), "refit": round(plan.refit_error, 4)}
-            for plan in report.pruning_curve()
-        ],
+        "curve": [_costs(plan) for plan in report.pruning_curve()],
         "maps": [_bytes(weights[:, :LONGEST_MAP, :LONGEST_MAP]) for weights in layer.maps],
+    }
+
+
+def _costs(plan: PruningPlan) -> dict[str, Any]:
+    """What a plan costs on the text of its fit and on other text; None where there is too little of it."""
+    unseen = plan.split.unseen is not None
+    fit = plan.fit if unseen and plan.split.why_not_fit(plan.kept) is None else None
+    return {
+        "heads": plan.heads,
+        "error": round(plan.relative_error, 4),
+        "unseen": round(plan.unseen_error, 4) if unseen else None,
+        "refit": None if fit is None else round(fit.training_error, 4),
+        "unseen_refit": None if fit is None else round(fit.unseen_error, 4),
     }
 
 

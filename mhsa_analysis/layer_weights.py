@@ -49,6 +49,8 @@ class LayerWeights:
 
 def weights_of(layer: Any) -> LayerWeights:
     """The weights of a MultiHeadAttention, or of an Artifact compiled from one or from a spec. Raises ModelError."""
+    if isinstance(layer, LayerWeights):
+        return layer
     if isinstance(layer, Artifact):
         spec = layer.manifest.spec
         arrays = {} if spec is None else layer.weights()

@@ -35,7 +35,10 @@ KNOWN = (
 
 @dataclass(eq=False)
 class TrainedLayer:
-    """`module` lies in the model as `name`; `attention` computes the same. Of each call: x and the module's own result,
+    """`module` lies in the model as `name`; `attention` computes the same, and `projection` is the model's module that
+    makes y of the heads, side by side; None where none is called, as in nn.MultiheadAttention.
+
+    Of each call: x and the module's own result,
     (B, L, D), what `attention` takes as `mask=`, or None, and which queries see a key, bool (B, L).
 
     >>> model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
@@ -47,6 +50,7 @@ class TrainedLayer:
     name: str
     module: nn.Module
     attention: MultiHeadAttention
+    projection: nn.Module | None
     inputs: list[Tensor]
     masks: list[Tensor | None]
     results: list[Tensor]
@@ -147,6 +151,7 @@ def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
         name=name,
         module=module,
         attention=attention,
+        projection=getattr(calls[0], "projection", None),
         inputs=[call.x for call in calls],
         masks=[mask_for(attention.spec, one, calls[0].y.dtype) for one in masks],
         results=[call.y for call in calls],

@@ -19,28 +19,23 @@ _LARGEST_CORRELATION = 1.0 - 2.0**-50
 
 
 class Moments:
-    """Sums over rows (n, width): how many, their mean, their centred second moments, and the same with rows shuffled.
+    """Sums over rows (n, width): how many, their mean, and their centred second moments.
 
     Batches are joined as by Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances" (1979), so that a large mean costs no digits.
     """
 
-    def __init__(self, width: int, seed: int = 0) -> None:
+    def __init__(self, width: int) -> None:
         self.count = 0
         self.mean = np.zeros(width)
         self.scatter = np.zeros((width, width))
         """sum over rows of (row - mean)^T (row - mean)"""
-        self.shuffled = np.zeros((width, width))
-        """The scatter between rows and other rows of their batch, by chance: what a sample of this size shows of
-        columns that have nothing to do with each other."""
-        self._random = np.random.default_rng(seed)
 
     def add(self, rows: np.ndarray) -> None:
         """Adds rows (n, width), float64."""
         n = len(rows)
         mean = rows.mean(axis=0)
         centred = rows - mean
-        self.shuffled += centred.T @ centred[self._random.permutation(n)]
         off = mean - self.mean
         self.scatter += centred.T @ centred + np.outer(off, off) * (self.count * n / (self.count + n))
         self.count += n
@@ -55,6 +50,22 @@ class Moments:
     def second(self) -> np.ndarray:
         """(width, width): mean over rows of row^T row, the means left in."""
         return self.covariance + np.outer(self.mean, self.mean)
+
+
+class ShuffledMoments(Moments):
+    """Also the same with rows shuffled."""
+
+    def __init__(self, width: int, seed: int = 0) -> None:
+        super().__init__(width)
+        self.shuffled = np.zeros((width, width))
+        """The scatter between rows and other rows of their batch, by chance: what a sample of this size shows of
+        columns that have nothing to do with each other."""
+        self._random = np.random.default_rng(seed)
+
+    def add(self, rows: np.ndarray) -> None:
+        super().add(rows)
+        centred = rows - rows.mean(axis=0)
+        self.shuffled += centred.T @ centred[self._random.permutation(len(rows))]
 
 
 def blocks_of(matrix: np.ndarray, blocks: int) -> np.ndarray:
@@ -87,6 +98,10 @@ class HeadMoments:
     mean: np.ndarray
     covariance: np.ndarray
 
+    @classmethod
+    def of(cls, layer: LayerWeights, moments: Moments) -> HeadMoments:
+        return cls(layer, moments.count, moments.mean, moments.covariance)
+
     @property
     def heads(self) -> int:
         return self.layer.spec.num_heads
@@ -115,24 +130,26 @@ class HeadMoments:
         F = self.layer.spec.v_head_dim
         return (np.asarray(heads, int)[:, None] * F + np.arange(F)).reshape(-1)
 
-    def refit(self, heads: Sequence[int]) -> np.ndarray:
-        """W (len(heads) F, D): what makes of these heads, around their means, the nearest to y in the mean square."""
-        columns = self.columns(heads)
-        own = self.covariance[np.ix_(columns, columns)]
-        inverse = np.linalg.pinv(own, rcond=LEAST_VARIANCE, hermitian=True)
-        weights: np.ndarray = inverse @ (self.covariance[columns] @ self.out)
-        return weights
-
-    def refit_cost(self, heads: Sequence[int]) -> float:
-        """The mean square of what the refit misses, on the tokens that it was fitted on."""
-        columns, weights = self.columns(heads), self.refit(heads)
-        part = np.einsum("kd,kd->", weights, self.covariance[columns] @ self.out)
-        return max(float(self.cost.sum() - part), 0.0)
+    def missed(self, out: np.ndarray, centre: np.ndarray) -> float:
+        """The mean of |(rows - centre) out|^2 over the tokens, out (H F, D)."""
+        off = self.mean - centre
+        return float(np.einsum("kd,kd->", out, self.covariance @ out) + np.square(off @ out).sum())
 
     def bias(self, heads: Sequence[int], out: np.ndarray) -> np.ndarray:
         """(D,): the bias with which these heads, by `out` (len(heads) F, D), have y's mean."""
         bias: np.ndarray = self.layer.out_bias + self.mean @ self.out - self.mean[self.columns(heads)] @ out
         return bias
+
+
+def joined(parts: Sequence[HeadMoments]) -> HeadMoments:
+    """The moments of the tokens of all parts."""
+    tokens = sum(part.tokens for part in parts)
+    mean = sum((part.tokens / tokens * part.mean for part in parts), np.zeros_like(parts[0].mean))
+    covariance = np.zeros_like(parts[0].covariance)
+    for part in parts:
+        off = part.mean - mean
+        covariance += part.tokens / tokens * (part.covariance + np.outer(off, off))
+    return HeadMoments(parts[0].layer, tokens, mean, covariance)
 
 
 _SHUFFLES = 8  # the mean of so many is off by a third of what one is

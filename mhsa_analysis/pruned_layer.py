@@ -9,12 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mhsa_analysis.moments import HeadMoments
-from mhsa_analysis.pruning import HeadSet, checked_heads
+from mhsa_analysis.pruning import HeadSet, PruningPlan, checked_heads
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.nn.modules import MultiHeadAttention
-
-_TOKENS_PER_COLUMN = 2
 
 
 def pruned(layer: MultiHeadAttention, heads: Sequence[int], *, refit: bool = False) -> MultiHeadAttention:
@@ -22,11 +19,12 @@ def pruned(layer: MultiHeadAttention, heads: Sequence[int], *, refit: bool = Fal
 
     heads    of a plan (`report.prune(k).heads`, `report.without([3, 7]).heads`), which knows what was measured: what
              these heads add in the mean moves into the bias. Plain numbers are removed, and nothing makes up for them
-    refit    whether W_O and the bias are fitted anew, so that what is kept comes nearest to y in the mean square
+    refit    whether W_O and the bias are fitted anew, so that what is kept comes near to y; `plan.unseen_refit_error`
+             says how near on sequences that the fit did not see
 
     A layer without biases gets them, where a mean is moved. Raises InputError (heads that do not exist, all of them, a
-    part of a group, too few tokens for a refit), SpecError (ALiBi: a head's slope follows from the number of heads) and
-    ModelError.
+    part of a group, too few tokens or sequences for a refit), SpecError (ALiBi: a head's slope follows from the number
+    of heads) and ModelError.
 
     >>> import mhsa_compile as mhsa
     >>> small = pruned(mhsa.MultiHeadAttention(mhsa.AttentionSpec(embed_dim=32, num_heads=4)), [1, 2])
@@ -42,13 +40,13 @@ def pruned(layer: MultiHeadAttention, heads: Sequence[int], *, refit: bool = Fal
     removal = checked_heads(heads, spec.num_heads, spec.num_kv_heads)
     rest = [head for head in range(spec.num_heads) if head not in removal]
     group = spec.num_heads // spec.num_kv_heads
-    moments = _moments_of(layer, heads, refit, len(rest))
+    plan = _plan_of(layer, heads, refit)
     small = MultiHeadAttention(
         msgspec.structs.replace(
             spec,
             num_heads=len(rest),
             num_kv_heads=len(rest) // group,
-            bias=spec.bias or moments is not None,
+            bias=spec.bias or plan is not None,
             outputs=("y",),
         )
     )
@@ -58,8 +56,9 @@ def pruned(layer: MultiHeadAttention, heads: Sequence[int], *, refit: bool = Fal
     projections["out_proj.weight"] = state["out_proj.weight"][:, columns]
     if "out_proj.bias" in state:
         projections["out_proj.bias"] = state["out_proj.bias"]
-    if moments is not None:
-        out = moments.refit(rest) if refit else moments.out[moments.columns(rest)]
+    if plan is not None:
+        moments = plan.split.fitted
+        out = plan.fit.out if refit else moments.out[moments.columns(rest)]
         projections["out_proj.weight"] = torch.from_numpy(np.ascontiguousarray(out.T))
         projections["out_proj.bias"] = torch.from_numpy(moments.bias(rest, out))
     with torch.no_grad():
@@ -68,23 +67,19 @@ def pruned(layer: MultiHeadAttention, heads: Sequence[int], *, refit: bool = Fal
     return small.to(layer.out_proj.weight.device).eval()
 
 
-def _moments_of(layer: MultiHeadAttention, heads: Sequence[int], refit: bool, count: int) -> HeadMoments | None:
-    """What was measured, if it is of this layer and enough. Raises InputError."""
-    moments = heads.moments if isinstance(heads, HeadSet) else None
-    if moments is None:
+def _plan_of(layer: MultiHeadAttention, heads: Sequence[int], refit: bool) -> PruningPlan | None:
+    """The plan that the heads are of, if it is one for this layer. Raises InputError."""
+    plan = heads.plan if isinstance(heads, HeadSet) else None
+    if plan is None:
         if refit:
             raise InputError(
                 "refit", "heads of a plan, which were measured", "plain numbers", "Pass report.without(heads).heads."
             )
         return None
     ours = layer.out_proj.weight.detach().cpu().double().numpy()
-    if not np.array_equal(ours, moments.layer.arrays["out_proj.weight"]):
+    if not np.array_equal(ours, plan.split.fitted.layer.arrays["out_proj.weight"]):
         raise InputError("heads", "a plan for this layer", "one for a layer with other weights")
-    least = _TOKENS_PER_COLUMN * count * layer.spec.v_head_dim
-    if refit and moments.tokens < least:
-        expected = f"statistics of at least {least} tokens, {_TOKENS_PER_COLUMN} for each column of W_O that is kept"
-        raise InputError("refit", expected, str(moments.tokens), "Add more batches, or do without a refit.")
-    return moments
+    return plan
 
 
 def _projections(

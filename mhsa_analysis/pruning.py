@@ -9,7 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
-from mhsa_analysis.moments import HeadMoments
+from mhsa_analysis.output_fit import OutputFit, SplitMoments, fitted, relative
 from mhsa_compile.errors import InputError
 
 _EXACT = 16
@@ -17,32 +17,52 @@ _EXACT = 16
 
 
 class HeadSet(tuple[int, ...]):
-    """Heads to remove, in order, and what was measured of their layer, by which the rest can make up for them."""
+    """Heads to remove, in order, and the fit of what is left, of a plan."""
 
-    moments: HeadMoments | None = None
+    plan: PruningPlan | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class PruningPlan:
     """heads             to be removed; what `pruned` takes
     kept              the others
-    relative_error    |y' - y| / |y| over the tokens of the statistics, y' of the layer without these heads, their means
-                      in its bias; a compiled one differs by what it rounds
+    relative_error    |y' - y| / |y|, y' of the layer without these heads, their means in its bias, over the tokens that
+                      the heads were chosen and their means were taken on: three of four sequences, all of fewer than
+                      four. A compiled one differs by what it rounds
     """
 
     heads: HeadSet
     kept: tuple[int, ...]
     relative_error: float
-    moments: HeadMoments = field(repr=False)
+    split: SplitMoments = field(repr=False)
 
     @cached_property
+    def unseen_error(self) -> float:
+        """`relative_error` over the fourth sequences, which nothing was fitted on. Raises InputError: none there."""
+        unseen = self.split.unseen_or_refuse("unseen_error")
+        lost = self.split.fitted.out.copy()
+        lost[self.split.fitted.columns(self.kept)] = 0.0
+        return relative(unseen, unseen.missed(lost, self.split.fitted.mean))
+
+    @cached_property
+    def fit(self) -> OutputFit:
+        """What is kept, with W_O fitted anew by a ridge. Raises InputError: too few tokens or sequences."""
+        return fitted(self.split, self.kept)
+
+    @property
     def refit_error(self) -> float:
-        """The relative error with W_O refitted to what is kept, over the tokens of the fit: others may show more."""
-        return _relative(self.moments, self.moments.refit_cost(self.kept))
+        """The relative error with W_O fitted anew, over the tokens of the fit. Raises InputError as `fit` does."""
+        return self.fit.training_error
+
+    @property
+    def unseen_refit_error(self) -> float:
+        """The same over the fourth sequences, which no fit saw. Raises InputError as `fit` does."""
+        return self.fit.unseen_error
 
 
-def plan_for(moments: HeadMoments, k: int) -> PruningPlan:
+def plan_for(split: SplitMoments, k: int) -> PruningPlan:
     """The set of k heads with the least 1_P^T G 1_P. Raises InputError."""
+    moments = split.fitted
     spec = moments.layer.spec
     group = spec.num_heads // spec.num_kv_heads
     if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k < spec.num_heads or k % group:
@@ -52,16 +72,17 @@ def plan_for(moments: HeadMoments, k: int) -> PruningPlan:
         raise InputError("k", expected, repr(k), hint)
     units = moments.cost.reshape(spec.num_kv_heads, group, spec.num_kv_heads, group).sum(axis=(1, 3))
     best = (_best if len(units) <= _EXACT else _greedy)(units, k // group)
-    return plan_of(moments, [unit * group + i for unit in best for i in range(group)])
+    return plan_of(split, [unit * group + i for unit in best for i in range(group)])
 
 
-def plan_of(moments: HeadMoments, heads: Sequence[int]) -> PruningPlan:
+def plan_of(split: SplitMoments, heads: Sequence[int]) -> PruningPlan:
     """The plan that removes `heads`. Raises InputError."""
+    moments = split.fitted
     removal = HeadSet(checked_heads(heads, moments.heads, moments.layer.spec.num_kv_heads))
-    removal.moments = moments
     rest = tuple(head for head in range(moments.heads) if head not in removal)
     cost = float(moments.cost[np.ix_(removal, removal)].sum())
-    return PruningPlan(removal, rest, _relative(moments, cost), moments)
+    removal.plan = PruningPlan(removal, rest, relative(moments, cost), split)
+    return removal.plan
 
 
 def checked_heads(heads: Sequence[int], H: int, G: int) -> tuple[int, ...]:
@@ -109,7 +130,3 @@ def _greedy(cost: np.ndarray, k: int) -> tuple[int, ...]:
 
 def _sum(cost: np.ndarray, heads: Sequence[int]) -> float:
     return float(cost[np.ix_(heads, heads)].sum())
-
-
-def _relative(moments: HeadMoments, cost: float) -> float:
-    return float(np.sqrt(max(cost, 0.0) / moments.size)) if moments.size > 0 else 0.0

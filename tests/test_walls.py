@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "verification": {"nn", "runtime", "spec", "hardware"},
     "conversion": {"nn", "spec", "verification"},
     "kernels": {"spec", "hardware"},
-    "mhsa_analysis": {"conversion", "nn", "runtime", "spec", "verification"},
+    "mhsa_analysis": {"conversion", "mhsa_bench.plots.figure", "nn", "runtime", "spec", "verification"},
     "frontend": {"conversion", "kernels.interface", "kernels.scores", "nn", "runtime", "spec", "verification"},
     "compiler": {"frontend", "kernels", "records", "runtime", "spec", "hardware", "verification"},
     "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "hardware", "verification"},

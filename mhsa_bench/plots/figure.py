@@ -54,8 +54,8 @@ def check_path(path: Path, option: str = "--plot") -> None:
 
 
 @contextmanager
-def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """The axes of a new figure, which is written to `path` as one piece when the block ends."""
+def canvas(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """A new figure without axes, which is written to `path` as one piece when the block ends."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -63,8 +63,15 @@ def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     with rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
-        yield figure.add_subplot()
+        yield figure
         metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figures give the same file
         with atomic_file(path, repr(str(path))) as file:
             form = path.suffix.removeprefix(".")
             figure.savefig(file, format=form, dpi=150, metadata=metadata, bbox_inches="tight", pad_inches=0.12)
+
+
+@contextmanager
+def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """The axes of a new figure, which is written to `path` as one piece when the block ends."""
+    with canvas(path, size) as whole:
+        yield whole.add_subplot()

@@ -11,12 +11,15 @@ import torch
 import mhsa_compile as mhsa
 from mhsa_analysis import pruning
 from mhsa_analysis.head_report import HeadReport
+from mhsa_analysis.pruning import PruningPlan
 from mhsa_compile import analysis
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
 ROUNDS = 1e-6  # of float32, on relative errors
+FITTED, UNSEEN = slice(0, 3), slice(3, 4)
+"""Of the four sequences of `made`."""
 
 
 def made(**fields: object) -> tuple[MultiHeadAttention, torch.Tensor, HeadReport]:
@@ -51,31 +54,80 @@ def test_the_error_is_the_one_that_was_predicted(kind: dict[str, object]) -> Non
         small = analysis.pruned(layer, plan.heads)
         assert small.spec.num_heads == 6 - len(plan.heads) == len(plan.kept)
         assert (small.spec.head_dim, small.spec.v_head_dim) == (layer.spec.head_dim, layer.spec.v_head_dim)
-        assert measured(layer, small, x) == pytest.approx(plan.relative_error, abs=ROUNDS)
+        assert measured(layer, small, x[FITTED]) == pytest.approx(plan.relative_error, abs=ROUNDS)
+        assert measured(layer, small, x[UNSEEN]) == pytest.approx(plan.unseen_error, abs=ROUNDS)
     errors = [plan.relative_error for plan in report.pruning_curve()]
     assert len(errors) == 5 and 0 < errors[0] < errors[-1]
 
 
-def test_a_refit_is_nearer_and_as_predicted() -> None:
+def test_a_refit_is_nearer_and_as_predicted_on_both_sides() -> None:
     layer, x, report = made()
     for k in (1, 3):
         plan = report.prune(k)
         small = analysis.pruned(layer, plan.heads, refit=True)
-        assert measured(layer, small, x) == pytest.approx(plan.refit_error, abs=ROUNDS)
+        assert measured(layer, small, x[FITTED]) == pytest.approx(plan.refit_error, abs=ROUNDS)
+        assert measured(layer, small, x[UNSEEN]) == pytest.approx(plan.unseen_refit_error, abs=ROUNDS)
         assert plan.refit_error < plan.relative_error
-    # Nothing that is linear in what is kept comes nearer: least squares over all tokens says the same.
+        assert (plan.fit.tokens, plan.fit.unseen_tokens) == (90, 30)
+
+
+def least_squares(layer: MultiHeadAttention, x: torch.Tensor, kept: tuple[int, ...], ridge: float) -> np.ndarray:
+    """W (D, K + 1) of what makes up for the other heads, by numpy.linalg.lstsq with rows of the ridge."""
     with torch.no_grad():
-        y, heads, _ = opened(layer)(x)
-    kept = heads.transpose(1, 2).reshape(120, 6, 4)[:, list(plan.kept)].reshape(120, -1).double().numpy()
-    kept, y = np.c_[kept, np.ones(120)], y.reshape(120, 24).double().numpy()
-    best = np.linalg.norm(kept @ np.linalg.lstsq(kept, y, rcond=None)[0] - y) / np.linalg.norm(y)
-    assert plan.refit_error == pytest.approx(best, abs=ROUNDS)
+        heads = opened(layer)(x)[1].double().transpose(1, 2).flatten(0, 1).numpy()  # (n, H, F)
+    out = layer.out_proj.weight.detach().double().numpy().T.reshape(6, 4, 24)
+    lost = sum(heads[:, head] @ out[head] for head in range(6) if head not in kept)
+    columns = heads[:, list(kept)].reshape(len(heads), -1)
+    columns, lost = columns - columns.mean(axis=0), lost - lost.mean(axis=0)
+    rows = np.r_[columns, np.sqrt(ridge * len(columns)) * np.eye(columns.shape[1])]
+    return np.linalg.lstsq(rows, np.r_[lost, np.zeros((columns.shape[1], 24))], rcond=None)[0]
+
+
+def test_the_fit_is_a_ridge_chosen_by_parts_that_are_held_out() -> None:
+    """By other means: least squares on rows of all tokens, each ridge tried on each of three sequences held out."""
+    layer, x, report = made()
+    kept = report.prune(2).kept
+    fit = report.prune(2).fit
+    own = report.split.fitted.covariance[np.ix_(*[report.split.fitted.columns(kept)] * 2)]
+    ridges = np.linalg.eigvalsh(own)[-1] * 2.0 ** np.arange(-34, 7)
+
+    def missed(train: torch.Tensor, test: torch.Tensor, ridge: float) -> float:
+        weights = least_squares(layer, train, kept, ridge)
+        with torch.no_grad():
+            ours, theirs = (
+                opened(layer)(part)[1].double().transpose(1, 2).flatten(0, 1).numpy() for part in (test, train)
+            )
+        out = layer.out_proj.weight.detach().double().numpy().T.reshape(6, 4, 24)
+        centred = ours - theirs.mean(axis=0)
+        lost = sum(centred[:, head] @ out[head] for head in range(6) if head not in kept)
+        return float(((lost - centred[:, list(kept)].reshape(len(ours), -1) @ weights) ** 2).sum())
+
+    tried = [
+        sum(missed(x[[i for i in range(3) if i != held]], x[[held]], ridge) for held in range(3)) for ridge in ridges
+    ]
+    best = ridges[int(np.argmin(tried))]
+    expected = layer.out_proj.weight.detach().double().numpy().T[report.split.fitted.columns(kept)]
+    np.testing.assert_allclose(fit.out, expected + least_squares(layer, x[FITTED], kept, best), atol=1e-5)
+    assert 0 < fit.freedom < len(fit.out)
+
+
+def test_a_fit_on_few_tokens_is_said_not_to_carry_over() -> None:
+    def fit_on(sequences: int) -> PruningPlan:
+        torch.manual_seed(0)
+        layer = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=6)).eval()
+        return reported(layer, torch.randn(sequences, 30, 24).cumsum(dim=1) / 3 + 1).prune(1)
+
+    few, many = fit_on(8), fit_on(400)
+    assert few.fit.tokens == 180 and not few.fit.carries_over
+    assert few.unseen_refit_error > 2 * few.refit_error
+    assert many.unseen_refit_error < 1.2 * many.refit_error and many.fit.carries_over
+    assert many.unseen_refit_error < many.unseen_error  # where there is text enough, a fit is worth it
 
 
 def test_the_best_set_is_the_best() -> None:
     layer, x, report = made()
     for k in (1, 2, 3):
-        errors = {heads: measured(layer, analysis.pruned(layer, report.without(heads).heads), x)
+        errors = {heads: measured(layer, analysis.pruned(layer, report.without(heads).heads), x[FITTED])
                   for heads in combinations(range(6), k)}  # fmt: skip
         assert report.prune(k).heads == min(errors, key=errors.__getitem__)
 
@@ -102,8 +154,8 @@ def test_a_twin_costs_nothing_once_w_o_is_fitted_anew() -> None:
             part.weight[20:24], part.bias[20:24] = part.weight[4:8], part.bias[4:8]
     report = reported(layer, x)
     plan = report.without([5])
-    assert plan.relative_error > 0.05 and plan.refit_error < 1e-6
-    assert measured(layer, analysis.pruned(layer, plan.heads, refit=True), x) < 1e-6
+    assert plan.relative_error > 0.05 and plan.refit_error < 1e-4 and plan.unseen_refit_error < 1e-4
+    assert measured(layer, analysis.pruned(layer, plan.heads, refit=True), x) < 1e-4
 
 
 @pytest.mark.parametrize("group", [2, 3])
@@ -113,7 +165,7 @@ def test_grouped_heads_go_together(group: int) -> None:
     assert len({head // group for head in plan.heads}) == 1
     small = analysis.pruned(layer, plan.heads)
     assert (small.spec.num_heads, small.spec.num_kv_heads) == (6 - group, 6 // group - 1)
-    assert measured(layer, small, x) == pytest.approx(plan.relative_error, abs=ROUNDS)
+    assert measured(layer, small, x[FITTED]) == pytest.approx(plan.relative_error, abs=ROUNDS)
     assert [len(plan.heads) for plan in report.pruning_curve()] == list(range(group, 6, group))
     with pytest.raises(InputError, match=f"k: expected a multiple of {group} from 0 to {6 - group}, got 1"):
         report.prune(1)
@@ -141,9 +193,9 @@ def test_the_compiled_layer_has_the_predicted_error() -> None:
     plan = report.prune(2)
     small = analysis.pruned(layer, plan.heads, refit=True)
     attention = mhsa.load(mhsa.compile(small), threads=1)
-    assert measured(layer, lambda x: torch.from_numpy(attention(x.numpy())), x) == pytest.approx(
-        plan.refit_error, abs=1e-4
-    )
+    for part, error in ((FITTED, plan.refit_error), (UNSEEN, plan.unseen_refit_error)):
+        found = measured(layer, lambda x: torch.from_numpy(attention(x.numpy())), x[part])
+        assert found == pytest.approx(error, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +232,29 @@ def test_layers_and_refits_that_are_refused() -> None:
         analysis.pruned(torch.nn.Linear(2, 2), [1])
     with pytest.raises(SpecError, match="ALiBi"):
         analysis.pruned(MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2, alibi=True)), [1])
-    few = reported(layer, x[:1])
-    with pytest.raises(InputError, match=r"refit: expected statistics of at least 40 tokens, .*, got 30"):
-        analysis.pruned(layer, few.prune(1).heads, refit=True)
+    few = reported(layer, x[:3]).prune(1)
+    assert few.relative_error > 0  # of all three, as none is left to measure on
+    expected = "expected statistics of at least 4 sequences: each 4th is measured on and not fitted on, got 3"
+    with pytest.raises(InputError, match=f"unseen_error: {expected}"):
+        _ = few.unseen_error
+    with pytest.raises(InputError, match=f"refit: {expected}"):
+        analysis.pruned(layer, few.heads, refit=True)
+
+
+def test_fewer_tokens_than_determine_a_fit_are_refused() -> None:
+    """p columns and a bias pass through any p + 1 tokens: there the training error is 0, and tells nothing."""
+    layer, x, _ = made()
+    short, enough = (reported(layer, x[:, :length]).prune(1) for length in (7, 8))  # 21 and 24 tokens, for 20 columns
+    expected = (
+        r"refit: expected at least 22 tokens to fit 20 columns of W_O and a bias on, which pass through any 21 .*"
+    )
+    with pytest.raises(InputError, match=expected + r"got 21, without every 4th sequence\. Add more sequences"):
+        _ = short.refit_error
+    with pytest.raises(InputError, match="refit: expected at least 22 tokens"):
+        analysis.pruned(layer, short.heads, refit=True)
+    assert enough.refit_error > 0
+    with torch.no_grad():
+        heads = opened(layer)(x[FITTED, :7])[1]
+    columns = heads.transpose(1, 2).flatten(0, 1)[:, list(short.kept)].reshape(21, -1).double().numpy()
+    columns, nonsense = np.c_[columns, np.ones(21)], np.random.default_rng(0).standard_normal((21, 24))
+    assert np.abs(columns @ np.linalg.lstsq(columns, nonsense, rcond=None)[0] - nonsense).max() < 1e-3

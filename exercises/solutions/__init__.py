@@ -1,0 +1,1 @@
+"""Of each exercise: a solution, what is right, and what typically goes wrong."""
