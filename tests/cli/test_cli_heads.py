@@ -75,7 +75,7 @@ def test_an_artifact_that_returns_too_little_is_refused(tmp_path: Path) -> None:
     mhsa_library.compile(layer).save(plain)
     message = refused(mhsa("heads", plain))
     assert f"got {plain}, which returns y." in message
-    assert "Compile it again with --outputs y,heads,entropy,weights." in message
+    assert "Compile it again with --outputs y,heads,lse,entropy,weights." in message
 
 
 @pytest.fixture(scope="module")
