@@ -285,7 +285,8 @@ def test_what_it_takes() -> None:
     assert "in its time" in resolve(asked, "auto", PROFILE).reason
     assert [resolve(asked, word, PROFILE).op.float32_products for word in TERM_PRODUCTS] == list(TERM_PRODUCTS)
     assert "IEEE" in KERNEL.why_not(replace(op, float32_products="ieee"), PROFILE)
-    assert "float16" in KERNEL.why_not(replace(op, dtype="float16"), PROFILE)
+    assert "amx_fp16" in KERNEL.why_not(plain(256, 256, 256, "float16"), PROFILE)
+    assert KERNEL.why_not(plain(256, 256, 256, "float16"), WITH_FLOAT16) is None
     assert "amx_bf16" in KERNEL.why_not(op, load_profile("znver4"))
     assert "16 terms" in KERNEL.why_not(plain(64, 15, 64), PROFILE)
     assert "multiply-adds" in KERNEL.why_not(plain(16, 16, 16), PROFILE)

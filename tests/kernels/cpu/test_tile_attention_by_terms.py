@@ -81,7 +81,9 @@ def test_what_it_takes() -> None:
     for other in (of_float32(), of_float32(255, 512), of_float32(512, 255), of_float32(512, 512, E=160)):
         assert KERNEL.exact_products(other, TARGET) == ()
     assert "float32 by bfloat16 terms" in str(KERNEL.why_not(replace(op, float32_products="ieee"), TARGET))
-    assert "float16" in str(KERNEL.why_not(replace(op, dtype="float16"), TARGET))
+    of_float16 = replace(op, dtype="float16", float32_products="ieee")
+    assert "amx_fp16" in str(KERNEL.why_not(of_float16, TARGET))
+    assert KERNEL.why_not(of_float16, load_profile("graniterapids")) is None
     assert "amx_bf16" in str(KERNEL.why_not(op, load_profile("znver4")))
 
 
