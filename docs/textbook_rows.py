@@ -172,7 +172,8 @@ def measured_rows(*, quick: bool) -> Rows:
     console = Console(stderr=True)
     console.print(f"{len(code)} snippets of {PAGE.name}: about {minutes} {'minute' if minutes == 1 else 'minutes'}")
     shown = track(code, "run the snippets", console=console, disable=not console.is_terminal, transient=True)
-    with uses_counted(rows):
+    with uses_counted(rows), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the model holds no attention")  # which is what a control is for
         run_python(rows.each(shown), {"row": rows.note})
     return rows
 
