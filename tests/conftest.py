@@ -141,7 +141,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def native_code(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A run of what is thorough, too, is of the code for this CPU throughout."""
+    """What no vectors decide `make test` compiles for any CPU; a run of what is thorough, too, has all for this one."""
     from support import this_cpu
 
     if "not thorough" in request.config.getoption("markexpr"):
