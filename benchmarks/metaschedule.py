@@ -35,7 +35,7 @@ from tvm.s_tir import meta_schedule
 
 import mhsa_compile as mhsa
 from mhsa_compile.bench import accuracy
-from mhsa_compile.bench.timing import interleave, spread, workers_apart
+from mhsa_compile.bench.timing import interleave, workers_apart
 from mhsa_compile.bench.workloads import Workload, choose
 from mhsa_compile.errors import InputError
 from mhsa_compile.hardware import host
@@ -44,6 +44,7 @@ from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime.array_memory import aligned_copy
 from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.profile.call_profile import spread
 from mhsa_compile.verification.random_inputs import Arrays, random_inputs
 
 BATCH = 64

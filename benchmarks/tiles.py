@@ -49,13 +49,14 @@ from mhsa_bench.peers.peer import Peer, Problem
 from mhsa_bench.peers.registry import Compiled, Fastest
 from mhsa_bench.report import DISTURBED
 from mhsa_bench.roofline import Probe
-from mhsa_compile.bench.timing import INPUT_SETS, interleave, spread, workers_apart
+from mhsa_compile.bench.timing import INPUT_SETS, interleave, workers_apart
 from mhsa_compile.bench.workloads import Workload, choose, module_of
 from mhsa_compile.errors import InputError
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.hardware.profile import detect
 from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.profile.call_profile import spread
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.verification.random_inputs import random_inputs
 

@@ -54,7 +54,7 @@ class TrainedLayer:
     inputs: list[Tensor]
     masks: list[Tensor | None]
     results: list[Tensor]
-    seen: list[Tensor]
+    rows: list[Tensor]
 
     def arguments(self, call: int) -> dict[str, Tensor]:
         """What `attention` and its artifact are called with, by name."""
@@ -62,22 +62,32 @@ class TrainedLayer:
         return {"x": self.inputs[call]} | ({} if mask is None else {"mask": mask})
 
     @torch.no_grad()
-    def check(self, call: int, y: Tensor) -> None:
-        """Raises ModelError unless y (B, L, D), of `attention` or of its artifact, is what the model computed: as close
-        to float64 as PyTorch's own error allows, in the model's operators or in ours, where queries see a key."""
-        arguments, rows = self.arguments(call), self.seen[call]
-        exact = {name: value if value.dtype == torch.bool else value.double() for name, value in arguments.items()}
+    def check(self, results: Sequence[Tensor]) -> None:
+        """Raises ModelError unless `results`, y (B, L, D) of each call, of `attention` or of its artifact, are what the
+        model computed where queries see a key: over all calls together as close to float64 as twice PyTorch's own error
+        allows, in the model's operators or in ours. Of a short call alone that error is a matter of chance."""
         same, in_float64 = self._eager
-        expected, ours = in_float64(**exact), same(**arguments)
-        if not any(agrees(expected[rows], own[rows], y[rows]) for own in (self.results[call], ours)):
+        exact = self._visible([in_float64(**_in_float64(self.arguments(call))) for call in range(len(self.inputs))])
+        ours = self._visible([same(**self.arguments(call)) for call in range(len(self.inputs))])
+        actual = self._visible(results)
+        if not any(agrees(exact, own, actual) for own in (self._visible(self.results), ours)):
             got = f"{self.name}, a {type(self.module).__name__}, whose own result is another"
             raise ModelError("model", KNOWN, got, "Its heads would be described wrongly.")
+
+    def _visible(self, results: Sequence[Tensor]) -> Tensor:
+        """Of all calls the rows (n, D) of queries that see a key."""
+        return torch.cat([result[rows] for result, rows in zip(results, self.rows, strict=True)])
 
     @cached_property
     def _eager(self) -> tuple[MultiHeadAttention, MultiHeadAttention]:
         """`attention` with y alone, in its dtype and in float64."""
         same = self.attention.with_outputs("y")
         return same, copy.deepcopy(same).double()
+
+
+def _in_float64(arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Floats as float64; masks of flags as they are."""
+    return {name: value if value.dtype == torch.bool else value.double() for name, value in arguments.items()}
 
 
 def trained_layers(model: nn.Module, inputs: Sequence[Mapping[str, Any]]) -> list[TrainedLayer]:
@@ -141,7 +151,7 @@ def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
     module = calls[0].module
     try:
         if isinstance(calls[0], TorchCall):
-            attention, masks = attention_of(calls), [call.seen for call in calls]
+            attention, masks = attention_of(calls), [call.visible for call in calls]
         else:
             attention = LayerCalls(calls, dtype_of(next(module.parameters()))).attention()
             masks = [visible_keys_of(call) for call in calls]
@@ -155,7 +165,7 @@ def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
         inputs=[call.x for call in calls],
         masks=[mask_for(attention.spec, one, calls[0].y.dtype) for one in masks],
         results=[call.y for call in calls],
-        seen=[one.rows(len(call.x)) for one, call in zip(masks, calls, strict=True)],
+        rows=[one.rows(len(call.x)) for one, call in zip(masks, calls, strict=True)],
     )
 
 

@@ -17,12 +17,13 @@ import numpy as np
 from mhsa_bench.peers.peer import Opened, Peer, Problem
 from mhsa_bench.peers.registry import Compiled, find
 from mhsa_bench.report import BenchReport, BenchRow, Floor
-from mhsa_compile.bench.timing import INPUT_SETS, Call, interleave, spread, tasks, workers_apart
+from mhsa_compile.bench.timing import INPUT_SETS, Call, interleave, tasks, workers_apart
 from mhsa_compile.errors import InputError
 from mhsa_compile.files.foreign_errors import entry_point
 from mhsa_compile.hardware import environment, host
 from mhsa_compile.hardware.profile import detect
 from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.profile.call_profile import spread
 from mhsa_compile.verification.random_inputs import random_inputs
 
 BEYOND_CACHE = 2

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DISTURBED = 0.1
-"""A spread of the multiply-adds above this: they know no luck of their own, so something else was running."""
+from mhsa_compile.runtime.profile.call_profile import DISTURBED
 
 UNSTEADY = 0.25
 """A spread of a candidate's times above this: half of its rounds differ by a quarter, and so may its rank."""

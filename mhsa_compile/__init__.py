@@ -84,8 +84,8 @@ def __getattr__(name: str) -> object:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, defined = _PLACES[name].partition(":")
-    found = import_module(f"{__name__}.{module}")
-    return getattr(found, defined) if defined else found
+    value = import_module(f"{__name__}.{module}")
+    return getattr(value, defined) if defined else value
 
 
 def __dir__() -> list[str]:

@@ -139,6 +139,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def native_code(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What no vectors decide `make test` compiles for any CPU; a run of what is thorough, too, has all for this one."""
+    from support import this_cpu
+
+    if "not thorough" in request.config.getoption("markexpr"):
+        with this_cpu.native_anywhere(request.path):
+            yield
+    else:
+        yield
+
+
 @pytest.fixture(scope="session")
 def cuda_compiler() -> None:
     """Stands before tests that compile CUDA C++: they are skipped where nothing can, and fail in CI."""

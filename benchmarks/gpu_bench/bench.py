@@ -21,7 +21,6 @@ from gpu_bench.problem import Ceiling, GpuProblem, draw, first, large_copy, matr
 from gpu_bench.report import OURS, Ceilings, GpuResult, GpuRow, Machine, Sample, rows
 from gpu_bench.timing import Call, Stopwatch, interleave
 from gpu_bench.workloads import work
-from mhsa_compile.bench.timing import spread
 from mhsa_compile.bench.workloads import Workload, module_of
 from mhsa_compile.compiler.pipeline import compile
 from mhsa_compile.errors import DeviceError, ModelError
@@ -31,6 +30,7 @@ from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, OpReport
 from mhsa_compile.runtime.compiled_attention import load
+from mhsa_compile.runtime.profile.call_profile import spread
 
 WRONG = 10
 """An error of so many budgets is no rounding: a mask was ignored."""

@@ -9,7 +9,7 @@ from math import prod
 from statistics import median
 
 from gpu_bench.workloads import CallWork
-from mhsa_compile.bench.timing import spread
+from mhsa_compile.runtime.profile.call_profile import spread
 
 OURS = "mhsa-compile"
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
-from statistics import median, quantiles
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -95,12 +95,6 @@ def quickest(call: Call) -> float:
         best = min(best, perf_counter() - start)
         if perf_counter() > end:
             return best
-
-
-def spread(samples: Sequence[float]) -> float:
-    """The interquartile range as a share of the median."""
-    lower, _, upper = quantiles(samples, n=4, method="inclusive")
-    return (upper - lower) / median(samples)
 
 
 def tasks() -> set[int]:

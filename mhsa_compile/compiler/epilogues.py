@@ -126,10 +126,10 @@ class _Chain:
 
     def keep(self) -> None:
         """Makes this the state to which `go_back` goes back."""
-        self._kept = len(self.operands), len(self.features), len(self._steps)
+        self._sizes = len(self.operands), len(self.features), len(self._steps)
 
     def go_back(self) -> None:
-        for values, count in zip((self.operands, self.features, self._steps), self._kept, strict=True):
+        for values, count in zip((self.operands, self.features, self._steps), self._sizes, strict=True):
             del values[count:]
 
     @property

@@ -109,16 +109,16 @@ def compile(
     ['cpu.linear', 'cpu.attention', 'cpu.linear']
     """
     tell = progress or (lambda stage: None)
-    few_bits = block_form(weights)
+    block_form(weights)  # a word that is none is said before the work, as is all that follows
     float32_products = float32_request(float32_products)
     if without_attention not in get_args(WithoutAttention):
         raise InputError("without_attention", '"warn", "accept" or "refuse"', repr(without_attention))
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     if isinstance(profile, CudaProfile):
-        cuda_compiler.compiler()  # a missing one is said before the work
+        cuda_compiler.compiler()
     at_hand = tuple(_records(records, profile))
     if dump is not None:
-        places.make_folder(dump, OutputError, "dump")  # before the work, not after it
+        places.make_folder(dump, OutputError, "dump")
     is_checked = proof.is_on(check)
     use_cache = cache and dump is None and artifact_store.is_on()
 
@@ -128,8 +128,8 @@ def compile(
     source, extra_outputs = with_outputs(as_module(source, example_inputs), outputs)
     if in_place:
         source = _in_place(source)
-    question = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked, float32_products)
-    with CacheLookup(question if use_cache else None) as before:
+    request = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked, float32_products)
+    with CacheLookup(request if use_cache else None) as before:
         if example_inputs is None and dynamic_shapes is None:
             check_dims(dims)
             if (entry := before.of_module(source, dims)) is not None:
@@ -141,34 +141,47 @@ def compile(
             return entry
         tell("import")
         canonical = _canonical(read, extra_outputs, without_attention)
-        if few_bits is not None:  # from here on this is the model: what it is held against, and what the artifact has
-            canonical = _with_block_weights(canonical, few_bits)
-            read, weights = replace(read, original=canonical.model), None
-        read, imported = _import(read, canonical, weights)
-        tell("schedule")
-        code = _Code(canonical.model, profile, RecordSet(at_hand, profile), weights, float32_products)
-        scheduled = code.scheduled(imported)
-        if dump is not None:
-            _dump(Path(dump), read, imported, scheduled, profile)
-        manifest = _manifest(read, canonical, imported, scheduled, profile, float32_products)
-        with _temporary_folder() as owner:
-            tell("build")
-            with ThreadPoolExecutor(1) as beside:  # both take a second, and LLVM runs on one thread
-                written = beside.submit(
-                    _write_weights, owner.path, read, scheduled.weights, with_source=not extra_outputs
-                )
-                code.build(scheduled, owner.path / MODULE)
-                written.result()
-            unchecked, outcome = Artifact.assemble(owner.path, manifest), proof.OFF
-            if is_checked:
-                tell("check")
-                options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
-                options["float32_products"] = float32_products
-                again = partial(compile, target=profile, without_attention="accept", **options)
-                outcome = proof.check_source(read, unchecked, again, None if dump is None else Path(dump))
-            artifact = unchecked.with_check(outcome, owner)
+        artifact = _artifact(read, canonical, request, tell, None if dump is None else Path(dump))
         before.keep(artifact)
         return artifact
+
+
+def _artifact(
+    read: Source, canonical: Canonical, request: CacheRequest, tell: Callable[[str], None], dump: Path | None
+) -> Artifact:
+    """The stages behind the canonical model: its operations, their code, the files, and what they compute."""
+    weights = request.weights
+    if (few_bits := block_form(weights)) is not None:
+        # From here on this is the model: what it is held against, and what the artifact has.
+        canonical = _with_block_weights(canonical, few_bits)
+        read, weights = replace(read, original=canonical.model), None
+    read, imported = _import(read, canonical, weights)
+    tell("schedule")
+    profile, products = request.profile, request.float32_products
+    code = _Code(canonical.model, profile, RecordSet(request.records, profile), weights, products)
+    scheduled = code.scheduled(imported)
+    if dump is not None:
+        _dump(dump, read, imported, scheduled, profile)
+    manifest = _manifest(read, canonical, imported, scheduled, profile, products)
+    with _temporary_folder() as owner:
+        tell("build")
+        with ThreadPoolExecutor(1) as beside:  # both take a second, and LLVM runs on one thread
+            with_source = not request.outputs
+            files = beside.submit(_write_weights, owner.path, read, scheduled.weights, with_source=with_source)
+            code.build(scheduled, owner.path / MODULE)
+            files.result()
+        unchecked, outcome = Artifact.assemble(owner.path, manifest), proof.OFF
+        if request.check:
+            tell("check")
+            outcome = proof.check_source(read, unchecked, _again(request, weights), dump)
+        return unchecked.with_check(outcome, owner)
+
+
+def _again(request: CacheRequest, weights: str | None) -> Callable[..., Artifact]:
+    """A compilation of another source in the same way, for a check that looks for what differs."""
+    options: dict[str, Any] = {"records": request.records, "weights": weights, "cache": False, "check": False}
+    options |= {"target": request.profile, "float32_products": request.float32_products}
+    return partial(compile, without_attention="accept", **options)
 
 
 def import_source(
@@ -308,7 +321,7 @@ def _records(source: str | Path | Iterable[Record] | None, profile: TargetProfil
         return records
     shelf, warnings_of_files = record_files.gather(profile.records() if source is None else [Path(source)])
     for sentence in warnings_of_files:
-        warnings.warn(sentence, stacklevel=3)
+        warnings.warn(sentence, stacklevel=4)  # behind `compile` and its entry point
     return shelf
 
 

@@ -44,15 +44,7 @@ def from_torch(
     >>> spec.kv_embed_dim, spec.v_embed_dim
     (48, 32)
     """
-    if not isinstance(layer, nn.MultiheadAttention) or type(layer).forward is not nn.MultiheadAttention.forward:
-        got = f"a {type(layer).__name__}, with a forward of its own"
-        raise ModelError("layer", "an nn.MultiheadAttention", got, "mhsa.compile takes it with example_inputs.")
-    if layer.bias_k is not None or layer.bias_v is not None:
-        raise ModelError("layer", "nn.MultiheadAttention without add_bias_kv", "add_bias_kv=True")
-    if layer.add_zero_attn:
-        raise ModelError("layer", "nn.MultiheadAttention without add_zero_attn", "add_zero_attn=True")
-    if not isinstance(layer.out_proj, nn.Linear):
-        raise ModelError("layer", "an out_proj that is an nn.Linear", type(layer.out_proj).__name__)
+    _check_layer(layer)
     separate_values = separate_values or layer.kdim != layer.vdim
     cross = cross or separate_values or layer.kdim != layer.embed_dim
     spec = AttentionSpec(
@@ -66,17 +58,36 @@ def from_torch(
         mask=mask,
         outputs=tuple(outputs),
     )
+    return loaded(spec, _weights_of(layer) | (_biases_of(layer) if spec.bias else {}))
+
+
+def _check_layer(layer: nn.MultiheadAttention) -> None:
+    """Raises ModelError for a layer that has no counterpart."""
+    if not isinstance(layer, nn.MultiheadAttention) or type(layer).forward is not nn.MultiheadAttention.forward:
+        got = f"a {type(layer).__name__}, with a forward of its own"
+        raise ModelError("layer", "an nn.MultiheadAttention", got, "mhsa.compile takes it with example_inputs.")
+    if layer.bias_k is not None or layer.bias_v is not None:
+        raise ModelError("layer", "nn.MultiheadAttention without add_bias_kv", "add_bias_kv=True")
+    if layer.add_zero_attn:
+        raise ModelError("layer", "nn.MultiheadAttention without add_zero_attn", "add_zero_attn=True")
+    if not isinstance(layer.out_proj, nn.Linear):
+        raise ModelError("layer", "an out_proj that is an nn.Linear", type(layer.out_proj).__name__)
+
+
+def _weights_of(layer: nn.MultiheadAttention) -> dict[str, Tensor]:
     separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     projections = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
-    state = {f"{name}_proj.weight": weight for name, weight in zip("qkv", projections, strict=True)}
-    if spec.bias:
-        zeros = torch.zeros(3 * layer.embed_dim, dtype=layer.out_proj.weight.dtype, device="cpu")
-        inner: Tensor = zeros if layer.in_proj_bias is None else layer.in_proj_bias
-        outer: Tensor = zeros[: layer.embed_dim] if layer.out_proj.bias is None else layer.out_proj.bias
-        state |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", inner.chunk(3), strict=True)}
-        state["out_proj.bias"] = outer
-    state["out_proj.weight"] = layer.out_proj.weight  # what it is after a parametrization, too
-    return loaded(spec, state)
+    weights = {f"{name}_proj.weight": weight for name, weight in zip("qkv", projections, strict=True)}
+    return weights | {"out_proj.weight": layer.out_proj.weight}  # what it is after a parametrization, too
+
+
+def _biases_of(layer: nn.MultiheadAttention) -> dict[str, Tensor]:
+    """Zeros where the layer has none on one side."""
+    zeros = torch.zeros(3 * layer.embed_dim, dtype=layer.out_proj.weight.dtype, device="cpu")
+    inner: Tensor = zeros if layer.in_proj_bias is None else layer.in_proj_bias
+    outer: Tensor = zeros[: layer.embed_dim] if layer.out_proj.bias is None else layer.out_proj.bias
+    biases = {f"{name}_proj.bias": bias for name, bias in zip("qkv", inner.chunk(3), strict=True)}
+    return biases | {"out_proj.bias": outer}
 
 
 def join_masks(

@@ -35,7 +35,7 @@ class TorchCall:
     module: Any
     x: Tensor
     context: Tensor | None
-    seen: VisibleKeys
+    visible: VisibleKeys
     y: Tensor
     exact: Tensor
 
@@ -61,7 +61,7 @@ def torch_calls(root: nn.Module) -> Iterator[list[TorchCall]]:
 @torch.no_grad()
 def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
     """The layer of these calls, after it gave the result of each. Raises ModelError."""
-    masks = [call.seen for call in calls]
+    masks = [call.visible for call in calls]
     cross = calls[0].context is not None
     band = constant_band(masks)
     band = VisibleBand() if band is None or (cross and band != VisibleBand()) else band
@@ -73,7 +73,7 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
         causal=band.causal if is_band else None,
     )
     for call in calls:
-        if not gives(attention, (call.x, call.context), call.seen, call.exact):
+        if not gives(attention, (call.x, call.context), call.visible, call.exact):
             raise refusal(call.module, "its own result is another than that of its projections and masks")
     return attention
 
@@ -92,9 +92,9 @@ def _call_of(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     L, S = query.shape[1], query.shape[1] if context is None else context.shape[1]
     full = (query.shape[0], layer.num_heads, L, S)
     mask = join_masks(arguments.get("attn_mask"), arguments.get("key_padding_mask"), full, query.dtype)
-    seen = VisibleKeys(bool_where_it_hides(mask), L, S)
+    visible = VisibleKeys(bool_where_it_hides(mask), L, S)
     context = None if context is None else context.detach()
-    return TorchCall(layer, query.detach(), context, seen, y.detach(), exact)
+    return TorchCall(layer, query.detach(), context, visible, y.detach(), exact)
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:

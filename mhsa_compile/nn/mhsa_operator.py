@@ -29,7 +29,9 @@ FIRST_TENSOR = 10
 """From this input on there is what functions of scores capture, each an attribute of their name: a traced ScoreFunction
 as JSON. That of score_mod comes first."""
 ATTRIBUTES = ("top_k", "weights_heads", "weights_rows")
-INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
+MASK, LENGTHS = "attn_mask", "nonpad_kv_seqlen"
+"""Inputs that whoever reads a graph looks through before steps of the scores take them."""
+INPUTS = ("Q", "K", "V", MASK, "past_key", "past_value", LENGTHS, "sinks", "slopes")
 STANDARD_INPUTS = 7
 STANDARD_ATTRIBUTES = frozenset(onnx.defs.get_schema("Attention", 25, "").attributes)
 _BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just before the softmax

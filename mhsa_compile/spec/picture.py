@@ -28,7 +28,7 @@ _FRAME = 'fill="none" stroke="currentColor" stroke-opacity=".45"'
 
 def picture_of(title: str, spec: AttentionSpec, *, projections: bool = True, more: TableRows = ()) -> str:
     """HTML: a drawing from x to y, and what there is to say, with `more` at its end."""
-    return card(title, (*_said(spec, projections), *more), _drawing(spec, projections))
+    return card(title, (*_features(spec, projections), *more), _drawing(spec, projections))
 
 
 def card(title: str, rows: TableRows, drawing: str = "") -> str:
@@ -65,7 +65,7 @@ def shortened(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _said(spec: AttentionSpec, projections: bool) -> TableRows:
+def _features(spec: AttentionSpec, projections: bool) -> TableRows:
     """What a person would ask first, and of the rest what is not as usual."""
     heads = f"{spec.num_heads} of {spec.head_dim} dims"
     if spec.num_kv_heads != spec.num_heads:

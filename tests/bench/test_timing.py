@@ -9,19 +9,10 @@ import numpy as np
 import pytest
 
 from mhsa_bench import roofline
-from mhsa_compile.bench.timing import (
-    BURST,
-    LEAST_ROUNDS,
-    LONG,
-    SETTLE,
-    interleave,
-    quickest,
-    spread,
-    tasks,
-    workers_apart,
-)
+from mhsa_compile.bench.timing import BURST, LEAST_ROUNDS, LONG, SETTLE, interleave, quickest, tasks, workers_apart
 from mhsa_compile.hardware.profile import detect
 from mhsa_compile.kernels.cpu.units.choice import units
+from mhsa_compile.runtime.profile.call_profile import spread
 
 
 class Clock:

@@ -34,10 +34,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
 ASIDE = (
     *("frontend/canonicalize", "frontend/reading", "conversion", "integrations", "bench"),
     *(f"frontend/export/{name}.py" for name in ("flex_attention", "sdpa_translation", "torch_layers")),
+    "spec/masks.py",
     "spec/semantics.py",
 )
-"""What a feature can do without, in the package: what reads other people's forms of it, and uses it; and the manifest's
-format, whose `steps` have room for any."""
+"""What a feature can do without, in the package: what reads other people's forms of it, and uses it; helpers that make
+arrays for whoever calls; and the manifest's format, whose `steps` have room for any."""
 
 
 def files() -> list[Path]:

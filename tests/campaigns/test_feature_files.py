@@ -8,15 +8,12 @@ import pytest
 
 from campaigns import feature_files
 
-MOST = {"call's mask": 9}
-"""The standard's own input, which the graph around a node is read for; constant rows of a mask derive from it."""
-
 
 @pytest.mark.parametrize("feature", feature_files.FEATURES)
 def test_a_feature_is_named_in_few_files(feature: str) -> None:
     paths = list(filter(feature_files.on_the_way, feature_files.named_in(feature)))
     assert "mhsa_compile/kernels/scores/order.py" in paths
-    assert len(paths) <= MOST.get(feature, 6), paths
+    assert len(paths) <= 6, paths
 
 
 def test_names_and_strings_count_and_sentences_do_not(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_products_of_a_file(word: str, gemm: bool) -> None:
     np.testing.assert_allclose(y, expected.numpy(), rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
+@pytest.mark.thorough
 def test_an_encoder_of_a_file_keeps_its_attention() -> None:
     """Shapes behind products of few bits are known as before."""
     layer = torch.nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 from support.attention_ops import attention_of
+from support.onnx_models import model_of
 from support.term_products import WORDS, OfferingAttention, TermLinear
 
 import mhsa_compile as mhsa
+from mhsa_compile.compiler import pipeline
 from mhsa_compile.compiler.selection.float32_products import offers_products, resolutions, resolve
 from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
@@ -109,7 +112,9 @@ def test_a_wrong_word_is_refused(word):
         mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4), float32_products=word)
 
 
-def test_the_manifest_says_what_was_asked_and_got(unit):
+def test_the_manifest_says_what_was_asked_and_got(unit, monkeypatch):
+    """What is scheduled decides: none of the code is built, which takes seconds for each attention."""
+    monkeypatch.setattr(pipeline._Code, "build", lambda code, scheduled, path: path.write_bytes(b""))
     spec = mhsa.AttentionSpec(embed_dim=32, num_heads=4)
     manifests = {word: mhsa.compile(spec, AVX512, float32_products=word).manifest for word in ("auto", "bf16x3")}
     for asked, manifest in manifests.items():
@@ -128,9 +133,12 @@ def test_the_manifest_says_what_was_asked_and_got(unit):
 
 
 def test_a_manifest_without_a_choice_has_the_bytes_of_before():
-    artifact = mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4), AVX2)
+    node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    model = model_of([node], {"x": ["R", 32]}, {"y": ["R", 40]}, {"w": np.ones((32, 40), np.float32)})
+    artifact = mhsa.compile(model, AVX2, without_attention="accept")
+    assert [op.kernel for op in artifact.manifest.ops] == ["cpu.linear"]
     assert b"float32_products" not in (artifact.path / "manifest.json").read_bytes()
-    ieee = mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4), AVX2, float32_products="ieee")
+    ieee = mhsa.compile(model, AVX2, float32_products="ieee", without_attention="accept")
     assert ieee.manifest.ops == artifact.manifest.ops and ieee.manifest.float32_products == "ieee"
     assert np.array_equal(*((one.path / "module.so").read_bytes() for one in (artifact, ieee)))
 

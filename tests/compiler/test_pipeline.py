@@ -366,8 +366,9 @@ class TestRefused:
 
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.setattr(package, "write", full)
+        node = helper.make_node("Relu", ["x"], ["y"])
         with pytest.raises(OutputError, match="No space left"):
-            mhsa.compile(SPEC)
+            mhsa.compile(model_of([node], {"x": ["R", 24]}, {"y": ["R", 24]}, {}), without_attention="accept")
         assert not list(tmp_path.glob("mhsa-*"))
 
 

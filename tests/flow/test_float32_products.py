@@ -110,6 +110,7 @@ def test_layers_in_place_get_it_and_the_report_says_so() -> None:
     assert "_mhsa_acceleration" not in vars(model)
 
 
+@pytest.mark.thorough
 def test_a_first_call_that_is_off_by_more_than_the_choice_is_refused() -> None:
     layer = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval()
     x = torch.randn(2, 9, 64)

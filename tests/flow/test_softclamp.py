@@ -77,6 +77,7 @@ def compiled(name: str) -> tuple[ScaledDotProductAttention, Any]:
     return module, artifact
 
 
+@pytest.mark.thorough_only("*among others")
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("L", "S"), [(37, 53), (1, 197), (5, 3)])
 def test_kernels_for_many_queries_and_for_few(name: str, L: int, S: int) -> None:

@@ -57,7 +57,9 @@ class Decoder:
         return expected, budget(expected, yardstick, self.spec.dtype)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("gpt2", marks=pytest.mark.thorough), "llama", "all"])
+@pytest.fixture(
+    scope="module", params=["all", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gpt2", "llama"))]
+)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     torch.manual_seed(3)
     module = MultiHeadAttention(SHAPES[request.param]).eval()

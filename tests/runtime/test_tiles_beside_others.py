@@ -60,7 +60,7 @@ def fresh(artifact: Artifact, body: str, *before: str) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_onednn_in_the_same_thread_changes_nothing(artifact: Artifact, threads: int) -> None:
     """Its tiles have other shapes, and it keeps them configured from call to call."""
     linear = torch.nn.Linear(96, 80).bfloat16().eval()

@@ -7,14 +7,42 @@ the root of the file system, as it is there.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from mhsa_compile.hardware import host
+from mhsa_compile.hardware import host, profile
 from mhsa_compile.hardware.profile import detect
+
+TESTS = Path(__file__).parents[1]
+ANYWHERE = "x86-64-v3"
+"""A target whose code runs wherever the suite does. Attention for AVX-512 and tiles takes twice as long to compile, so
+what no vectors decide, such as what a graph means, a cache or a process, is compiled for this."""
+
+
+VECTORS_DECIDE_NOTHING = (
+    *("analysis/", "integrations/"),
+    *(f"compiler/test_{name}.py" for name in ("block_weights", "epilogues", "pipeline", "proof", "top_k")),
+    *(f"frontend/test_{name}.py" for name in ("branches", "free_dims", "op_converters", "outputs_listed")),
+    *(f"flow/test_{name}.py" for name in ("errors", "largest_windows", "score_functions", "softclamp", "values_apart")),
+    *(f"runtime/test_{name}.py" for name in ("cuda_kv_cache", "kv_cache", "no_proc", "profile", "stored_caches")),
+)
+"""Tests of `make test` that find ANYWHERE's profile as "native", as on a CPU that has no more."""
+
+
+@contextmanager
+def native_anywhere(test: Path) -> Iterator[None]:
+    """For a file of VECTORS_DECIDE_NOTHING."""
+    with pytest.MonkeyPatch.context() as patch:
+        if test.as_posix().removeprefix(f"{TESTS.as_posix()}/").startswith(VECTORS_DECIDE_NOTHING):
+            plain = msgspec.structs.replace(profile.load_profile(ANYWHERE), name=profile.NATIVE)
+            patch.setattr(profile, "detect", lambda: plain)
+        yield
+
 
 # LLVM's features of arithmetic and vectors, where /proc/cpuinfo names them otherwise; the rest keep their name.
 CPUINFO = {

@@ -18,10 +18,12 @@ from mhsa_compile.hardware import environment
 
 if TYPE_CHECKING:
     from mhsa_analysis.block_flow import BlockFlow
+    from mhsa_analysis.head_statistics import HeadStatistics
     from mhsa_analysis.heads_page import ShownLayer
     from mhsa_analysis.model_layers import TrainedLayer
     from mhsa_analysis.pruning import PruningPlan
     from mhsa_compile.runtime.artifact.artifact import Artifact
+    from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 _SHOWN_TEXTS = 4  # of whose tokens the page shows who looks at whom
 _SEPARATORS = ("[SEP]", "</s>", "<|endoftext|>")
@@ -42,73 +44,67 @@ class _Model:
     whole: dict[str, Any] | None = None
 
 
+LayerSource = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="An artifact with --outputs y,heads,weights, or a folder of transformers' with tokenizer.json in it.",
+    ),
+]
+TextFile = Annotated[
+    Path | None,
+    typer.Option("--text", metavar="FILE", help="Of a model: texts to run it on, one a line, each by itself."),
+]
+InputFiles = Annotated[
+    list[str] | None,
+    typer.Option("--input", metavar="NAME=FILE.npy", help="Of an artifact. Repeat it; what is missing is random."),
+]
+PrunedHeads = Annotated[
+    int,
+    typer.Option(
+        "--prune",
+        min=0,
+        metavar="K",
+        help="Also the K heads of each layer it can best do without, chosen "
+        "and W_O fitted anew on three of four texts, measured on them and on the fourth.",
+    ),
+]
+PageFile = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE.html", help="Also a page to look at, in one file.")
+]
+PictureFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="DIR",
+        help="Also pictures of the first text in each layer: a head step by step, all heads.",
+    ),
+]
+
+
 def heads(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SOURCE",
-            help="An artifact with --outputs y,heads,weights, or a folder of transformers' with tokenizer.json in it.",
-        ),
-    ],
+    source: LayerSource,
     *,
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of a model: texts to run it on, one a line, each by itself.")
-    ] = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", metavar="NAME=FILE.npy", help="Of an artifact. Repeat it; what is missing is random."),
-    ] = None,
-    prune: Annotated[
-        int,
-        typer.Option(
-            "--prune",
-            min=0,
-            metavar="K",
-            help="Also the K heads of each layer it can best do without, chosen "
-            "and W_O fitted anew on three of four texts, measured on them and on the fourth.",
-        ),
-    ] = 0,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE.html", help="Also a page to look at, in one file.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Also pictures of the first text in each layer: a head step by step, all heads."
-        ),
-    ] = None,
+    text: TextFile = None,
+    inputs: InputFiles = None,
+    prune: PrunedHeads = 0,
+    html: PageFile = None,
+    plot: PictureFolder = None,
     dims: options.StatedDims,
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
     """What the heads of trained layers do: what they look at, how alike they are, what a layer loses without them."""
-    from mhsa_analysis.heads_page import heads_page
-    from mhsa_compile.files.atomic_write import atomic_file, check_file
-
-    if html is not None:
-        check_file(html, "--html")  # before the work, not after it
-    if plot is not None:
-        environment.require("matplotlib", extra="bench")
-        places.make_folder(plot, OutputError, "--plot")
-    if places.is_there(source / "manifest.json"):
-        if text is not None:
-            raise InputError("--text", "a model with a tokenizer", "an artifact", "Give its inputs: --input x=x.npy.")
+    _check_places(html, plot)
+    if _is_artifact(source, text, inputs or ()):
         model = _of_artifact(source, inputs or (), dims, seed, prune, plot)
     else:
-        if inputs:
-            raise InputError("--input", "an artifact", f"the folder {source}", "Give --text FILE, with a text a line.")
         model = _of_model(source, text, prune, plot)
     if html is not None:
-        page = heads_page(model.title, model.layers, model.texts)
-        with atomic_file(html, "--html") as file:
-            file.write(page.encode())
+        _write_page(html, model)
     pictures = [] if plot is None else _draw(plot, model)
     if json:
-        layers = [_description(layer) for layer in model.layers]
-        prunes = [_costs(plan) for plan in model.plans]
-        output.print_json(
-            {"layers": layers, "html": html, "plot": pictures, "prune": prunes, "unseen_text": model.whole}
-        )
+        _print_json(model, html, pictures)
         return
     for layer in model.layers:
         _print(model.title, layer)
@@ -118,6 +114,43 @@ def heads(
         output.line(f"{html} shows all of it")
     if plot is not None:
         output.line(f"{plot}: {len(pictures)} pictures")
+
+
+def _check_places(html: Path | None, plot: Path | None) -> None:
+    """Before the work, not after it: whether what is asked for can be written, and drawn."""
+    from mhsa_compile.files.atomic_write import check_file
+
+    if html is not None:
+        check_file(html, "--html")
+    if plot is not None:
+        environment.require("matplotlib", extra="bench")
+        places.make_folder(plot, OutputError, "--plot")
+
+
+def _is_artifact(source: Path, text: Path | None, inputs: Sequence[str]) -> bool:
+    """Whether SOURCE is an artifact; else it is a model's folder. Raises InputError for options of the other."""
+    if places.is_there(source / "manifest.json"):
+        if text is not None:
+            raise InputError("--text", "a model with a tokenizer", "an artifact", "Give its inputs: --input x=x.npy.")
+        return True
+    if inputs:
+        raise InputError("--input", "an artifact", f"the folder {source}", "Give --text FILE, with a text a line.")
+    return False
+
+
+def _write_page(path: Path, model: _Model) -> None:
+    from mhsa_analysis.heads_page import heads_page
+    from mhsa_compile.files.atomic_write import atomic_file
+
+    page = heads_page(model.title, model.layers, model.texts)
+    with atomic_file(path, "--html") as file:
+        file.write(page.encode())
+
+
+def _print_json(model: _Model, html: Path | None, pictures: Sequence[Path]) -> None:
+    layers = [_description(layer) for layer in model.layers]
+    prunes = [_costs(plan) for plan in model.plans]
+    output.print_json({"layers": layers, "html": html, "plot": pictures, "prune": prunes, "unseen_text": model.whole})
 
 
 def _draw(folder: Path, model: _Model) -> list[Path]:
@@ -222,9 +255,6 @@ def _measure(source: Path, lines: Sequence[str], prune: int, plot: Path | None, 
     import torch
 
     from mhsa_analysis.model_layers import trained_layers
-    from mhsa_compile.compiler.pipeline import compile
-    from mhsa_compile.nn.modules import weights
-    from mhsa_compile.runtime.compiled_attention import load
 
     model, tokenizer = _loaded(source)
     encoded = [tokenizer.encode(line) for line in lines]
@@ -236,31 +266,53 @@ def _measure(source: Path, lines: Sequence[str], prune: int, plot: Path | None, 
     _check_tokens(encoded, max(stats.tokens_needed for stats in stats_of.values()))
     pages: list[ShownLayer] = []
     flows: list[BlockFlow] = []
-    compiled: dict[str, Any] = {}  # one artifact for all layers of a spec
+    artifacts: dict[str, Artifact] = {}
     for layer in layers:
         stage(f"look into {layer.name}")
-        looked_into = layer.attention.with_outputs(*_WORDS)
-        key = looked_into.spec.to_json()
-        compiled[key] = compiled.get(key) or compile(looked_into)
-        attention = load(compiled[key], weights=weights(looked_into))
         stats = stats_of[layer.name]
-        maps: list[Any] = []
-        for call, (x, one) in enumerate(zip(layer.inputs, encoded, strict=True)):
-            outputs = attention(**{name: value.numpy() for name, value in layer.arguments(call).items()})
-            layer.check(call, torch.from_numpy(outputs.y))
-            separators = [[number in apart for number in one.ids]] if apart else None
-            stats.add(x, outputs, separators=separators)
-            if plot is not None and call == 0:
-                flows.append(_flow(looked_into, x, outputs, one.tokens))
-            if len(maps) < _SHOWN_TEXTS:
-                maps.append(outputs.weights[0])
-        pages.append(ShownLayer(layer.name, stats.report(), maps))
+        outputs = _run(layer, _attention_of(layer, artifacts), stats, encoded, apart)
+        pages.append(ShownLayer(layer.name, stats.report(), [one.weights[0] for one in outputs]))
+        if plot is not None:
+            flows.append(_flow(layer.attention.with_outputs(*_WORDS), layer.inputs[0], outputs[0], encoded[0].tokens))
     plans = _plans(pages, prune)
     if plans:
         stage("run it without heads on the texts that nothing was fitted on")
     whole = _without_heads(model, layers, plans, encoded) if plans else None
     texts = [one.tokens for one in encoded[:_SHOWN_TEXTS]]
     return _Model(f"Heads of {source.resolve().name}", pages, texts, plans, flows, whole)
+
+
+def _attention_of(layer: TrainedLayer, artifacts: dict[str, Artifact]) -> CompiledAttention:
+    """The layer, which says how it came to its y; `artifacts` has one for all layers of a spec."""
+    from mhsa_compile.compiler.pipeline import compile
+    from mhsa_compile.nn.modules import weights
+    from mhsa_compile.runtime.compiled_attention import load
+
+    looked_into = layer.attention.with_outputs(*_WORDS)
+    key = looked_into.spec.to_json()
+    if key not in artifacts:
+        artifacts[key] = compile(looked_into)
+    return load(artifacts[key], weights=weights(looked_into))
+
+
+def _run(
+    layer: TrainedLayer, attention: CompiledAttention, stats: HeadStatistics, encoded: Sequence[Any], apart: set[int]
+) -> list[Any]:
+    """What the compiled layer gives for the first texts; `stats` gets those of all. `apart` are the tokens that
+    separate texts. Raises ModelError where the model's own layer gives something else."""
+    import torch
+
+    outputs_of_first: list[Any] = []
+    results: list[torch.Tensor] = []
+    for call, (x, one) in enumerate(zip(layer.inputs, encoded, strict=True)):
+        outputs = attention(**{name: value.numpy() for name, value in layer.arguments(call).items()})
+        results.append(torch.from_numpy(outputs.y))
+        separators = [[number in apart for number in one.ids]] if apart else None
+        stats.add(x, outputs, separators=separators)
+        if call < _SHOWN_TEXTS:
+            outputs_of_first.append(outputs)
+    layer.check(results)
+    return outputs_of_first
 
 
 def _without_heads(

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mhsa_bench.report import DISTURBED
 from mhsa_compile.cli.common import output
+from mhsa_compile.runtime.profile.call_profile import DISTURBED
 
 if TYPE_CHECKING:
     from mhsa_compile.hardware.profile import TargetProfile

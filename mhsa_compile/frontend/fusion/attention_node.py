@@ -26,8 +26,6 @@ INPUTS = mhsa_operator.INPUTS
 OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
 """The outputs of an Attention in their order, as INPUTS are its inputs. The last of both are those of our own operator
 of this name; see `operators`."""
-MASK, LENGTHS = "attn_mask", "nonpad_kv_seqlen"
-"""Inputs that are looked through before steps take them."""
 _STANDARD_INPUTS = ("past_key", "past_value")  # from number 4 on
 _STANDARD_OUTPUTS = ("present_key", "present_value", "qk_matmul_output")  # from number 1 on
 _PRECISIONS: dict[int, Literal["float32", "float64"]] = {

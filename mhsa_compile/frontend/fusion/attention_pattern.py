@@ -10,13 +10,14 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 
-from mhsa_compile.frontend.fusion.attention_node import LENGTHS, MASK, AttentionNode
+from mhsa_compile.frontend.fusion.attention_node import AttentionNode
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows
 from mhsa_compile.frontend.fusion.stored_rows import StoredRows, stored_rows
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, metadata_of
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 from mhsa_compile.kernels.scores.order import STEPS
+from mhsa_compile.nn.mhsa_operator import LENGTHS, MASK
 from mhsa_compile.spec.attention_spec import SPEC_KEY
 from mhsa_compile.spec.masks import HIDES, causal
 from mhsa_compile.spec.score_functions import ScoreFunction
@@ -112,7 +113,7 @@ class AttentionPattern(AttentionNode):
         return "", "bottom_right"
 
     def _constant_pairs(self) -> np.ndarray[Any, Any] | None:
-        """A constant attn_mask that only hides or shows, as bool (1 or H, L, S); None for any other.
+        """A constant mask that only hides or shows, as bool (1 or H, L, S); None for any other.
 
         What stands for -inf does so where every query sees a key; in a row of nothing else it is a number.
         """

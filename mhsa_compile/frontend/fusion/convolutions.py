@@ -99,12 +99,8 @@ class _Rewriting:
 
     def _with_channels_last(self, x: str, rank: int) -> str | None:
         """The value that x is with its channels put first, if there is one."""
-        first, before = _channels_first(rank), self.graph.producer(x, "Transpose")
-        if x in self.moved and self.moved[x][1] == first:
-            return self.moved[x][0]
-        if before is not None and tuple(attributes(before).get("perm", ())) == first:
-            return str(before.input[0])
-        return None
+        source, perm = self.moved.get(x, ("", ()))
+        return source if perm == _channels_first(rank) else _channels_last(self.graph, x, rank)
 
     def _product(self, plan: _Convolution, rows: str, matrix: str) -> str:
         """The rows times those of the matrix."""
@@ -192,6 +188,13 @@ def _channels_first(rank: int) -> tuple[int, ...]:
     return (0, rank - 1, *range(1, rank - 1))
 
 
+def _channels_last(graph: GraphView, x: str, rank: int) -> str | None:
+    """The value whose channels a Transpose of the file puts first, which makes x of it."""
+    before = graph.producer(x, "Transpose")
+    moved = before is not None and tuple(attributes(before).get("perm", ())) == _channels_first(rank)
+    return before.input[0] if before is not None and moved else None
+
+
 @dataclass(frozen=True)
 class _Convolution:
     """What a convolution multiplies, by name, "" where there is none. Of bytes it has zero points, and scales, or gives
@@ -211,10 +214,8 @@ class _Convolution:
 def _of_floats(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
     """Conv, which multiplies bytes where both of its factors are made of such, by a scale for each channel at most."""
     x, weight, bias = [*node.input, ""][:3]
-    turned = graph.producer(x, "Transpose")
-    is_last = turned is not None and tuple(attributes(turned).get("perm", ())) == _channels_first(len(graph.dims(x)))
-    source = turned.input[0] if turned is not None and is_last else x
-    floats, weights = (graph.producer(name, "DequantizeLinear") for name in (source, weight))
+    rows = _channels_last(graph, x, len(graph.dims(x)))
+    floats, weights = (graph.producer(name, "DequantizeLinear") for name in (rows or x, weight))
     if floats is None or weights is None:
         alike = graph.dtype(x) in DTYPES and graph.dtype(weight) == graph.dtype(x)
         return _Convolution(x, weight, bias) if alike else None
@@ -225,7 +226,8 @@ def _of_floats(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
         return None
     if graph.dtype(x) != "float32" or graph.dtype(weight) != "float32":
         return None
-    return _of_bytes(graph, _Convolution(x_bytes, stored, bias, x_zero, x_scale, zero, scale, channels_last=is_last))
+    plan = _Convolution(x_bytes, stored, bias, x_zero, x_scale, zero, scale, channels_last=rows is not None)
+    return _of_bytes(graph, plan)
 
 
 def _of_whole_numbers(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:

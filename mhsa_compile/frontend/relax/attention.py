@@ -13,7 +13,6 @@ from typing import Any, Literal
 from tvm import relax, te, tirx
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.fusion.attention_node import MASK
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.relax.imported_module import Broadcast, ImportContext, stated
 from mhsa_compile.frontend.relax.sizes.agreements import Demand
@@ -29,6 +28,7 @@ from mhsa_compile.kernels.interface.ops import (
 )
 from mhsa_compile.kernels.interface.score_step import NodeScores, ScoreStep
 from mhsa_compile.kernels.scores.order import STEPS, steps_of
+from mhsa_compile.nn.mhsa_operator import MASK
 
 WEIGHTS = 3
 """The qk_matmul_output_mode of what the softmax gives, for which there are kernels."""

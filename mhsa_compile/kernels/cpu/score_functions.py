@@ -88,7 +88,7 @@ class TaskFunction:
         self.constants = [n for n in numbers if function.steps[n].op == "constant"]
         self.slots = slots
         self._numbers: dict[int, Value] = {}
-        self._kept: dict[int, tuple[Expr, str]] = {}
+        self._slots_of: dict[int, tuple[Expr, str]] = {}
         self._flags: Expr | None = None
 
     def prepare(self, slot: int, lanes: int, places: Places) -> None:
@@ -103,10 +103,10 @@ class TaskFunction:
                 self._numbers[n] = number
         for n in self.waiting:
             value = values[n]
-            if n not in self._kept:
+            if n not in self._slots_of:
                 dtype = "int32" if value.dtype == "bool" else value.dtype
-                self._kept[n] = (scratch((1, self.slots), dtype), value.dtype)
-            self._store(self._kept[n][0], slot, value, lanes)
+                self._slots_of[n] = (scratch((1, self.slots), dtype), value.dtype)
+            self._store(self._slots_of[n][0], slot, value, lanes)
         if flags:
             if self._flags is None:
                 self._flags = scratch((1, self.slots), "int32")
@@ -121,7 +121,7 @@ class TaskFunction:
     def _values_of_slot(self, slot: int, lanes: int) -> tuple[dict[int, Value], list[Value]]:
         values, at = dict(self._numbers), [T.int64(0), T.int64(slot)]
         self.emission.emit(self.constants, {}, values, [])
-        for n, (buffer, dtype) in self._kept.items():
+        for n, (buffer, dtype) in self._slots_of.items():
             value = load(buffer, at, lanes)
             values[n] = Value(value != splat(T.int32(0), lanes) if dtype == "bool" else value, dtype, lanes)
         flags = []

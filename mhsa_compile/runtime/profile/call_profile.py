@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 from mhsa_compile.files.atomic_write import atomic_file
@@ -15,7 +17,16 @@ OFTEN_KEPT = 2
 touched before also where the call has so many of them. Else caches bring them."""
 
 DISTURBED = 0.1
-"""A spread above this: times of a quiet machine differ by a few hundredths."""
+"""A spread above this: times of a quiet machine differ by a few hundredths, and so do those of multiply-adds, which
+know no luck of their own: something else was running."""
+
+
+def spread(times: Sequence[float]) -> float:
+    """The interquartile range as a share of the median; of one time 0."""
+    if len(times) < 2:
+        return 0.0
+    lower, _, upper = quantiles(times, n=4, method="inclusive")
+    return (upper - lower) / median(times)
 
 
 @dataclass(frozen=True)

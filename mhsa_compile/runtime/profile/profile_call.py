@@ -24,7 +24,7 @@ import numpy as np
 
 from mhsa_compile.files.proc import thread_numbers
 from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
-from mhsa_compile.runtime.profile.call_profile import CallProfile, OpProfile, TraceEvent
+from mhsa_compile.runtime.profile.call_profile import CallProfile, OpProfile, TraceEvent, spread
 from mhsa_compile.runtime.profile.op_work import Work, array_bytes, work_of
 from mhsa_compile.runtime.tvm_runtime import Runtime, Vm
 
@@ -120,7 +120,7 @@ def profile_call(
         ops=tuple(rows.values()),
         call_us=median(times.call) / 1e3,
         function_us=median(times.function) / 1e3,
-        spread=_spread(times.call),
+        spread=spread(times.call),
         threads=threads,
         rounds=len(times.call),
         events=tuple(events),
@@ -182,11 +182,6 @@ def _usual_rounds(wall: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     to the median of calls: what else runs on a machine now and then lengthens many calls, and of each one kernel."""
     quarter = len(wall) // 4
     return np.argsort(wall.sum(axis=1))[quarter : len(wall) - quarter]
-
-
-def _spread(times: Sequence[int]) -> float:
-    low, middle, high = np.percentile(times, (25, 50, 75))
-    return float((high - low) / middle)
 
 
 def _run(kernels: Sequence[KernelRun], clock: Callable[[], Any]) -> list[Any]:

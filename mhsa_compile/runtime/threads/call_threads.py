@@ -48,8 +48,8 @@ class CallThreads:
 
     def __init__(self, tell: Callable[..., Any], settings: ThreadSettings) -> None:
         address = int(tell(settings.word))
-        self._tell, self._said = tell, monotonic_ns()
-        self._told = ctypes.c_int64.from_address(address)
+        self._tell, self._last_call = tell, monotonic_ns()
+        self._settings = ctypes.c_int64.from_address(address)
         self._ran_on = ctypes.c_int32.from_address(address + ctypes.sizeof(ctypes.c_int64))
         self._word = settings.word
 
@@ -57,12 +57,12 @@ class CallThreads:
         """Tells the code this thread's settings; to be called before each call. After a rest the code itself hears
         them, and wakes the workers."""
         now = monotonic_ns()
-        rest = now - self._said
+        rest = now - self._last_call
         if rest > _RESTED and (rest > _TEAM_RESTED or self._ran_on.value != _OPENMP):
             self._tell(self._word)
         else:
-            self._told.value = self._word
-        self._said = now
+            self._settings.value = self._word
+        self._last_call = now
 
     @property
     def ran_on(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from mhsa_compile.bench.timing import spread
+from mhsa_compile.runtime.profile.call_profile import spread
 from mhsa_compile.tuning.measure.job import Failure, Timing
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study_storage import quiet
@@ -48,7 +48,7 @@ class TrialResult(msgspec.Struct, frozen=True):
             score=median(ratios(timing, incumbent)),
             us=median(timing.samples_us),
             default_us=median(incumbent.samples_us),
-            spread=spread(timing.samples_us) if len(timing.samples_us) > 1 else 0.0,
+            spread=spread(timing.samples_us),
             error_share=timing.error_share,
         )
 
@@ -75,7 +75,7 @@ class Sampler:
         import optuna
 
         self.space = space
-        self._seen: set[Point] = set()
+        self._points: set[Point] = set()
         self._drawn: dict[Point, Any] = {}
         with quiet():
             tpe = optuna.samplers.TPESampler(
@@ -88,9 +88,9 @@ class Sampler:
         from optuna.trial import TrialState
 
         for trial in trials:
-            if trial.point in self._seen:
+            if trial.point in self._points:
                 continue
-            self._seen.add(trial.point)
+            self._points.add(trial.point)
             score = trial.result.score if isinstance(trial.result, TrialResult) else None
             if (own := self._drawn.pop(trial.point, None)) is not None:
                 self._study.tell(own, score, state=TrialState.FAIL if score is None else None)

@@ -27,7 +27,7 @@ from mhsa_compile.verification.oracle.stored_rows import EXACT_ROWS, ROUNDED_ROW
 from mhsa_compile.verification.precision import AS_STATED, Precision
 from mhsa_compile.verification.random_inputs import Arrays
 
-KEPT = 8
+LAST_RESULTS = 8
 """Results of so many evaluations: all that the variants of one self-check ask for."""
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
@@ -54,7 +54,7 @@ class Reference:
 
     def __init__(self, model: onnx.ModelProto, precision: Precision = AS_STATED, *, wide: Arrays | None = None) -> None:
         self.model, self.precision, self._wide = model, precision, wide or {}
-        self._kept: dict[tuple[str, str], list[np.ndarray]] = {}
+        self._results: dict[tuple[str, str], list[np.ndarray]] = {}
         self._filled = False  # whether the last run of the oracle met rows that a finite fill hides whole
         self._with_filled: set[str] = set()
 
@@ -80,7 +80,7 @@ class Reference:
 
     def _evaluate(self, which: str, inputs: Arrays) -> list[np.ndarray]:
         digest = _digest(inputs)
-        results = self._kept.pop((which, digest), None)
+        results = self._results.pop((which, digest), None)
         if results is None:
             self._filled = False
             with np.errstate(all="ignore"):  # NaN and Inf may come, and are carried as IEEE says
@@ -88,9 +88,9 @@ class Reference:
             results = [np.asarray(output) for output in outputs]
             if self._filled:
                 self._with_filled.add(digest)
-        self._kept[which, digest] = results  # the last of them
-        if len(self._kept) > KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._results[which, digest] = results  # the last of them
+        if len(self._results) > LAST_RESULTS:
+            del self._results[next(iter(self._results))]
         return list(results)
 
     @cached_property

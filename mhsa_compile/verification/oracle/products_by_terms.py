@@ -72,10 +72,10 @@ def _with_rounded_factors(name: str, operator: type[OpRun], word: Float32Product
     places, run = _FACTORS[name], operator._run
 
     def _run(self: OpRun, *inputs: Any, **attributes: Any) -> Any:
-        kept = (
+        rounded_inputs = (
             factor_of_terms(x, word) if isinstance(x, np.ndarray) and (places is None or i in places) else x
             for i, x in enumerate(inputs)
         )
-        return run(self, *kept, **attributes)
+        return run(self, *rounded_inputs, **attributes)
 
     return type(name, (operator,), {"_run": _run})

@@ -65,7 +65,7 @@ class Scoring:
     score_function: ScoreModOfPairs | None = None
 
     @property
-    def seen(self) -> np.ndarray:
+    def sight(self) -> np.ndarray:
         """`visible`, and not hidden by the bias either."""
         return self.visible if self.bias is None else self.visible & ~np.isneginf(self.bias)
 
@@ -241,7 +241,7 @@ def _padded(mask: np.ndarray, S: int) -> np.ndarray:
 
 def stages(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Scores, capped, with bias and masked, and as weights: the operator's qk_matmul_output 0 to 3; (B, H, L, S)."""
-    visible, bias, no_key, seen = scoring.visible, scoring.bias, scoring.no_key, scoring.seen
+    visible, bias, no_key, sight = scoring.visible, scoring.bias, scoring.no_key, scoring.sight
     scale = q.dtype.type(scoring.scale)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf may come, and are carried as IEEE says
         raw = (q * scale) @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)
@@ -253,7 +253,7 @@ def stages(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> tuple[np.ndarray, 
         biased = np.where(visible, modified if bias is None else modified + bias, -np.inf)
         if bias is not None:
             biased = np.where(np.isneginf(bias), -np.inf, biased)
-        sighted = seen.any(axis=-1, keepdims=True) & ~np.isneginf(biased).all(axis=-1, keepdims=True)
+        sighted = sight.any(axis=-1, keepdims=True) & ~np.isneginf(biased).all(axis=-1, keepdims=True)
         largest = np.where(sighted, biased.max(axis=-1, keepdims=True, initial=-np.inf), 0)
         if no_key is not None:
             largest = np.maximum(largest, no_key.reshape(-1, 1, 1))
@@ -261,7 +261,7 @@ def stages(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> tuple[np.ndarray, 
         total = exponents.sum(axis=-1, keepdims=True)
         if no_key is not None:
             total = total + np.exp(no_key.reshape(-1, 1, 1) - largest)
-        weights = np.where(seen, exponents / np.where(sighted, total, 1), 0)
+        weights = np.where(sight, exponents / np.where(sighted, total, 1), 0)
     return raw.astype(q.dtype), capped.astype(q.dtype), biased.astype(q.dtype), weights.astype(q.dtype)
 
 
@@ -269,15 +269,15 @@ def attend_exactly(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring
     """Attention (B, H, L, F); a non-finite value is added key by key, to the queries that see it."""
     _, _, biased, weights = stages(q, k, scoring)
     v = np.repeat(v, q.shape[1] // v.shape[1], axis=1)
-    seen = np.broadcast_to(scoring.seen, weights.shape)
+    sight = np.broadcast_to(scoring.sight, weights.shape)
     if scoring.score_function is not None:  # whose scores of -inf hide, too
-        seen = seen & ~np.isneginf(biased)
+        sight = sight & ~np.isneginf(biased)
     broken = ~np.isfinite(v).all(axis=(0, 1, 3))
     y = weights @ np.where(broken[:, np.newaxis], 0, v)
     with np.errstate(invalid="ignore"):
         for key in np.flatnonzero(broken):
             term = weights[..., key, np.newaxis] * v[..., key, np.newaxis, :]
-            y = y + np.where(seen[..., key, np.newaxis], term, 0)
+            y = y + np.where(sight[..., key, np.newaxis], term, 0)
     return np.asarray(y)
 
 

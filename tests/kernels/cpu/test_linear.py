@@ -130,7 +130,7 @@ def side_by_side(widths: tuple[int, ...], in_features: int, **fields) -> LinearO
     return LinearOp(("B", "L"), in_features, widths, biased, transposed, **fields)
 
 
-@pytest.mark.thorough_but("*-dots512", "*-dots256", "5x7-float16-scalar")
+@pytest.mark.thorough_but("192x33-*-dots512", "5x7-*-dots256", "216x197-float32-dots512", "5x7-float16-scalar")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize(("dtype", "int8"), KINDS, ids=[f"{dtype}{'-int8' * int8}" for dtype, int8 in KINDS])
 @pytest.mark.parametrize(("widths", "in_features"), SHAPES, ids=["5x7", "192x33", "216x197"])
@@ -145,7 +145,9 @@ def test_linears_side_by_side(name, widths, in_features, dtype, int8):
     "name",
     [pytest.param("avx2", marks=pytest.mark.thorough), pytest.param("avx512", marks=pytest.mark.thorough), "dots512"],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("bfloat16", "float16"))]
+)
 def test_many_parts_blocks_and_groups(name, dtype):
     """Small blocks, groups and parts, and rows that fill no tile, at lengths that are fixed."""
     profile = machine(name)
@@ -161,7 +163,7 @@ def test_many_parts_blocks_and_groups(name, dtype):
         Linear(op, [weight], [bias], packed, library["run"]).check(rows(op, 1, L))
 
 
-@pytest.mark.thorough_but("192x33-*", "5x7-True-avx512", "216x197-False-avx2")
+@pytest.mark.thorough_but("192x33-*-dots*", "5x7-True-avx512", "216x197-False-avx2")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("widths", "in_features"), SHAPES, ids=["5x7", "192x33", "216x197"])

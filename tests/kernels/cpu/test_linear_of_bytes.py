@@ -95,6 +95,9 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough_but(
+    "(33, (7, 33)*", "(200,*-dots512", "(64, (33,)*-dots512", "(33, (40,)*-pairs256", "(7,*-pairs256"
+)
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_whole_numbers(case: Any, name: str) -> None:

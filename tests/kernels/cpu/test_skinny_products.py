@@ -56,6 +56,9 @@ def operation(name: str, *, free: bool = False) -> ProductOp:
     )
 
 
+@pytest.mark.thorough_but(
+    "*-machine1", "few columns, A turned-machine0", "few rows of a turned A-machine0", "one row-machine0"
+)
 @pytest.mark.parametrize("machine", [(256, 16), (512, 32)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_order_on_each_machine(name: str, machine: tuple[int, int]) -> None:

@@ -95,7 +95,7 @@ def tiles() -> None:
     this_cpu.require(profile("tiles", 1).tvm_config())
 
 
-@pytest.mark.thorough_but("causal", "sinks, lengths, mask")
+@pytest.mark.thorough_but("sinks, lengths, mask")
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str) -> None:
     on_tiles(attention_outcome(replace(PLAIN, **CASES[name])), "cpu.attention_on_tiles")

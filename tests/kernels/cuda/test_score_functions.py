@@ -156,6 +156,14 @@ def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 @slow
+@pytest.mark.thorough_only(
+    "float32-64-cuda-sm90a",
+    "float32-128-cuda-sm80",
+    "float32-256-cuda-sm90a",
+    "mma-64-cuda-sm90a",
+    "mma-128-cuda-sm80",
+    "mma-256-cuda-sm90a",
+)
 @pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize("target", ["cuda-sm80", "cuda-sm90a"])
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -172,6 +180,7 @@ def test_machine_code(kind: str, width: int, target: str, tmp_path: Path) -> Non
 
 
 @slow
+@pytest.mark.thorough_only("cuda-sm80")
 @pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize("target", ["cuda-sm80", "cuda-sm90a"])
 def test_through_the_whole_flow(target: str) -> None:

@@ -197,7 +197,7 @@ class Products:
         """
         first, lanes = column
         step = self._step(base + self.lead * self.unit.group)
-        store(self.probs, [step, T.int64(first)], self.unit.kept(probs, lanes), lanes)
+        store(self.probs, [step, T.int64(first)], self.unit.as_factors(probs, lanes), lanes)
 
     def prob(self, key: Expr, query: Expr) -> Expr:
         """One prob that was kept, as float32."""

@@ -117,9 +117,9 @@ def _write(place: PackedFeature, feature: OutputFeature) -> None:
     place.store(1, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1))
     factor = None
     if format.is_scaled:
-        kept: list[Expr] = []
-        factor = format.scale(lambda k, _: feature.wide(k), layout.op.in_features, 1, kept.append)
-        place.store(2, *kept)
+        steps: list[Expr] = []
+        factor = format.scale(lambda k, _: feature.wide(k), layout.op.in_features, 1, steps.append)
+        place.store(2, *steps)
     if layout.weight == format.dtype:
         with T.serial(T.int64(layout.steps)) as k:
             place.store_step(k, feature.element(k, format, factor))

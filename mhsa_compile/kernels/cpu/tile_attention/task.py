@@ -546,15 +546,15 @@ class TileAttentionTask:
                     for term, words in enumerate(self._words(probs)):
                         store(self.p, [number, earlier, T.int64(term), T.int64(c), row * LANES], words, LANES)
         # A row that has still seen nothing has scores of -inf alone: of any finite reference its probs are zeros.
-        kept = RegisterTile(1, self.visibility.columns)
+        references = RegisterTile(1, self.visibility.columns)
         for c, (first, lanes) in enumerate(self.visibility.columns):
             reference = let(load(self.reference, [T.int64(first)], lanes))
-            kept.set(0, c, reference)
+            references.set(0, c, reference)
             value = T.Select(reference == constant(-math.inf, lanes), constant(0.0, lanes), reference)
             store(self.reference, [T.int64(first)], value, lanes)
         self._weigh(chunk)
         for c, (first, lanes) in enumerate(self.visibility.columns):
-            store(self.reference, [T.int64(first)], kept.get(0, c), lanes)
+            store(self.reference, [T.int64(first)], references.get(0, c), lanes)
 
     def _words(self, probs: Sequence[Expr]) -> list[Expr]:
         """Two vectors of probs as `p` has them, a word of each term."""

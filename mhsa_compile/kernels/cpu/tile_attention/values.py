@@ -48,7 +48,7 @@ class KeyValueTiles:
     """
 
     terms: int
-    exponent: int  # its bits in what `tiles` has
+    unit: tiles.Tiles  # which multiplies them
     chunks: Expr  # of a head
     tiles: Expr
     flags: Expr
@@ -67,14 +67,18 @@ class KeyValueTiles:
         values, flags = allocated(op.v_head_dim), T.alloc_buffer((total,), "int32")
         keys = None if op.dtype != "float32" else allocated(op.head_dim)
         chunks = materialize(chunks)
-        exponent = EXPONENTS["float16" if op.dtype == "float16" else "bfloat16"]
-        both = KeyValueTiles(own, exponent, chunks, values, flags, keys)
+        both = KeyValueTiles(own, tiles.unit_of(op.dtype), chunks, values, flags, keys)
         with T.parallel(total) as row:
             chunk = materialize(T.truncmod(row, chunks))
             head = materialize(T.truncdiv(row, chunks))
             b, g = materialize(T.truncdiv(head, heads)), materialize(T.truncmod(head, heads))
             both._write(arguments, b, g, chunk, materialize(row))
         return both
+
+    @property
+    def exponent(self) -> Expr:
+        """Its bits in two vectors of numbers."""
+        return splat(T.uint16(EXPONENTS[self.unit.dtype]), FEATURES)
 
     def first_row(self, arguments: AttentionArguments, b: Expr, g: Expr) -> Expr:
         """That of a head's first chunk."""
@@ -157,7 +161,7 @@ class KeyValueTiles:
             self._flag(row, of_key.are_small(), NO_TERMS)
 
     def _turn_values(self, bits: Callable[[int, Expr], Expr], width: int, row: Expr) -> None:
-        infinite, exponents = splat(T.uint16(self.exponent), FEATURES), T.alloc_buffer((FEATURES,), "uint16")
+        infinite, exponents = self.exponent, T.alloc_buffer((FEATURES,), "uint16")
         store(exponents, [T.int64(0)], splat(T.uint16(0), FEATURES), FEATURES)
         with T.serial(T.int64(width // FEATURES)) as square:
             own = self._turn(lambda key: bits(key, square * FEATURES), row, square, T.int64(0))
@@ -171,7 +175,7 @@ class KeyValueTiles:
         for key in range(0, KEYS, 2):
             pair = [let(bits(key)), let(bits(key + 1))]
             for elements in pair:
-                largest = let(T.max(largest, elements & splat(T.uint16(self.exponent), FEATURES)))
+                largest = let(T.max(largest, elements & self.exponent))
             for upper in range(2):
                 turns = [T.int32(i + 4 * upper) for i in _LOW]
                 words[upper].append(let(T.reinterpret("int32x16", T.Shuffle(pair, turns))))

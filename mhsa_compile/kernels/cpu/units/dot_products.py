@@ -89,7 +89,7 @@ class DotProducts(Unit):
             # A neighbour of zeros: what an earlier block left there might be NaN, and 0 * NaN is.
             pack(T.truncdiv(count, T.int64(2)), [first + (count - 1)])
 
-    def kept(self, sums: Sequence[Expr], lanes: int) -> Expr:
+    def as_factors(self, sums: Sequence[Expr], lanes: int) -> Expr:
         return T.call_pure_extern(f"int32x{lanes}", self.pair, *sums)
 
     def element(self, word: Expr, place: Expr) -> Expr:

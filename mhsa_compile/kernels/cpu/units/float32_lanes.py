@@ -50,7 +50,7 @@ class Float32Lanes(Unit):
     def keeps_sums(self) -> bool:
         return True
 
-    def kept(self, sums: Sequence[Expr], lanes: int) -> Expr:
+    def as_factors(self, sums: Sequence[Expr], lanes: int) -> Expr:
         return sums[0]
 
     def element(self, word: Expr, place: Expr) -> Expr:

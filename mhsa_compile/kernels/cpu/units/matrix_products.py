@@ -87,7 +87,7 @@ class MatrixProducts(DotProducts):
             places = [materialize(whole * group + i) for i in range(group)]
             pack(whole, [(materialize(first + T.min(place, count - 1)), place < count) for place in places])
 
-    def kept(self, sums: Sequence[Expr], lanes: int) -> Expr:
+    def as_factors(self, sums: Sequence[Expr], lanes: int) -> Expr:
         return T.call_pure_extern(f"int64x{lanes}", self.pair, *sums)
 
     def element(self, word: Expr, place: Expr) -> Expr:

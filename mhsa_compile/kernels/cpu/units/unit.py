@@ -132,7 +132,7 @@ class Unit:
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether sums become factors again, by `kept`."""
+        """Whether sums become factors again, by `as_factors`."""
         return False
 
     def room(self, registers: int) -> int:
@@ -222,7 +222,7 @@ class Unit:
         reaches."""
         raise NotImplementedError
 
-    def kept(self, sums: Sequence[Expr], lanes: int) -> Expr:
+    def as_factors(self, sums: Sequence[Expr], lanes: int) -> Expr:
         """A step of words, of `group` vectors of sums."""
         raise NotImplementedError
 

@@ -28,10 +28,10 @@ COUNTER = (1,)
 """The shape of the workspace that holds the counter."""
 
 
-def needs_counter(op: AttentionOp, planned: bool, queries: int, multiprocessors: int) -> bool:
-    """Whether items differ in how many keys they see, and there may be more of them than multiprocessors. `planned`: a
+def needs_counter(op: AttentionOp, by_plan: bool, queries: int, multiprocessors: int) -> bool:
+    """Whether items differ in how many keys they see, and there may be more of them than multiprocessors. `by_plan`: a
     constant mask chooses their tiles of keys."""
-    if not (planned or op.window is not None or op.any_step("counts_keys")):
+    if not (by_plan or op.window is not None or op.any_step("counts_keys")):
         return False
     if isinstance(op.batch, str) or isinstance(op.q_length, str):
         return True
