@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import os
 import stat
-import tempfile
 from io import BufferedReader
 from pathlib import Path
 
@@ -57,6 +56,8 @@ def mappable(data: bytes, name: str) -> int:
         handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     except OSError:  # forbidden by a sandbox, or vm.memfd_noexec = 2
+        import tempfile
+
         with tempfile.TemporaryFile() as file:
             handle, seals = os.dup(file.fileno()), 0
     try:

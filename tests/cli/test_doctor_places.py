@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -117,7 +118,7 @@ def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(user_folders.tempfile, "gettempdir", none)
+    monkeypatch.setattr(tempfile, "gettempdir", none)
     finding = by_name(doctor._folders)["temporary files"]
     assert finding.status == "fail" and "No usable temporary directory" in finding.found and "TMPDIR" in finding.advice
 
