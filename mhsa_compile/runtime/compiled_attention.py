@@ -1,4 +1,4 @@
-"""Load an artifact and call it: NumPy, safetensors and TVM's 3 MB runtime, no PyTorch, no ONNX, no compiler.
+"""Load an artifact and call it: NumPy and TVM's 3 MB runtime, no PyTorch, no ONNX, no compiler.
 
 attention = load("attention.mhsa")
 y = attention(x)                       # x (B, L, D) -> y (B, L, D)
@@ -81,7 +81,8 @@ def load(
         readers: dict[str, Callable[[HashedFile], Any]] = {MODULE: HashedFile.read}
         if (needs := own_weights(manifest, weights)) is not None:
             readers[WEIGHTS] = partial(stored_weights, needs=needs)
-        contents = artifact.read(readers)
+        with tvm_runtime.importing():
+            contents = artifact.read(readers)
     if manifest.target.family == cuda_devices.FAMILY:
         return _on_gpu(manifest, contents, weights, device, threads)
     if device not in (None, "cpu"):

@@ -282,8 +282,7 @@ def start() -> Runtime:
     """Loads TVM's runtime. Raises InstallationError for a pair of packages that would crash."""
     library = _library("libtvm_runtime.so")
     os.environ.setdefault(*_SPINS)  # read when the first pool starts
-    with without_torch():
-        import tvm_ffi
+    tvm_ffi = _binding()
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     function = tvm_ffi.get_global_func
     return Runtime(
@@ -302,6 +301,36 @@ def start() -> Runtime:
         nothing=tvm_ffi.get_global_func("testing.nop", allow_missing=True) or function("ffi.Array"),
         _load=function("ffi.Module.load_from_file.so"),
     )
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports TVM's binding while the block does what leaves Python's lock to others, such as reading files: it takes a
+    tenth of the time to a first result. What is wrong with the binding `start` says."""
+    thread = threading.Thread(target=_import_quietly, daemon=True)
+    started = "tvm_ffi" not in sys.modules and len(os.sched_getaffinity(0)) > 1
+    if started:
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for this process
+            started = False
+    try:
+        yield
+    finally:
+        if started:
+            thread.join()
+
+
+def _import_quietly() -> None:
+    with suppress(Exception):
+        environment.tvm_libraries()  # refuses a pair that would crash
+        _binding()
+
+
+def _binding() -> Any:
+    with without_torch():
+        import tvm_ffi
+    return tvm_ffi
 
 
 @functools.cache

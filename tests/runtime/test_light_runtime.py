@@ -12,6 +12,8 @@ import platform
 import re
 import shutil
 import subprocess
+import urllib.error
+import urllib.request
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from mhsa_compile.hardware import environment
 from release import wheels
 
 MACHINE = platform.machine()
+EXAMPLE = light_runtime.REPOSITORY / "examples" / "light_runtime"
 MOST = 25 * 2**20  # bytes installed, without NumPy
 MOST_SECONDS = 0.15  # of an import, beyond NumPy's
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
@@ -149,6 +152,35 @@ def test_names_of_the_run_side_are_there(site: Path, packages: Path, tmp_path: P
     code = f"import mhsa_compile; [getattr(mhsa_compile, name) for name in {names}]; mhsa_compile.nothing"
     child = subprocess.run([*interpreter, "-c", code], env=variables, cwd=tmp_path, capture_output=True, text=True)
     assert child.stderr.splitlines()[-1] == "AttributeError: module 'mhsa_compile' has no attribute 'nothing'"
+
+
+def test_an_artifact_behind_http(site: Path, packages: Path, artifact: Path) -> None:
+    """`examples/light_runtime/serve.py`, which its Dockerfile starts."""
+    interpreter, variables = light_runtime.python(site, packages)
+    command = [*interpreter, EXAMPLE / "serve.py", artifact, "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=variables, text=True, **pipes) as server:
+        try:
+            url = server.stdout.readline().strip()  # type: ignore[union-attr]
+            x, body = np.ones((1, 5, 24), np.float32), io.BytesIO()
+            np.save(body, x)
+            with urllib.request.urlopen(url, body.getvalue(), timeout=60) as answer:
+                y = np.load(io.BytesIO(answer.read()))
+            assert y.tobytes() == mhsa.load(artifact)(x).tobytes()
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                urllib.request.urlopen(url, b"no array", timeout=60)
+        finally:
+            server.terminate()
+
+
+def test_what_the_image_copies_and_removes_is_there(packages: Path) -> None:
+    text = (EXAMPLE / "Dockerfile").read_text()
+    copied = [word for line in text.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]]
+    ours = [word for word in copied if not word.startswith(("--", "/", "dist/", "layer.mhsa"))]
+    assert ours == ["constraints.txt", "examples/light_runtime/serve.py"]
+    assert all((light_runtime.REPOSITORY / word).is_file() for word in ours)
+    removed = re.findall(r"/app/(tvm_ffi/\w+)", text)
+    assert removed and all((packages / folder).is_dir() for folder in removed)
 
 
 def without_tvm(monkeypatch: pytest.MonkeyPatch, folder: Path, ffi: str | None) -> None:
