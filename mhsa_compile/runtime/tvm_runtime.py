@@ -308,7 +308,7 @@ def importing() -> Iterator[None]:
     """Imports TVM's binding while the block does what leaves Python's lock to others, such as reading files: it takes a
     tenth of the time to a first result. What is wrong with the binding `start` says."""
     thread = threading.Thread(target=_import_quietly, daemon=True)
-    started = "tvm_ffi" not in sys.modules and len(os.sched_getaffinity(0)) > 1
+    started = "tvm_ffi" not in sys.modules and host.allowed_cpus() > 1
     if started:
         try:
             thread.start()
@@ -377,9 +377,11 @@ def _library(name: str) -> Path:
     folder = environment.tvm_libraries()
     if (path := folder / name).is_file():
         return path
-    package = "mhsa-runtime" if folder == environment.RUNTIME_LIBRARIES else "apache-tvm"
-    next_step = f"Run: pip install --force-reinstall {package}"
-    raise InstallationError(package, f"lib/{name} in its package", "none", next_step)
+    if folder == environment.RUNTIME_LIBRARIES:
+        next_step = f"Run: pip install 'apache-tvm=={environment.TESTED_TVM}', whose libraries are taken then."
+        raise InstallationError("mhsa-runtime", f"{name} in its wheel", "none", next_step)
+    next_step = "Run: pip install --force-reinstall apache-tvm"
+    raise InstallationError("apache-tvm", f"lib/{name} in its package", "none", next_step)
 
 
 @contextmanager

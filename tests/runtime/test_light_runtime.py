@@ -25,6 +25,7 @@ from support import light_runtime
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.hardware import environment
+from mhsa_compile.runtime import tvm_runtime
 from release import wheels
 
 MACHINE = platform.machine()
@@ -193,6 +194,8 @@ def test_which_library_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert environment.tvm_libraries().parts[-2:] == ("tvm", "lib")
     without_tvm(monkeypatch, tmp_path, "0.1.14.post1")
     assert environment.tvm_libraries() == tmp_path
+    with pytest.raises(InstallationError, match=r"'apache-tvm==0\.27\.0\.post1', whose libraries are taken then"):
+        tvm_runtime._library("libtvm_runtime_cuda.so")
     without_tvm(monkeypatch, tmp_path / "nowhere", "0.1.14.post1")
     with pytest.raises(InstallationError, match=r"got apache-tvm not installed with .*'apache-tvm==0\.27\.0\.post1'"):
         environment.tvm_libraries()
