@@ -236,13 +236,20 @@ def seconds(python: Path, code: str, variables: dict[str, str]) -> float:
     )
 
 
+def interpreter(name: str) -> str:
+    """A Python of this version, of the system's or of pyenv's; skips where there is none that starts."""
+    versions = Path.home() / ".pyenv" / "versions"
+    for path in filter(None, [shutil.which(name), *map(str, versions.glob(f"*/bin/{name}"))]):
+        if subprocess.run([path, "-c", "import venv"], capture_output=True).returncode == 0:
+            return path
+    pytest.skip(f"not installed: {name}")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PYTHONS)
 def test_an_empty_environment(wheel: Path, artifact: Path, tmp_path: Path, name: str) -> None:
     """pip installs it from downloaded wheels alone; what adds the rest can be added and removed again."""
-    base = shutil.which(name)
-    if base is None or subprocess.run([base, "-m", "venv", tmp_path / "venv"], capture_output=True).returncode:
-        pytest.skip(f"not installed: {name}")
+    subprocess.run([interpreter(name), "-m", "venv", tmp_path / "venv"], check=True, capture_output=True)
     python, downloads = tmp_path / "venv/bin/python", tmp_path / "downloads"
     try:
         pip(
