@@ -222,7 +222,7 @@ def bytes_of(distributions: Sequence[str], folder: Path) -> int:
     total = 0
     for record in folder.glob("*.dist-info/RECORD"):
         if record.parent.name.partition("-")[0] in distributions:
-            total += sum(int(row[2] or 0) for row in csv.reader(record.open()))
+            total += sum(int(row[2] or 0) for row in csv.reader(record.read_text().splitlines()))
     return total
 
 
