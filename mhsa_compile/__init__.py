@@ -84,7 +84,13 @@ def __getattr__(name: str) -> object:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, defined = _PLACES[name].partition(":")
-    value = import_module(f"{__name__}.{module}")
+    try:
+        value = import_module(f"{__name__}.{module}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(f"{__name__}."):
+            raise
+        expected, hint = "mhsa-compile, which has it", "Run: pip install 'mhsa-compile[compile]'"
+        raise errors.InstallationError(f"mhsa_compile.{name}", expected, "mhsa-runtime alone", hint) from error
     return getattr(value, defined) if defined else value
 
 

@@ -22,8 +22,6 @@ these in `foreign_errors`.
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 
 CALL_REFUSED = "mhsa.InputError"
@@ -36,17 +34,23 @@ def printable(text: str) -> str:
     what else is printed. What is neither a line's end nor visible is spelled as in JSON's strings."""
     if text.isprintable():
         return text
+    import json
+
     return "".join(c if c.isprintable() or c in "\n\t" else json.dumps(c)[1:-1] for c in text)
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "", *, most: int = 1, cutoff: float = 0.6) -> str:
     """A next step: the choices, `most` of them, that are spelled much like `word`, or `otherwise`. `cutoff` is
     difflib's, 0 to 1."""
+    import difflib
+
     return _proposal(difflib.get_close_matches(word, list(choices), most, cutoff), otherwise)
 
 
 def did_you_mean_value(word: str, values: Mapping[str, object]) -> str:
     """A next step: the value whose word is spelled much like `word`; none where there is no such word."""
+    import difflib
+
     return _proposal([values[near] for near in difflib.get_close_matches(word, values, 1)], "")
 
 

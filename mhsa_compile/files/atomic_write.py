@@ -11,8 +11,6 @@ import ctypes
 import fcntl
 import os
 import re
-import secrets
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +32,8 @@ class Unfinished:
 
     def __init__(self, parent: Path, name: str, mode: int = 0o777) -> None:
         """Makes `.NAME.xxxxxxxx.unfinished`, after it has removed those of dead processes. Raises OSError."""
+        import secrets
+
         sweep(parent, name)
         while True:
             self.path = parent / f".{name}.{secrets.token_hex(4)}{_SUFFIX}"
@@ -56,6 +56,8 @@ class Unfinished:
 
     def remove(self) -> None:
         """Removes the folder with all that is in it; nothing happens where it was renamed or removed before."""
+        import shutil
+
         shutil.rmtree(self.path, ignore_errors=True)
         if self._handle >= 0:
             os.close(self._handle)
@@ -77,6 +79,8 @@ def sweep(parent: Path, name: str) -> None:
 
 
 def _remove_if_left(path: Path) -> None:
+    import shutil
+
     with suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -138,6 +142,8 @@ def check_place(folder: Path, force: bool, mark: str) -> None:
 
 def _move(staged: Path, folder: Path) -> None:
     """Moves `staged` into the place of `folder` in one step; what was there is then at `staged`, or gone."""
+    import shutil
+
     if not folder.exists():
         staged.rename(folder)
     elif not _exchange(staged, folder):
@@ -201,6 +207,8 @@ def write(path: Path, data: bytes, argument: str) -> None:
 @contextmanager
 def _unfinished_file(path: Path) -> Iterator[BinaryIO]:
     """`.NAME.xxxxxxxx.unfinished` beside a path, for writing; it is gone when the block ends, unless it was renamed."""
+    import secrets
+
     sweep(path.parent, path.name)
     while True:
         staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_SUFFIX}")

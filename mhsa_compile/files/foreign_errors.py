@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import tempfile
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -77,7 +77,7 @@ def refusal_of(error: Exception) -> MhsaError | None:
 
 def _unwritable(error: Exception) -> OutputError:
     name = getattr(error, "filename", None)
-    temporary = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+    temporary = getattr(sys.modules.get("tempfile"), "tempdir", None) or os.environ.get("TMPDIR", "/tmp")
     place = repr(str(name)) if name else f"file system (temporary files are in {temporary!r})"
     next_step = "Free some space, lift the limit on sizes of files, or choose another place with -o or TMPDIR."
     return OutputError(place, "room for it, and permission", os.strerror(number_of(error) or 0), next_step)

@@ -3,15 +3,17 @@ that is hashed as it is read. Standard library only."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
 import stat
-import tempfile
+import threading
 from io import BufferedReader
 from pathlib import Path
 
 _BLOCK = 2**20  # bytes that are read at once, where nobody keeps them
+_HASHED_BESIDE = 2**18  # bytes from which on a thread is worth its start
 
 
 class OpenFolder:
@@ -57,6 +59,8 @@ def mappable(data: bytes, name: str) -> int:
         handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     except OSError:  # forbidden by a sandbox, or vm.memfd_noexec = 2
+        import tempfile
+
         with tempfile.TemporaryFile() as file:
             handle, seals = os.dup(file.fileno()), 0
     try:
@@ -71,21 +75,43 @@ def mappable(data: bytes, name: str) -> int:
 
 
 class HashedFile:
-    """A file, read once from its beginning, and the sha256 of all of it."""
+    """A file, read once from its beginning, and the sha256 of all of it.
+
+    Large blocks are hashed while the next one is read, by a thread, where this process may use another CPU: each takes
+    a good part of the time that a load takes.
+    """
 
     def __init__(self, file: BufferedReader) -> None:
         self._file, self._sha256 = file, hashlib.sha256()
+        self._hashing: threading.Thread | None = None
+        self._hashed = range(0)  # addresses of the block that is being hashed
+        self._beside = len(os.sched_getaffinity(0)) > 1
         self.size = os.fstat(file.fileno()).st_size
 
     def readinto(self, buffer: memoryview, /) -> int:
-        """Fills the buffer, or as much of it as there is; 0 at the end."""
+        """Fills the buffer, or as much of it as there is; 0 at the end. What is in it then stays so until the next call
+        for another buffer returns, or `digest`."""
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
+        addresses = range(begin, begin + len(buffer))
+        if max(begin, self._hashed.start) < min(addresses.stop, self._hashed.stop):
+            self._settle()
         count = self._file.readinto(buffer)
+        self._settle()
+        if count >= _HASHED_BESIDE and self._beside:
+            self._hashing = threading.Thread(target=self._sha256.update, args=(buffer[:count],), daemon=True)
+            try:
+                self._hashing.start()
+                self._hashed = addresses
+                return count
+            except RuntimeError:  # no more threads for this process
+                self._hashing = None
         self._sha256.update(buffer[:count])
         return count
 
     def read(self) -> bytes:
         """The rest of it."""
         data = self._file.read()
+        self._settle()
         self._sha256.update(data)
         return data
 
@@ -94,4 +120,11 @@ class HashedFile:
         block = memoryview(bytearray(min(_BLOCK, self.size + 1)))
         while self.readinto(block):
             pass
+        self._settle()
         return self._sha256.hexdigest()
+
+    def _settle(self) -> None:
+        """Waits until what was read is hashed."""
+        if self._hashing is not None:
+            self._hashing.join()
+            self._hashing, self._hashed = None, range(0)

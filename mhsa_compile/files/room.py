@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import resource
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +29,8 @@ def number_of(error: BaseException) -> int | None:
 def without_room(folder: Path, size: int) -> str | None:
     """Why no file of `size` bytes can be made in a folder, in the system's words; None where it can. It is made,
     without a name, and is gone after this."""
+    import tempfile
+
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             if (limit := size_limit()) is not None and size > limit:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 from mhsa_compile.errors import OutputError
@@ -23,6 +22,8 @@ def data_home() -> Path:
 
 def temporary_place() -> Path:
     """The folder in which temporary files are made: $TMPDIR, by default /tmp. Raises OutputError."""
+    import tempfile
+
     try:
         return Path(tempfile.gettempdir())
     except OSError as error:  # not one of all the places that Python tries
@@ -33,6 +34,8 @@ def temporary_place() -> Path:
 def spare() -> Path:
     """A folder of this user's alone in the place for temporary files, the same one for all processes; a new one, for
     this call, where somebody else has taken its name. Raises OSError."""
+    import tempfile
+
     path = temporary_place() / f"mhsa_compile-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()  # not what a link of somebody's points to
@@ -57,6 +60,8 @@ def let_tvm_load() -> None:
 def can_write(folder: Path) -> bool:
     """Whether files can be made in a folder, which is made where there is none. Found out by making one: permissions do
     not tell of a read-only file system."""
+    import tempfile
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +22,8 @@ _MODULES = {"apache-tvm": "tvm", "apache-tvm-ffi": "tvm_ffi"}  # where a package
 _STATED_VERSION = re.compile(
     r"""^(?:__version__\s*=\s*)?(?:__version__|version)\s*=\s*["']([^"']+)["']""", re.MULTILINE
 )
+RUNTIME_LIBRARIES = Path(__file__).parents[1] / "_data" / "tvm"
+"""Where the wheel mhsa-runtime has TVM's runtime; not there in any other installation."""
 _FITTING_TVM_FFI = re.compile(r"0\.1\.14\.post\d+")
 
 
@@ -59,14 +59,33 @@ def check_tvm_pair() -> None:
     apache-tvm 0.27 with apache-tvm-ffi 0.1.15, which plain pip prefers, ends in segmentation faults.
     Raises InstallationError.
     """
-    numbers = {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
+    _check_pair(stated_version("apache-tvm"), f"'apache-tvm=={TESTED_TVM}' 'apache-tvm-ffi{TESTED_TVM_FFI}'")
+
+
+def tvm_libraries() -> Path:
+    """The folder of TVM's libraries: apache-tvm's where that is installed, else that of the wheel mhsa-runtime. Nothing
+    else decides it, and nothing is imported for it: `tvm` loads the compiler.
+
+    Raises InstallationError where there is neither, and for a pair that was not tested together.
+    """
+    spec = find_spec("tvm")
+    origin = spec and spec.origin  # None of a folder without code
+    if origin is None and RUNTIME_LIBRARIES.is_dir():
+        _check_pair(TESTED_TVM, f"'apache-tvm-ffi{TESTED_TVM_FFI}'")
+        return RUNTIME_LIBRARIES
+    check_tvm_pair()
+    return Path(origin or "").parent / "lib"
+
+
+def _check_pair(tvm: str | None, fitting: str) -> None:
+    numbers = {"apache-tvm": tvm, "apache-tvm-ffi": stated_version("apache-tvm-ffi")}
     if all(number is not None and fits(name, number) for name, number in numbers.items()):
         return
     raise InstallationError(
         "the TVM pair",
         f"apache-tvm {TESTED_TVM} with apache-tvm-ffi {TESTED_TVM_FFI}",
         " with ".join(f"{name} {number or 'not installed'}" for name, number in numbers.items()),
-        f"Run: pip install 'apache-tvm=={TESTED_TVM}' 'apache-tvm-ffi{TESTED_TVM_FFI}'",
+        f"Run: pip install {fitting}",
     )
 
 
@@ -103,15 +122,23 @@ def nvidia_folders() -> list[Path]:
 def installed_version(distribution: str) -> str | None:
     """The version that pip installed or, where a packer dropped its notes (*.dist-info), the one that the package's own
     files say; UNKNOWN where they do not, None where there is no such package."""
+    from importlib import metadata  # a load asks the packages' own files alone, and is quicker without
+
     try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return _written_version(_MODULES.get(distribution, distribution.replace("-", "_")))
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return _written_version(distribution)
 
 
-def _written_version(module: str) -> str | None:
+def stated_version(distribution: str) -> str | None:
+    """The version that a package's own files say, which are what an import takes; else as `installed_version`."""
+    written = _written_version(distribution)
+    return installed_version(distribution) if written in (None, UNKNOWN) else written
+
+
+def _written_version(distribution: str) -> str | None:
     """The version in the files of a package, which is not imported: TVM's loads its compiler."""
-    spec = find_spec(module)
+    spec = find_spec(_MODULES.get(distribution, distribution.replace("-", "_")))
     if spec is None or spec.origin is None:  # a folder of that name without code is no package
         return None
     for folder in spec.submodule_search_locations or ():
@@ -131,6 +158,8 @@ def versions() -> dict[str, str]:
 def source() -> str | None:
     """The commit of the checkout that this library runs from, followed by CHANGED where the package is not what that
     commit holds. None where the library is installed, or git is not."""
+    import subprocess
+
     package = Path(__file__).resolve().parents[1]
     if not (package.parent / ".git").exists():
         return None

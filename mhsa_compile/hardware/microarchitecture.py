@@ -7,7 +7,6 @@ table goes by what a core says it is. One that is not listed is named by its num
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,4 +54,6 @@ def _name_of(core: Core) -> str:
 
 @functools.cache
 def _table() -> dict[str, Any]:
+    import tomllib
+
     return tomllib.loads(_TABLE.read_text(encoding="utf-8"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -327,6 +326,8 @@ def _unknown(name: str) -> TargetError:
 
 
 def _parse(path: Path) -> TargetProfile:
+    import tomllib
+
     text = input_files.read_text(path, TargetError, "target", "a readable .toml file")
     schema = "The schema is in targets/README.md; `mhsa targets native` prints an example."
     with reading(TargetError, f"target file {str(path)!r}", "a target profile", schema):

@@ -1,4 +1,4 @@
-"""Load an artifact and call it: NumPy, safetensors and TVM's 3 MB runtime, no PyTorch, no ONNX, no compiler.
+"""Load an artifact and call it: NumPy and TVM's 3 MB runtime, no PyTorch, no ONNX, no compiler.
 
 attention = load("attention.mhsa")
 y = attention(x)                       # x (B, L, D) -> y (B, L, D)
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files.foreign_errors import entry_point, reading, refusal_of
@@ -32,12 +32,13 @@ from mhsa_compile.runtime.cuda_arguments import DeviceSignature, DeviceWeight
 from mhsa_compile.runtime.cuda_launch import Launches
 from mhsa_compile.runtime.kv_cache import KVCache
 from mhsa_compile.runtime.misfits import misfit, shapes_of
-from mhsa_compile.runtime.profile.call_profile import CallProfile
-from mhsa_compile.runtime.profile.profile_call import KernelRun, Turns, capture, profile_call
 from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
 from mhsa_compile.runtime.weight_binding import Weights, bound, own_weights, weight_arrays
 from mhsa_compile.spec.outputs import together
-from mhsa_compile.spec.picture import card, picture_of
+
+if TYPE_CHECKING:
+    from mhsa_compile.runtime.profile.call_profile import CallProfile
+    from mhsa_compile.runtime.profile.profile_call import KernelRun
 
 _MISFIT = "ErrorContext(match_cast"
 """What TVM's VM says where sizes that must agree inside of a model do not."""
@@ -80,7 +81,8 @@ def load(
         readers: dict[str, Callable[[HashedFile], Any]] = {MODULE: HashedFile.read}
         if (needs := own_weights(manifest, weights)) is not None:
             readers[WEIGHTS] = partial(stored_weights, needs=needs)
-        contents = artifact.read(readers)
+        with tvm_runtime.importing():
+            contents = artifact.read(readers)
     if manifest.target.family == cuda_devices.FAMILY:
         return _on_gpu(manifest, contents, weights, device, threads)
     if device not in (None, "cpu"):
@@ -231,6 +233,8 @@ class CompiledAttention:
         >>> [op.kind for op in attention.profile(np.zeros((2, 9, 32), np.float32), seconds=0.01).ops]
         ['linear', 'attention', 'linear']
         """
+        from mhsa_compile.runtime.profile.profile_call import Turns, profile_call  # what only calls does not load it
+
         if cache is not None and "cache" in self._words:
             by_name["cache"] = cache
         elif cache is not None:
@@ -335,6 +339,8 @@ class CompiledAttention:
 
     def _repr_html_(self) -> str:
         """The card that a notebook shows: what the attention computes, where, and by which kernels."""
+        from mhsa_compile.spec.picture import card, picture_of  # what only calls does not load it
+
         kernels = ", ".join(dict.fromkeys(op.kernel for op in self.manifest.ops))
         rows = [(info.name, f"({', '.join(map(str, info.dims))}) {info.dtype}") for info in self.inputs]
         rows += [(f"gives {info.name}", f"({', '.join(map(str, info.dims))}) {info.dtype}") for info in self.outputs]
@@ -412,6 +418,8 @@ class _Threads(threading.local):
 
     def captured(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> list[KernelRun]:
         """The kernels that a call runs, noted by a VM of their own: this thread's stays without an instrument."""
+        from mhsa_compile.runtime.profile.profile_call import capture
+
         self._prepare(sizes)
         return capture(self.runtime, self._library.new_vm(), [*arrays, *packed])
 

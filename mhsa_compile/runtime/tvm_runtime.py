@@ -19,16 +19,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
-import importlib.util
 import os
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.abc import MetaPathFinder
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -229,6 +226,8 @@ class Runtime:
     def _mapped_from_disk(self, code: bytes, digest: str) -> Any:
         """Maps a file that is gone when this returns, in a folder of this process's alone: what has no name has no path
         where there is no /proc."""
+        import tempfile
+
         reasons = []
         for place in (user_folders.temporary_place(), _SHARED_MEMORY, user_folders.cache_home()):
             try:
@@ -281,11 +280,10 @@ class Runtime:
 @functools.cache
 def start() -> Runtime:
     """Loads TVM's runtime. Raises InstallationError for a pair of packages that would crash."""
-    environment.check_tvm_pair()
+    library = _library("libtvm_runtime.so")
     os.environ.setdefault(*_SPINS)  # read when the first pool starts
-    with without_torch():
-        import tvm_ffi
-    ctypes.CDLL(str(_library("libtvm_runtime.so")), ctypes.RTLD_GLOBAL)
+    tvm_ffi = _binding()
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     function = tvm_ffi.get_global_func
     return Runtime(
         ffi=tvm_ffi,
@@ -303,6 +301,36 @@ def start() -> Runtime:
         nothing=tvm_ffi.get_global_func("testing.nop", allow_missing=True) or function("ffi.Array"),
         _load=function("ffi.Module.load_from_file.so"),
     )
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports TVM's binding while the block does what leaves Python's lock to others, such as reading files: it takes a
+    tenth of the time to a first result. What is wrong with the binding `start` says."""
+    thread = threading.Thread(target=_import_quietly, daemon=True)
+    started = "tvm_ffi" not in sys.modules and host.allowed_cpus() > 1
+    if started:
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for this process
+            started = False
+    try:
+        yield
+    finally:
+        if started:
+            thread.join()
+
+
+def _import_quietly() -> None:
+    with suppress(Exception):
+        environment.tvm_libraries()  # refuses a pair that would crash
+        _binding()
+
+
+def _binding() -> Any:
+    with without_torch():
+        import tvm_ffi
+    return tvm_ffi
 
 
 @functools.cache
@@ -345,14 +373,15 @@ def libraries(on_gpu: bool) -> list[Path]:
 
 
 def _library(name: str) -> Path:
-    """A library of TVM's, found without importing `tvm`: that loads the compiler (and works after this, too)."""
-    spec = importlib.util.find_spec("tvm")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        if (path := Path(folder, "lib", name)).is_file():
-            return path
-    raise InstallationError(
-        "apache-tvm", f"lib/{name} in its package", "none", "Run: pip install --force-reinstall apache-tvm"
-    )
+    """A library of TVM's. Raises InstallationError."""
+    folder = environment.tvm_libraries()
+    if (path := folder / name).is_file():
+        return path
+    if folder == environment.RUNTIME_LIBRARIES:
+        next_step = f"Run: pip install 'apache-tvm=={environment.TESTED_TVM}', whose libraries are taken then."
+        raise InstallationError("mhsa-runtime", f"{name} in its wheel", "none", next_step)
+    next_step = "Run: pip install --force-reinstall apache-tvm"
+    raise InstallationError("apache-tvm", f"lib/{name} in its package", "none", next_step)
 
 
 @contextmanager
@@ -370,7 +399,7 @@ def without_torch() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class _RefuseTorch(MetaPathFinder):
+class _RefuseTorch:
     thread: int
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:

@@ -6,7 +6,6 @@ Notation: B batch, L query length, S key length, D embed, H heads, G key/value h
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -465,6 +464,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownF
     @classmethod
     def from_toml(cls, text: str) -> AttentionSpec:
         """The inverse of `to_toml`. Raises SpecError."""
+        import tomllib
+
         with reading(SpecError, "spec", "TOML"):
             fields = tomllib.loads(text)
         return cls.from_dict(fields)

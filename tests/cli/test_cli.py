@@ -185,7 +185,7 @@ def test_doctor_says_what_gpus_there_are(
 
 def test_doctor_refuses_the_wrong_pair_before_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"apache-tvm": "0.27.0.post1", "apache-tvm-ffi": "0.1.15"}
-    monkeypatch.setattr(environment, "installed_version", versions.get)
+    monkeypatch.setattr(environment, "stated_version", versions.get)
     result = mhsa("doctor", "--json")
     findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
     assert result.exit_code == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -117,7 +119,7 @@ def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(user_folders.tempfile, "gettempdir", none)
+    monkeypatch.setattr(tempfile, "gettempdir", none)
     finding = by_name(doctor._folders)["temporary files"]
     assert finding.status == "fail" and "No usable temporary directory" in finding.found and "TMPDIR" in finding.advice
 
@@ -136,3 +138,11 @@ def test_own_records_that_do_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert f"mhsa records measured-on {path} NAME" in finding.advice
     path.write_text("my notes\n")
     assert "line 1" in by_name(doctor._own_records)["records"].found
+
+
+def test_the_light_runtime_beside_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "mhsa-runtime" not in by_name(doctor._packages)
+    monkeypatch.setattr(environment, "installed_version", lambda name: "0.1.0")
+    for own, status in (("mhsa_compile/errors.py", "warn"), ("mhsa_compile/cli/app.py", "ok")):
+        monkeypatch.setattr(metadata, "files", {"mhsa-compile": [Path(own)]}.get)
+        assert by_name(doctor._packages)["mhsa-runtime"].status == status

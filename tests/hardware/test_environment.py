@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from mhsa_compile.hardware import environment as installation
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tvm: str | None, ffi: str | None) -> None:
     versions = {"apache-tvm": tvm, "apache-tvm-ffi": ffi}
-    monkeypatch.setattr(installation, "installed_version", versions.get)
+    monkeypatch.setattr(installation, "stated_version", versions.get)
 
 
 @pytest.mark.parametrize("ffi", ["0.1.14.post0", "0.1.14.post1", "0.1.14.post12"])
@@ -104,9 +105,9 @@ def test_versions_are_read_from_packages_without_metadata(monkeypatch: pytest.Mo
     kept = {name: installation.installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi", "numpy", "msgspec")}
 
     def dropped(name: str) -> str:
-        raise installation.PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(installation, "version", dropped)
+    monkeypatch.setattr(metadata, "version", dropped)
     assert {name: installation.installed_version(name) for name in kept} == kept
     assert installation.installed_version("ziglang") == installation.UNKNOWN
     assert installation.installed_version("no-such-package") is None

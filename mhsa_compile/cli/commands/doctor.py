@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -91,6 +92,18 @@ def _packages() -> Iterator[Finding]:
         version = environment.installed_version(package)
         advice = "" if version else f"pip install 'mhsa-compile[{extra}]' ({needs[extra]})"
         yield Finding(package, "ok" if version else "warn", version or "not installed", advice)
+    if environment.installed_version("mhsa-runtime") is not None:
+        yield _beside_the_light_runtime()
+
+
+def _beside_the_light_runtime() -> Finding:
+    """Whether mhsa-compile is the wheel that adds to mhsa-runtime, or has all of its files, too, which pip then takes
+    away with whichever of the two it removes."""
+    shared = "mhsa_compile/errors.py" in map(str, metadata.files("mhsa-compile") or ())
+    if not shared:
+        return Finding("mhsa-runtime", "ok", "mhsa-compile adds to it")
+    advice = "Run: pip uninstall --yes mhsa-runtime, and install mhsa-compile again with --force-reinstall --no-deps"
+    return Finding("mhsa-runtime", "warn", "its files belong to mhsa-compile, too, which has them all", advice)
 
 
 def _cpu() -> Iterator[Finding]:

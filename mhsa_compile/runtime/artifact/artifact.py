@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -155,6 +154,8 @@ class OpenArtifact:
     def copy(self, folder: Path, without: Collection[str] = ()) -> None:
         """Writes all of it, but for the files `without`, to a folder, and checks what was written. Raises ArtifactError
         and OSError."""
+        import shutil
+
         for name, digest in self.manifest.files.items():
             if name in without:
                 continue

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Annotated, Protocol
 
 import ml_dtypes
@@ -127,9 +128,13 @@ def _memory(size: int) -> np.ndarray:
     """Bytes that begin with a cache line."""
     if size >= _OWN_PAGES:
         try:
-            return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"Unable to allocate {size} bytes") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)  # of 2 MB: a fault for each of 4 KB is half of the time to read them
+        return np.frombuffer(pages, np.uint8)
     memory = np.empty(size + 64, np.uint8)
     first = -memory.__array_interface__["data"][0] % 64
     return memory[first : first + size]
