@@ -181,6 +181,16 @@ def test_the_picture_is_that_of_the_figures() -> None:
     assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"]()
 
 
+def test_the_flow_chart_is_that_of_the_questions() -> None:
+    """docs/figures/ways.svg, and each of its ways has a section; `make pictures` draws it again."""
+    drawing = runpy.run_path(str(ROOT / "docs" / "ways_picture.py"))
+    assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"]()
+    ways = [way for _, way in drawing["questions"]()]
+    sections = re.findall(r"^## (.+)$", drawing["PAGE"].read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(ways) == len(sections) == 6
+    assert all(any(way.split()[-1] in section for section in sections) for way in ways)
+
+
 def test_the_architecture_names_every_folder() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     places = {"mhsa_compile": ROOT / "mhsa_compile", "mhsa_analysis": ROOT, "mhsa_bench": ROOT}

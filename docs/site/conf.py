@@ -6,6 +6,7 @@ to files that are no pages (examples, LICENSE) bring the file along. docs/README
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import sys
 from pathlib import Path
@@ -42,20 +43,21 @@ html_favicon = "../../examples/search_app/page/icon.svg"
 def contents(page: str) -> str:
     """The hidden tables of contents behind a page that is one: of the whole site behind the first."""
     if page == pages.LAB:
-        days = [path.path for path in pages.sections()["Lab pages"]]
+        days = [path.path for path in pages.sections()[pages.DAYS]]
         return _toctree("", days, page)
     if page != pages.FIRST:
         return ""
     trees = [_toctree("", [pages.LIST], page)]
     for heading, listed in pages.sections().items():
-        if heading != "Lab pages":
+        if heading != pages.DAYS:
             trees.append(_toctree(heading, [entry.path for entry in listed], page))
     return "".join(trees)
 
 
 def _toctree(caption: str, paths: list[str], page: str) -> str:
     names = "\n".join("/" + path.removesuffix(".md") for path in paths)
-    return f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
+    words = f":caption: {caption}\n" if caption else ""
+    return f"\n\n```{{toctree}}\n:hidden:\n{words}\n{names}\n```\n"
 
 
 def add_contents(app: Any, docname: str, source: list[str]) -> None:
@@ -64,6 +66,15 @@ def add_contents(app: Any, docname: str, source: list[str]) -> None:
 
 def rewrite_docstring(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     lines[:] = docstrings.restructured(lines)
+
+
+def without_notes(app: Any, what: str, name: str, obj: Any, options: object, signature: str, result: str) -> Any:
+    """The signature without the notes that fields carry for the command line, each longer than all else."""
+    if signature is None or "Annotated[" not in signature:
+        return None
+    plain = inspect.signature(obj)
+    parameters = [entry.replace(annotation=inspect.Parameter.empty) for entry in plain.parameters.values()]
+    return str(plain.replace(parameters=parameters)), result
 
 
 def say_language(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
@@ -83,5 +94,6 @@ def finish(app: Any, exception: Exception | None) -> None:
 def setup(app: Any) -> None:
     app.connect("source-read", add_contents)
     app.connect("autodoc-process-docstring", rewrite_docstring)
+    app.connect("autodoc-process-signature", without_notes)
     app.connect("html-page-context", say_language)
     app.connect("build-finished", finish)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-_ARGUMENT = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*) {2,}(\S.*)")
+_ARGUMENT = re.compile(r"([A-Za-z_]\w*(?:, [A-Za-z_]\w*)*) {2,}(\S.*)")
 _SPECIAL = re.compile(r"([*|_])")
 
 

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 FIRST, LIST, LAB = "README.md", "docs/README.md", "docs/lab/README.md"
 PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "{}/**/README.md")
 FOLDERS = ("benchmarks", "examples", "exercises", "mhsa_compile", "schedules", "targets", "tests")
-FURTHER = "Inside of the repository"
-"""The section of pages that no list names."""
+DAYS, FURTHER = "Lab pages", "Inside of the repository"
+"""The sections of the lab's pages, and of those that no list names."""
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+\.md)(?:#[^)]*)?\)")
 _SECTION = re.compile(r"^## (.+)$")
 
@@ -50,7 +50,7 @@ def sections() -> dict[str, list[Page]]:
             of[section] = []
         of[section] += _row(line, LIST)
     days = (ROOT / LAB).read_text(encoding="utf-8").splitlines()
-    of["Lab pages"] = [page for line in days for page in _row(line, LAB)]
+    of[DAYS] = [page for line in days for page in _row(line, LAB)]
     listed = {page.path for pages in of.values() for page in pages} | {FIRST, LIST}
     of[FURTHER] = [Page(path, _beginning(path)) for path in paths() if path not in listed]
     return {heading: list(dict.fromkeys(pages)) for heading, pages in of.items() if pages}
@@ -65,9 +65,10 @@ def _row(line: str, page: str) -> Iterator[Page]:
 
 
 def _beginning(path: str) -> str:
-    """The first paragraph behind the title."""
+    """The first sentence behind the title."""
     _, *paragraphs = (ROOT / path).read_text(encoding="utf-8").split("\n\n")
-    return _plain(" ".join(paragraphs[0].split()))
+    sentence, _, _ = _plain(" ".join(paragraphs[0].split())).partition(". ")
+    return sentence.removesuffix(".") + "."
 
 
 def _plain(words: str) -> str:
@@ -79,9 +80,13 @@ def llms_txt() -> str:
     """What https://llmstxt.org describes: the pages, as Markdown, where the site has them."""
     lines = [f"# {Page(FIRST, '').title}", "", f"> {_beginning(FIRST)}", "", "## Start", ""]
     lines += [_entry(Page(FIRST, "one command, one call, one figure")), _entry(Page(LIST, "every page, in one table"))]
-    for heading, pages in sections().items():
-        optional = "Optional: " if heading in ("Lab pages", FURTHER) else ""
-        lines += ["", f"## {optional}{heading}", "", *map(_entry, pages)]
+    optional: list[Page] = []
+    for heading, listed in sections().items():
+        if heading in (DAYS, FURTHER):
+            optional += listed
+        else:
+            lines += ["", f"## {heading}", "", *map(_entry, listed)]
+    lines += ["", "## Optional", "", *map(_entry, optional)]
     return "\n".join(lines) + "\n"
 
 
