@@ -16,8 +16,10 @@ PAGE, PICTURE = DOCS / "ways.md", DOCS / "figures" / "ways.svg"
 WIDTH, MARGIN, GAP, LINE = 320, 8, 26, 16  # in pixels
 QUESTION, WAY = (MARGIN, 168, 24), (WIDTH - MARGIN - 106, 106, 14)  # of a box: left, width, characters a line
 STYLE = """
-  text { font: 12px system-ui, sans-serif; fill: #24292f; text-anchor: middle } .small { font-size: 11px; fill: #57606a }
-  .card { fill: #ffffff; stroke: #d0d7de } .question { fill: #f6f8fa; stroke: #57606a } .way { fill: #ddf4ff; stroke: #0969da }
+  text { font: 12px system-ui, sans-serif; fill: #24292f; text-anchor: middle }
+  .small { font-size: 11px; fill: #57606a }
+  .card { fill: #ffffff; stroke: #d0d7de } .question { fill: #f6f8fa; stroke: #57606a }
+  .way { fill: #ddf4ff; stroke: #0969da }
   path { stroke: #57606a; fill: none } .head { fill: #57606a; stroke: none }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .small { fill: #9198a1 } .card { fill: #0d1117; stroke: #3d444d }

@@ -1,5 +1,5 @@
-"""Each public name has an example that runs: in its docstring, or, where it has none of its own, on docs/api.md; and that
-page has each name once."""
+"""Each public name has an example that runs: in its docstring, or, where it has none of its own, on docs/api.md; and
+that page has each name once."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def test_the_menu_has_each_section_of_the_list() -> None:
 
 
 def test_tables_of_arguments_become_definitions() -> None:
-    text = ["Sums *all* of x_i.", "", "axis, of  the axes,", "         or none", "dtype     of `x_i`", "Raises nothing."]
+    text = ["Sums *all* of x_i.", "", "axis, of  the axes,", "         or none", "dtype     of `x_i`"]
+    text += ["Raises nothing."]
     expected = ["Sums \\*all\\* of x\\_i.", "", "", "``axis, of``", "    the axes,", "    or none", ""]
     expected += ["``dtype``", "    of ``x_i``", "", "Raises nothing.", ""]
     assert docstrings.restructured(text) == expected
@@ -112,12 +113,10 @@ def test_what_is_lost_fails_the_build(tmp_path: Path) -> None:
         copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copyfile
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         copy(ROOT / path, root / path)
-    for path in root.rglob("*.md"):
-        if path.name != "meaning.md":
-            path.write_text(f"# {path.stem}\n\nA page.\n", encoding="utf-8")
-    (root / "docs" / "README.md").write_text("# All\n\nA page.\n\n## A\n\n| [m](meaning.md) | x |\n", encoding="utf-8")
-    (root / "docs" / "lab" / "README.md").write_text("# Lab\n\nA page.\n", encoding="utf-8")
-    (root / "docs" / "meaning.md").write_text("# Meaning\n\nA page.\n\n[lost](threads.md#no-such-heading)\n", encoding="utf-8")
+    for path in set(pages.paths()) - {pages.LIST, pages.LAB}:
+        (root / path).write_text(f"# {path}\n\nA page.\n", encoding="utf-8")
+    lost = "# Meaning\n\nA page, [which links](threads.md#no-such-heading).\n"
+    (root / "docs" / "meaning.md").write_text(lost, encoding="utf-8")
     built = build(root, tmp_path)
     assert built.returncode == 1 and built.stderr.count("WARNING") == 1 and "no-such-heading" in built.stderr
 

@@ -1,4 +1,4 @@
-"""docs/tutorials/: each page is short, its blocks run in order in one folder, and what it says of their results is so."""
+"""docs/tutorials/: each page is short, its blocks run in order in one folder, and give what it says."""
 
 from __future__ import annotations
 

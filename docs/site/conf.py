@@ -1,7 +1,7 @@
 """The site: README.md, docs/ and the other READMEs as they stand in the repository, and a reference from docstrings.
 
-`make site` builds it. The repository's root is the source, so every relative link leads where it leads on a forge; links
-to files that are no pages (examples, LICENSE) bring the file along. docs/README.md is the table of contents.
+`make site` builds it. The repository's root is the source, so every relative link leads where it leads on a forge;
+links to files that are no pages (examples, LICENSE) bring the file along. docs/README.md is the table of contents.
 """
 
 from __future__ import annotations

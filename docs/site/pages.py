@@ -1,4 +1,4 @@
-"""The pages of the site: which there are, by the lists that readers of the repository see, and llms.txt, which names each once."""
+"""The pages of the site: which there are, by the lists that readers of the repository see, too; and llms.txt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of code on a page of Markdown, and running them as a reader would type them: Python, and the command `mhsa`."""
+"""The blocks of code on a page of Markdown, and running those of Python and of `mhsa` as a reader would type them."""
 
 from __future__ import annotations
 
