@@ -9,6 +9,7 @@ STAMP  := $(VENV)/.installed
 CUDA   := $(VENV)/.cuda
 RAY    := $(VENV)/.ray
 BROWSER := $(VENV)/.browser
+SITE   := $(VENV)/.site
 DECODERS := $(VENV)/.decoders
 ACCURACY := $(VENV)/.accuracy
 NUMKONG := $(VENV)/numkong
@@ -24,7 +25,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
+.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -54,6 +55,11 @@ $(RAY): $(STAMP)
 $(BROWSER): $(STAMP)
 	@echo "== Installing Playwright, which drives the Chromium that is there"
 	@$(PIP) --editable '.[browser]'
+	@touch $@
+
+$(SITE): $(STAMP)
+	@echo "== Installing Sphinx"
+	@$(PIP) --editable '.[site]'
 	@touch $@
 
 $(ACCURACY): $(STAMP)
@@ -195,10 +201,16 @@ same-code: $(STAMP)  ## Whether code is compiled as a commit did, AGAINST=COMMIT
 fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.fleet --json build/fleet.json
 
-pictures: $(STAMP)  ## The pictures of docs/masks.md, docs/textbook.md and README.md, again
+pictures: $(STAMP)  ## The pictures of docs/masks.md, docs/textbook.md, docs/ways.md and README.md, again
 	@$(BIN)/python docs/mask_pictures.py
 	@$(BIN)/python docs/textbook_pictures.py
 	@$(BIN)/python docs/readme_picture.py
+	@$(BIN)/python docs/ways_picture.py
+
+site: $(SITE)  ## The site: README.md, docs/ and the API, to build/site/index.html, searchable without a network; a warning or a lost link fails
+	@rm -rf build/site
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -c docs/site -d build/site-doctrees . build/site
+	@echo "build/site/index.html"
 
 bench-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU: against PyTorch's SDPA, FlexAttention, FlashAttention, torch.compile; JSON and a table
 	@$(ON_GPU) benchmarks/gpu.py --json build/gpu.json --text build/gpu.txt

@@ -41,6 +41,13 @@ class HeadReport:
     roles           the place with half of the attention or more; else "broad", with an entropy_share of 0.9 or more;
                     else "mixed". Positional and separator heads: Voita et al., "Analyzing multi-head self-attention"
                     (2019); Clark et al., "What does BERT look at?" (2019)
+
+    >>> import mhsa_compile as mhsa, torch
+    >>> spec = mhsa.AttentionSpec(embed_dim=16, num_heads=4, outputs=("y", "heads", "weights"))
+    >>> layer, x = mhsa.MultiHeadAttention(spec), torch.randn(3, 20, 16)
+    >>> report = mhsa.analysis.HeadStatistics(layer).add(x, layer(x)).report()
+    >>> report.dissimilarity.shape, len(report.roles), len(report.pruning_curve())
+    ((4, 4), 4, 3)
     """
 
     spec: AttentionSpec

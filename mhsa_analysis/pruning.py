@@ -24,11 +24,20 @@ class HeadSet(tuple[int, ...]):
 
 @dataclass(frozen=True, eq=False)
 class PruningPlan:
-    """heads             to be removed; what `pruned` takes
+    """Heads that a layer can do without, and what that costs.
+
+    heads             to be removed; what `pruned` takes
     kept              the others
     relative_error    |y' - y| / |y|, y' of the layer without these heads, their means in its bias, over the tokens that
                       the heads were chosen and their means were taken on: three of four sequences, all of fewer than
                       four. A compiled one differs by what it rounds
+
+    >>> import mhsa_compile as mhsa, torch
+    >>> spec = mhsa.AttentionSpec(embed_dim=16, num_heads=4, outputs=("y", "heads", "weights"))
+    >>> layer, x = mhsa.MultiHeadAttention(spec), torch.randn(8, 20, 16)
+    >>> plan = mhsa.analysis.HeadStatistics(layer).add(x, layer(x)).report().without([1, 2])
+    >>> plan.heads, plan.kept, plan.relative_error > 0
+    ((1, 2), (0, 3), True)
     """
 
     heads: HeadSet

@@ -1,9 +1,15 @@
 """What the heads of a trained layer do: how alike they are, what they look at, and which of them it can do without.
 
-    stats = analysis.HeadStatistics(layer)
-    stats.add(x, attention(x, mask=valid), valid)
-    report = stats.report()
-    small = analysis.pruned(layer, report.prune(4).heads, refit=True)
+>>> import torch
+>>> import mhsa_compile as mhsa
+>>> spec = mhsa.AttentionSpec(embed_dim=16, num_heads=4, outputs=("y", "heads", "weights"))
+>>> layer = mhsa.MultiHeadAttention(spec)
+>>> stats = mhsa.analysis.HeadStatistics(layer)
+>>> for x in torch.randn(8, 4, 20, 16):
+...     _ = stats.add(x, layer(x))
+>>> plan = stats.report().prune(1)
+>>> mhsa.analysis.pruned(layer, plan.heads, refit=True).spec.num_heads
+3
 
 The code is a package of its own, `mhsa_analysis`, which this library does without. Names are imported on first use:
 statistics need NumPy only, the rest PyTorch.

@@ -18,6 +18,13 @@
 Each message says four things, in this order: which argument, what was expected, what came, and what to do next.
 The command line prints it and exits with code 2; nothing else is printed. What other libraries raise becomes one of
 these in `foreign_errors`.
+
+>>> import mhsa_compile as mhsa
+>>> try:
+...     mhsa.AttentionSpec(embed_dim=64, num_heads=4, dtype="float23")
+... except MhsaError as error:
+...     print(type(error).__name__, "|", error.argument, "|", error.got, "|", error.next_step)
+SpecError | dtype | 'float23' | Did you mean 'float32'?
 """
 
 from __future__ import annotations

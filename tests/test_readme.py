@@ -5,29 +5,18 @@ from __future__ import annotations
 
 import re
 import runpy
-import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.page_blocks import Block, blocks, prose, run_python, split_at
-from typer.testing import CliRunner
+from support.page_blocks import Block, blocks, commands, prose, run_mhsa, run_page, split_at
 
 ROOT = Path(__file__).parents[1]
 README, USAGE, COMMANDS = ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "cli.md"
 MODELS = ROOT / "docs" / "models.md"
 HEADS = ROOT / "docs" / "heads.md"
 PAGES = (README, USAGE, COMMANDS)
-
-
-def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command of a shell block, comments left out."""
-    for line in block.code.replace("\\\n", " ").splitlines():
-        if words := shlex.split(line, comments=True):
-            yield words
 
 
 def shell_commands(page: Path) -> list[list[str]]:
@@ -53,24 +42,14 @@ def parts() -> tuple[list[Block], list[Block]]:
     return split_at(ON_A_GPU, USAGE)
 
 
-def run(page_blocks: list[Block], **names: Any) -> dict[str, Any]:
-    """The names that the blocks leave."""
-    for block in page_blocks:
-        if block.language == "python":
-            run_python([block], names)
-        else:
-            run_mhsa(block)
-    return names
-
-
 @pytest.mark.thorough
 def test_the_snippet_of_the_first_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run([block for block in blocks(README) if block.language == "python"])
+    names = run_page([block for block in blocks(README) if block.language == "python"])
     assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"attention"}
     assert names["y"].shape == (2, 197, 512)
     assert len(names["report"].replaced) == 2 and names["encoded"].shape == (1, 128, 256)
-    run([block for block in blocks(README) if block.language == "python"][:1])  # who types it twice, in one folder
+    run_page([block for block in blocks(README) if block.language == "python"][:1])  # who types it twice, in one folder
 
 
 @pytest.mark.thorough
@@ -79,7 +58,7 @@ def test_the_snippet_of_the_first_page_runs(tmp_path: Path, monkeypatch: pytest.
 )  # in the reader's export
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run(parts()[0])
+    names = run_page(parts()[0])
     assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"attention", "model"}
     assert names["verdict"].ok
     assert names["y"].shape == (1, 50, 256)
@@ -88,14 +67,14 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.thorough
 def test_the_snippets_about_models_run() -> None:
-    names = run(list(blocks(MODELS)))
+    names = run_page(list(blocks(MODELS)))
     assert names["tokens"].shape == (1, 19) and names["y"].shape == (2, 9, 64)
     assert len(names["report"].replaced) == 2 and names["hidden"].shape == (2, 11, 64)
 
 
 @pytest.mark.thorough
 def test_the_snippets_about_heads_run() -> None:
-    names = run(list(blocks(HEADS)))
+    names = run_page(list(blocks(HEADS)))
     missed, size = (np.linalg.norm(array) for array in (names["cut"] - names["y"], names["y"]))
     plan = names["plan"]
     assert plan.refit_error < plan.unseen_refit_error and plan.fit.unseen_tokens == 25
@@ -131,18 +110,8 @@ def test_what_is_for_gpus_runs_here_with_a_cpu_in_its_place(tmp_path: Path, monk
     (compiling, calling) = parts()[1]
     assert calling.code.count("cuda:0") == 3 and compiling.code.count(" --target cuda-sm90a") == 1
     run_mhsa(compiling._replace(code=compiling.code.replace(" --target cuda-sm90a", "")))
-    names = run([calling._replace(code=calling.code.replace("cuda:0", "cpu"))], mhsa=mhsa_compile, torch=torch)
+    names = run_page([calling._replace(code=calling.code.replace("cuda:0", "cpu"))], mhsa=mhsa_compile, torch=torch)
     assert names["attended"].shape == names["copied"].shape == (2, 1024, 512)
-
-
-def run_mhsa(block: Block) -> None:
-    from mhsa_compile.cli.app import app
-
-    for words in commands(block):
-        if words[0] == "mhsa":
-            result = CliRunner().invoke(app, words[1:])
-            where = f"{block.page.name}, block at line {block.line}: {shlex.join(words)}"
-            assert result.exit_code == 0, f"{where}\n{result.output}\n{result.exception!r}"
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/README.md", "tests/README.md"])
@@ -210,6 +179,16 @@ def test_the_picture_is_that_of_the_figures() -> None:
     """docs/figures/blocks.svg; `make pictures` draws it again."""
     drawing = runpy.run_path(str(ROOT / "docs" / "readme_picture.py"))
     assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"]()
+
+
+def test_the_flow_chart_is_that_of_the_questions() -> None:
+    """docs/figures/ways.svg, and each of its ways has a section; `make pictures` draws it again."""
+    drawing = runpy.run_path(str(ROOT / "docs" / "ways_picture.py"))
+    assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"]()
+    ways = [way for _, way in drawing["questions"]()]
+    sections = re.findall(r"^## (.+)$", drawing["PAGE"].read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(ways) == len(sections) == 6
+    assert all(any(way.split()[-1] in section for section in sections) for way in ways)
 
 
 def test_the_architecture_names_every_folder() -> None:

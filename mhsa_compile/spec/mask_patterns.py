@@ -26,7 +26,11 @@ if TYPE_CHECKING:  # what only reads a spec does not load NumPy
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
-    """What a query sees by its place alone: a constant mask, laid out when the lengths are known."""
+    """What a query sees by its place alone: a constant mask, laid out when the lengths are known.
+
+    >>> isinstance(BlockDiagonal(block=2), Pattern), BlockDiagonal(block=2).rows(2, 3, 3, 3).astype(int)
+    (True, array([[0, 0, 1]]))
+    """
 
     def array(self, L: int, S: int) -> BoolArray:
         """(L, S), True takes part. Raises InputError where the pattern does not fit the lengths."""
@@ -270,7 +274,11 @@ def checked_static_mask(value: object) -> Pattern | None:
 
 
 def pattern(fields: Mapping[str, Any]) -> Pattern:
-    """A pattern from plain values: {"kind": "longformer", "window": 256, "global_tokens": 1}. Raises SpecError."""
+    """A pattern from plain values, as JSON and TOML have them. Raises SpecError.
+
+    >>> pattern({"kind": "longformer", "window": 256, "global_tokens": 1})
+    Longformer(window=256, global_tokens=1)
+    """
     values = dict(fields)
     name = values.pop("kind", None)
     if not isinstance(name, str) or name not in KINDS:
@@ -288,9 +296,12 @@ def pattern(fields: Mapping[str, Any]) -> Pattern:
 
 
 def parse_pattern(text: str) -> Pattern:
-    """A pattern as a command line states it: "longformer:window=256,global_tokens=1" or "documents:lengths=90+107".
+    """A pattern as a command line states it. Raises SpecError.
 
-    Raises SpecError.
+    >>> parse_pattern("longformer:window=256,global_tokens=1")
+    Longformer(window=256, global_tokens=1)
+    >>> parse_pattern("documents:lengths=90+107")
+    Documents(lengths=(90, 107))
     """
     name, _, rest = text.partition(":")
     fields: dict[str, Any] = {"kind": name}

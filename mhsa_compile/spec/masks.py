@@ -2,6 +2,11 @@
 
 Arrays AND together: `causal(L, S, "top_left") & padding[:, None]`. A pattern becomes one by its `array(L, S)`.
 Notation: B batch, L query length, S key length.
+
+>>> (causal(3, 3, "top_left") & key_padding([3, 1], S=3)[:, None]).astype(int)[1]
+array([[1, 0, 0],
+       [1, 0, 0],
+       [1, 0, 0]])
 """
 
 from __future__ import annotations

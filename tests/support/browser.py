@@ -21,7 +21,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 def playwright() -> ModuleType:
     """Playwright's functions; the module that asks is skipped without it, and fails where it has to be there."""
     if importlib.util.find_spec("playwright") is None:
-        _missing("not installed: playwright (make browser)")
+        missing("not installed: playwright (make browser)")
     from playwright import sync_api
 
     return sync_api
@@ -34,14 +34,15 @@ def opened() -> Iterator[Any]:
         own = running.chromium.executable_path
         program = next(filter(None, map(shutil.which, NAMES)), own)
         if not Path(program).exists():
-            _missing("no Chromium on this machine: apt-get install chromium")
+            missing("no Chromium on this machine: apt-get install chromium")
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to be root in one
         browser = running.chromium.launch(executable_path=program, args=sandbox)
         yield browser
         browser.close()
 
 
-def _missing(why: str) -> None:
+def missing(why: str) -> None:
+    """Skips the test or module that asks, or fails it where what is missing has to be there."""
     if os.environ.get(REQUIRED) == "1":
         pytest.fail(why)
     pytest.skip(why, allow_module_level=True)
