@@ -17,7 +17,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from mhsa_compile.compiler.codegen import caller_memory, data_races, embed_cubin, empty_arrays
+from mhsa_compile.compiler.codegen import caller_memory, data_races, embed_cubin, empty_arrays, webassembly
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code, most_bytes_of_data
 from mhsa_compile.compiler.codegen.runtime_functions import check_functions
 from mhsa_compile.files import atomic_write
@@ -70,6 +70,9 @@ def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> No
         with pass_context():
             module = empty_arrays.allocate_constants(scheduled.module, "main")
             executable = relax.build(module, _target(profile), relax_pipeline=_pipeline())
+        if profile.is_webassembly:
+            webassembly.export(executable, library, profile)
+            return
     _export(executable, library, profile)
     check_functions(library, tvm_runtime.libraries(isinstance(profile, CudaProfile)))
 
