@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 from support.javascript import node
 
 import mhsa_compile as mhsa
-from mhsa_compile.compiler.codegen.webassembly import BUILTINS
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle
-from mhsa_compile.runtime.standalone.javascript_bundle import array_type
 from mhsa_compile.verification.verify import verify_run
 
 LENGTHS = [{"B": 2, "L": 1}, {"B": 1, "L": 7}, {"B": 1, "L": 197}]

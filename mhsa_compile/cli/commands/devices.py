@@ -35,8 +35,10 @@ def bundle(
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle if it exists.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Gather an artifact, TVM's runtime for its target and a C++ program that runs it, for a device without Python; of an
-    artifact for WebAssembly (--target wasm32) an ES module with all that it fetches."""
+    """Gather an artifact, TVM's runtime for its target and a C++ program that runs it, for a device without Python.
+
+    Of an artifact for WebAssembly (--target wasm32) it is an ES module, with all that this fetches.
+    """
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.standalone import bundle as standalone
     from mhsa_compile.runtime.standalone import templates

@@ -1,6 +1,6 @@
-"""The program of TVM's virtual machine, out of the bytes in which TVM keeps it, as plain data for an interpreter of ours.
+"""The program of TVM's virtual machine, out of the bytes in which TVM keeps it, as data for an interpreter of ours.
 
-The form is that of TVM's src/runtime/vm/executable.cc; all numbers are little-endian, and each text and each list comes
+The form is that of TVM's src/runtime/vm/executable.cc; all numbers are little-endian, each text and each list comes
 behind its length:
 
     magic, version | functions | memory scopes | constants | where instructions begin | instructions

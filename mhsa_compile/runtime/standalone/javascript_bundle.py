@@ -90,8 +90,8 @@ def _readme(manifest: Manifest) -> str:
     return f"""\
 # A compiled attention for browsers and Node
 
-Compiled by mhsa-compile {manifest.mhsa_version} to WebAssembly with vectors of 128 bits. Serve this folder as it is; it
-needs no server of its own, no build and no network beyond its own files.
+Compiled by mhsa-compile {manifest.mhsa_version} to WebAssembly with vectors of 128 bits. Serve this folder as it
+is; it needs no server of its own, no build and no network beyond its own files.
 
 ```js
 import {{ load }} from "./attention.js";
@@ -106,9 +106,9 @@ It takes
 and gives
 
 {table(manifest.outputs)}
-A dim in letters is any size from 1 on, the same wherever it occurs. `load({{ folder }})` reads the files from another URL,
-`load({{ weights }})` takes weights as an ArrayBuffer of safetensors or as arrays by name, and packs them once. Arrays of
-float16 and bfloat16 are their bits, bools are bytes. No call changes the arrays that it is given: a cache that other
+A dim in letters is any size from 1 on, the same wherever it occurs. `load({{ folder }})` reads the files from another
+URL, `load({{ weights }})` takes weights as an ArrayBuffer of safetensors or as arrays by name, and packs them once. Arrays
+of float16 and bfloat16 are their bits, bools are bytes. No call changes the arrays that it is given: a cache that other
 programs write in place comes back as an output. A call runs in the thread that makes it: where a page has to stay
 awake, in a Worker. `attention.d.ts` has the types.
 """

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.browser import REQUIRED
 
 from mhsa_compile.verification.random_inputs import Arrays
+from support.browser import REQUIRED
 
 _CALLS = Path(__file__).with_name("calls.mjs")
 
