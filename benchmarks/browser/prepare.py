@@ -1,7 +1,7 @@
 """Blocks and a sentence encoder as bundles of JavaScript, and as files for ONNX Runtime Web, with inputs and the right
 outputs: what turns.mjs beside it times.
 
-    python benchmarks/browser/prepare.py FOLDER [--target wasm32] [--only base128 ...]
+    python benchmarks/browser/prepare.py FOLDER [--targets wasm32 wasm32-relaxed] [--only base128 ...]
 
 ONNX Runtime gets each block in three forms (plain operators, MultiHeadAttention, GroupQueryAttention where they can be
 one): the fastest of them is its time.
@@ -13,7 +13,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from mhsa_bench.peers import onnx_graph
 from mhsa_bench.peers.peer import Problem
 from mhsa_compile.bench.workloads import WORKLOADS, Workload
 from mhsa_compile.errors import MhsaError
+from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import SOURCE
 from mhsa_compile.runtime.standalone.bundle import bundle
@@ -44,56 +45,63 @@ FORMS: dict[str, Callable[[Problem], onnx.ModelProto]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--target", default="wasm32")
+    parser.add_argument("--targets", nargs="*", default=["wasm32", "wasm32-relaxed"])
     parser.add_argument("--only", nargs="*", default=[*BLOCKS, "minilm"])
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for workload in WORKLOADS:
         if workload.name in options.only:
-            write_block(workload, options.target, options.folder / workload.name)
+            write_block(workload, options.targets, options.folder / workload.name)
     if "minilm" in options.only:
-        write_encoder(options.target, options.folder)
+        write_encoder(options.targets, options.folder)
 
 
-def write_block(workload: Workload, target: str, folder: Path) -> None:
-    artifact = mhsa.compile(workload.spec, target=target)
+def write_block(workload: Workload, targets: Sequence[str], folder: Path) -> None:
+    model = MultiHeadAttention(workload.spec)
+    artifacts = {target: mhsa.compile(model, target) for target in targets}
+    artifact = artifacts[targets[0]]
     inputs = random_inputs(stored_model(artifact), workload.dims)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    bundle(artifact, folder / "bundle")
+    for target, made in artifacts.items():
+        bundle(made, folder / target)
     problem, forms = Problem(artifact, [inputs]), []
     for name, form in FORMS.items():
         try:
-            model = form(problem)
+            graph = form(problem)
         except MhsaError as error:
             print(f"{workload.name}: no {name}: {error}")
             continue
-        onnx.save(model, folder / f"{name}.onnx")
+        onnx.save(graph, folder / f"{name}.onnx")
         forms.append(name)
-    write_case(folder, artifact, inputs, forms)
+    write_case(folder, artifact, inputs, forms, targets)
 
 
-def write_encoder(target: str, folder: Path) -> None:
+def write_encoder(targets: Sequence[str], folder: Path) -> None:
     """all-MiniLM-L6-v2, whole, as PyTorch exports it."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     from minilm.compile_model import compile_sentences
     from minilm.trained import load_reference, model_folder
 
-    artifact = compile_sentences(load_reference(model_folder()), target)
+    artifacts = {target: compile_sentences(load_reference(model_folder()), target) for target in targets}
+    artifact = artifacts[targets[0]]
     model = onnx.load(artifact.path / SOURCE, load_external_data=False)
     load_external_data_for_model(model, str(artifact.path))
     for length in LENGTHS:
         place = folder / f"minilm{length}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        bundle(artifact, place / "bundle")
+        for target, made in artifacts.items():
+            bundle(made, place / target)
         onnx.save(model, place / "plain.onnx")
         rng = np.random.default_rng(length)
         inputs = {"ids": rng.integers(1000, 30000, (1, length)), "valid": np.ones((1, length), np.int64)}
-        write_case(place, artifact, inputs, ["plain"])
+        write_case(place, artifact, inputs, ["plain"], targets)
 
 
-def write_case(folder: Path, artifact: Artifact, inputs: Mapping[str, np.ndarray], forms: list[str]) -> None:
+def write_case(
+    folder: Path, artifact: Artifact, inputs: Mapping[str, np.ndarray], forms: list[str], targets: Sequence[str]
+) -> None:
     """The inputs, and what comes of them in float64, as files that JavaScript reads."""
     expected = dict(
         zip(
@@ -106,7 +114,7 @@ def write_case(folder: Path, artifact: Artifact, inputs: Mapping[str, np.ndarray
     for name, array in arrays.items():
         (folder / f"{name}.bin").write_bytes(np.ascontiguousarray(array).tobytes())
     described = {name: {"dtype": str(array.dtype), "dims": list(array.shape)} for name, array in arrays.items()}
-    (folder / "case.json").write_text(json.dumps({"arrays": described, "forms": forms}))
+    (folder / "case.json").write_text(json.dumps({"arrays": described, "forms": forms, "targets": list(targets)}))
 
 
 if __name__ == "__main__":

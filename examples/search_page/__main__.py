@@ -6,15 +6,15 @@ let pages compute in workers, and check hashes, on https: and localhost.
 
 from __future__ import annotations
 
-import http.server
 import shutil
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from minilm.trained import load_reference, model_folder
+
+from search_page.server import server
 
 FOLDER = Path("build/search-page")
 PAGE = Path(__file__).with_name("page")
@@ -44,18 +44,6 @@ def serve(
     with server(folder, port) as running, suppress(KeyboardInterrupt):
         print(f"Search page: http://localhost:{running.server_address[1]}   (Ctrl+C ends it)", flush=True)
         running.serve_forever()
-
-
-def server(folder: Path, port: int) -> http.server.ThreadingHTTPServer:
-    """A server of a folder's files, on loopback; port 0 is any free one."""
-    return http.server.ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, directory=str(folder)))
-
-
-class _Handler(http.server.SimpleHTTPRequestHandler):
-    extensions_map = {**http.server.SimpleHTTPRequestHandler.extensions_map, ".js": "text/javascript"}
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing of each file."""
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ behind its length:
 
     magic, version | functions | memory scopes | constants | where instructions begin | instructions
 
-What comes of it is JSON (`VmProgram`): an instruction is a list of numbers that begins with its kind. Of a call follow the
-register for its result, the function, and for each argument its kind and its value.
+What comes of it is JSON (`VmProgram`): an instruction is a list of numbers that begins with its kind. Of a call follow
+the register for its result, the function, and for each argument its kind and its value.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _C = Path(__file__).with_name("webassembly.c")
 _PROGRAM = b"relax.VMExecutable"
 _STACK = 1 << 20
 _PREFIX = "__tvm_ffi_"
-_FLAGS = ("-mexec-model=reactor", "-O2", "-s", "-msimd128", "-Wl,--strip-all", f"-Wl,-z,stack-size={_STACK}")
+_FLAGS = ("-mexec-model=reactor", "-O2", "-s", "-Wl,--strip-all", f"-Wl,-z,stack-size={_STACK}")
 
 
 def export(executable: Any, library: Path, profile: CpuProfile) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mhsa_compile.errors import InputError
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import MANIFEST, MODULE, WEIGHTS, Manifest, TensorInfo
 from mhsa_compile.runtime.standalone.templates import table
@@ -87,11 +88,14 @@ def _readme(manifest: Manifest) -> str:
     first = manifest.inputs[0] if manifest.inputs else None
     array = "Float32Array" if first is None else array_type(first.dtype)
     name = "x" if first is None else first.name
+    target = manifest.target
+    assert isinstance(target, CpuProfile)  # of WebAssembly's
+    features = " and ".join(target.hardware.features)
     return f"""\
 # A compiled attention for browsers and Node
 
-Compiled by mhsa-compile {manifest.mhsa_version} to WebAssembly with vectors of 128 bits. Serve this folder as it
-is; it needs no server of its own, no build and no network beyond its own files.
+Compiled by mhsa-compile {manifest.mhsa_version} to WebAssembly, for a browser or Node with {features}. Serve this
+folder as it is; it needs no server of its own, no build and no network beyond its own files.
 
 ```js
 import {{ load }} from "./attention.js";
@@ -107,8 +111,8 @@ and gives
 
 {table(manifest.outputs)}
 A dim in letters is any size from 1 on, the same wherever it occurs. `load({{ folder }})` reads the files from another
-URL, `load({{ weights }})` takes weights as an ArrayBuffer of safetensors or as arrays by name, and packs them once. Arrays
-of float16 and bfloat16 are their bits, bools are bytes. No call changes the arrays that it is given: a cache that other
-programs write in place comes back as an output. A call runs in the thread that makes it: where a page has to stay
-awake, in a Worker. `attention.d.ts` has the types.
+URL, `load({{ weights }})` takes weights as an ArrayBuffer of safetensors or as arrays by name, and packs them once.
+Arrays of float16 and bfloat16 are their bits, bools are bytes. No call changes the arrays that it is given: a cache
+that other programs write in place comes back as an output. A call runs in the thread that makes it: where a page has to
+stay awake, in a Worker. `attention.d.ts` has the types.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -24,8 +25,18 @@ def program() -> str:
     path = shutil.which("node")
     if path is None:
         why = "no Node on this machine: apt-get install nodejs"
-        pytest.fail(why) if os.environ.get(REQUIRED) == "1" else pytest.skip(why)
+        if os.environ.get(REQUIRED) == "1":
+            pytest.fail(why)
+        pytest.skip(why)
     return str(path)
+
+
+@functools.cache
+def _flags() -> tuple[str, ...]:
+    """What Node before 22 has to be told to take relaxed SIMD."""
+    flag = "--experimental-wasm-relaxed-simd"
+    options = subprocess.run([program(), "--v8-options"], capture_output=True, text=True, check=True).stdout
+    return (flag,) if flag in options else ()
 
 
 class Calls:
@@ -35,14 +46,18 @@ class Calls:
         self._process, self._folder = process, folder
         self.answer = self._read()
 
-    def __call__(self, inputs: Arrays) -> list[np.ndarray]:
-        """The outputs in the order of the file; asserts that there are some."""
-        outputs = self.asked(inputs)
-        assert self.answer.startswith("ok "), self.answer
-        return list(outputs.values())
+    def __call__(self, inputs: Arrays) -> dict[str, np.ndarray]:
+        """The outputs by name; asserts that there are some."""
+        outputs = self._outputs(inputs)
+        assert outputs is not None, self.answer
+        return outputs
 
-    def asked(self, inputs: Arrays) -> dict[str, np.ndarray]:
-        """The outputs by name, none where the call is refused."""
+    def refusal(self, inputs: Arrays) -> str:
+        """What a call that is refused says."""
+        assert self._outputs(inputs) is None
+        return self.answer
+
+    def _outputs(self, inputs: Arrays) -> dict[str, np.ndarray] | None:
         source, result = self._folder / "in.safetensors", self._folder / "out.safetensors"
         save_file({name: np.ascontiguousarray(array) for name, array in inputs.items()}, source)
         result.unlink(missing_ok=True)
@@ -50,7 +65,7 @@ class Calls:
         self._process.stdin.write(f"{source}\t{result}\n")
         self._process.stdin.flush()
         self.answer = self._read()
-        return load_file(result) if result.exists() else {}
+        return load_file(result) if result.exists() else None
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -60,7 +75,7 @@ class Calls:
 @contextmanager
 def calls(bundle: Path, folder: Path) -> Iterator[Calls]:
     """Calls of a bundle; files of arrays go into `folder`."""
-    command = [program(), str(_CALLS), str(bundle)]
+    command = [program(), *_flags(), str(_CALLS), str(bundle)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Calls(process, folder)

@@ -19,7 +19,10 @@ export async function load({ folder = new URL("./", import.meta.url), weights, v
     await checkHash("attention.wasm", code, signature.files["module.so"]);
     if (stored) await checkHash("weights.safetensors", stored, signature.files["weights.safetensors"]);
   }
-  const module = await WebAssembly.compile(code);
+  const module = await WebAssembly.compile(code).catch((error) => {
+    const features = signature.target.hardware.features.join(" and ");
+    throw new Error(`attention.wasm: expected a browser or Node with ${features}, got: ${error.message}`);
+  });
   const tensors = weights instanceof ArrayBuffer || stored ? readTensors(stored ?? weights) : weights;
   return new Attention(signature, await Machine.start(module), tensors);
 }
