@@ -12,6 +12,7 @@ the register for its result, the function, and for each argument its kind and it
 from __future__ import annotations
 
 import base64
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ def _constant(source: _Source) -> VmConstant:
     kind = source.number("i")
     readers: dict[int, Callable[[], VmConstant]] = {
         _INT: lambda: VmConstant("int", source.number("q")),
-        _FLOAT: lambda: VmConstant("float", source.number("d")),
+        _FLOAT: lambda: VmConstant("float", _finite(source.number("d"))),
         _DTYPE: lambda: VmConstant("dtype", _dtype(source)),
         _TEXT: lambda: VmConstant("text", source.text()),
         _SHAPE: lambda: VmConstant("shape", dims=source.numbers("q", source.number("Q"))),
@@ -113,6 +114,13 @@ def _constant(source: _Source) -> VmConstant:
     if kind not in readers:
         raise ValueError(f"a constant of kind {kind}")
     return readers[kind]()
+
+
+def _finite(value: float) -> float:
+    """A number that JSON has."""
+    if not math.isfinite(value):
+        raise ValueError(f"a constant of {value}, which JSON has not")
+    return value
 
 
 def _dtype(source: _Source) -> str:

@@ -6,6 +6,7 @@ What that interpreter lacks is refused here, by name, not where somebody loads t
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ BUILTINS = frozenset(
 _C = Path(__file__).with_name("webassembly.c")
 _PROGRAM = b"relax.VMExecutable"
 _STACK = 1 << 20
+_IMPORTS = 2
+"""The number of the section that says them."""
 _PREFIX = "__tvm_ffi_"
 _FLAGS = ("-mexec-model=reactor", "-O2", "-s", "-Wl,--strip-all", f"-Wl,-z,stack-size={_STACK}")
 
@@ -55,6 +58,8 @@ def export(executable: Any, library: Path, profile: CpuProfile) -> None:
         exports = [f"-Wl,--export={_PREFIX}{name}" for name in kernels]
         words = [*_FLAGS, *exports, "-o", library, *objects.on_disk(paths), _C]
         zig.run("cc", profile.link.triple, words, "a file of WebAssembly")
+    if imports := _imports(library.read_bytes()):
+        raise AbsentFunctions(imports)
     with library.open("ab") as file:
         file.write(_section(SECTION, msgspec.json.encode(program)))
 
@@ -62,6 +67,28 @@ def export(executable: Any, library: Path, profile: CpuProfile) -> None:
 def _called(program: vm_program.VmProgram) -> list[str]:
     """The names of all functions that are no part of the program, in their order."""
     return [function.name for function in program.functions if not function.code]
+
+
+def _imports(code: bytes) -> list[str]:
+    """What a file of WebAssembly asks of whoever loads it, by name."""
+    at = 8  # behind the mark and the version
+    while at < len(code):
+        kind, (size, at) = code[at], _read_number(code, at + 1)
+        if kind == _IMPORTS:
+            count, place = _read_number(code, at)
+            return re.findall(r"[A-Za-z_]\w+", code[place : at + size].decode("latin-1")) if count else []
+        at += size
+    return []
+
+
+def _read_number(code: bytes, at: int) -> tuple[int, int]:
+    """(a number as `_number` writes it, the place behind it)."""
+    value = shift = 0
+    while True:
+        value |= (code[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if code[at - 1] < 0x80:
+            return value, at
 
 
 def _section(name: str, content: bytes) -> bytes:

@@ -21,6 +21,7 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import MANIFEST, MODULE, WEIGHTS, Manifest, TensorInfo
 from mhsa_compile.runtime.standalone.templates import table
+from mhsa_compile.runtime.symbolic_dims import is_expression
 
 CODE = "attention.wasm"
 _FILES = Path(__file__).parent / "javascript"
@@ -34,10 +35,11 @@ _ARRAYS = {
 
 def check(manifest: Manifest) -> None:
     """Raises InputError, by name, for what the program in JavaScript has not."""
-    dims = [dim for info in manifest.inputs for dim in info.dims if isinstance(dim, str) and not dim.isidentifier()]
-    if dims:
-        hint = "Fix its sizes, or give them names of their own."
-        raise InputError("artifact", "inputs whose dims are numbers or names", ", ".join(map(repr, dims)), hint)
+    for info in manifest.inputs:
+        for dim in (*info.dims, *(info.broadcast or ()), info.most):
+            if dim is not None and is_expression(dim):
+                hint = "Fix its sizes, or give them names of their own."
+                raise InputError("artifact", "inputs whose sizes are numbers or names", f"{info.name} of {dim!r}", hint)
 
 
 def write(artifact: Artifact, folder: Path) -> None:

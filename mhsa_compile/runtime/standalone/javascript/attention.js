@@ -10,6 +10,8 @@ import { Machine } from "./machine.js";
 import { readTensors } from "./tensors.js";
 import { checkedInputs } from "./signature.js";
 
+const IN_NODE = typeof process !== "undefined" && process.versions?.node !== undefined;
+
 export async function load({ folder = new URL("./", import.meta.url), weights, verify = true } = {}) {
   const read = (name) => fetchBytes(new URL(name, new URL(folder, import.meta.url)));
   const [manifest, code] = await Promise.all([read("manifest.json"), read("attention.wasm")]);
@@ -51,7 +53,7 @@ class Attention {
 }
 
 async function fetchBytes(url) {
-  if (url.protocol === "file:" && typeof process !== "undefined") {
+  if (url.protocol === "file:" && IN_NODE) {
     const bytes = await (await import("node:fs/promises")).readFile(url);
     return bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength);
   }
@@ -61,10 +63,11 @@ async function fetchBytes(url) {
 }
 
 async function checkHash(name, bytes, expected) {
-  if (!globalThis.crypto?.subtle) {
+  const subtle = globalThis.crypto?.subtle ?? (IN_NODE ? (await import("node:crypto")).webcrypto.subtle : undefined);
+  if (!subtle) {
     throw new Error(`${name}: browsers check hashes on https: and localhost only; elsewhere load({ verify: false })`);
   }
-  const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
+  const digest = new Uint8Array(await subtle.digest("SHA-256", bytes));
   const actual = Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
   if (actual !== expected) throw new Error(`${name}: expected sha256 ${expected}, got ${actual}; copy the bundle again`);
 }

@@ -207,9 +207,9 @@ export class Machine {
   }
 
   #constant(one) {
-    if (one.kind === "float") return new Real(one.value);
+    if (one.kind === "float") return new Real(one.value ?? 0);
     if (one.kind === "shape") return one.dims ?? [];
-    if (one.kind !== "tensor") return one.value;
+    if (one.kind !== "tensor") return one.value ?? 0; // what is 0, or empty, is left out
     const data = Uint8Array.from(atob(one.data), (letter) => letter.charCodeAt(0));
     return this.#fromCaller({ data, dims: one.dims ?? [], dtype: one.value });
   }
@@ -220,8 +220,8 @@ export class Machine {
     return new Tensor(this.#storage(8 * size), 0, [size], "int64");
   }
 
-  alloc_storage(machine, shape) {
-    return this.#storage(product(shape));
+  alloc_storage(machine, shape, device, dtype) {
+    return this.#storage(product(shape) * ARRAYS[dtype].BYTES_PER_ELEMENT);
   }
 
   alloc_tensor(storage, offset, dims, dtype) {
