@@ -15,8 +15,9 @@ from support import browser
 from support.javascript import node
 
 import mhsa_compile as mhsa
-from mhsa_compile.compiler.codegen import webassembly
-from mhsa_compile.errors import ArtifactError, InputError, ModelError, OutputError
+from mhsa_compile.compiler.codegen import build, webassembly
+from mhsa_compile.errors import ArtifactError, InputError, ModelError, OutputError, TargetError
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone import javascript_bundle
 from mhsa_compile.runtime.standalone.bundle import bundle
@@ -174,6 +175,19 @@ def test_what_the_interpreter_lacks_is_refused_when_it_is_compiled(monkeypatch: 
     monkeypatch.setattr(webassembly, "BUILTINS", webassembly.BUILTINS - {"vm.builtin.match_shape"})
     with pytest.raises(ModelError, match=r"calls vm\.builtin\.match_shape"):
         mhsa.compile(BLOCK, target="wasm32")
+
+
+def test_what_a_file_asks_of_its_loader_is_named(made: Made) -> None:
+    """The code of a bundle asks for nothing; a file that does, here env.hello, is refused by that name."""
+    code = (made("causal, a mask")[1] / "attention.wasm").read_bytes()
+    assert webassembly._imports(code) == []
+    section = b"\x01\x03env\x05hello\x00\x00"
+    assert webassembly._imports(code[:8] + bytes([2, len(section)]) + section + code[8:]) == ["env", "hello"]
+
+
+def test_tuning_refuses_what_no_process_maps() -> None:
+    with pytest.raises(TargetError, match="got WebAssembly"):
+        build.library({}, load_profile("wasm32"))
 
 
 def test_a_bundle_says_what_it_is(made: Made, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ What that interpreter lacks is refused here, by name, not where somebody loads t
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import tvm_ffi
 
 from mhsa_compile.compiler.codegen import vm_program
 from mhsa_compile.compiler.codegen.embed_cubin import packed_parts
-from mhsa_compile.compiler.codegen.object_files import ObjectFiles
+from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code
 from mhsa_compile.compiler.codegen.runtime_functions import AbsentFunctions
 from mhsa_compile.files import atomic_write
 from mhsa_compile.hardware import zig
@@ -38,7 +39,7 @@ _STACK = 1 << 20
 _IMPORTS = 2
 """The number of the section that says them."""
 _PREFIX = "__tvm_ffi_"
-_FLAGS = ("-mexec-model=reactor", "-O2", "-s", "-Wl,--strip-all", f"-Wl,-z,stack-size={_STACK}")
+_FLAGS = ("-mexec-model=reactor", "-O2", "-s", f"-Wl,-z,stack-size={_STACK}")
 
 
 def export(executable: Any, library: Path, profile: CpuProfile) -> None:
@@ -54,6 +55,7 @@ def export(executable: Any, library: Path, profile: CpuProfile) -> None:
     with atomic_write.temporary() as folder, ObjectFiles(folder) as objects:
         paths = [str(folder / f"lib{number}.o") for number in range(len(compiled))]
         for part, path in zip(compiled, paths, strict=True):
+            objects.check_room(partial(most_bytes_of_code, part))
             part.write_to_file(path)
         exports = [f"-Wl,--export={_PREFIX}{name}" for name in kernels]
         words = [*_FLAGS, *exports, "-o", library, *objects.on_disk(paths), _C]
