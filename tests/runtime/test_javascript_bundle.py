@@ -171,6 +171,7 @@ def test_what_the_interpreter_has_is_what_is_promised() -> None:
     assert {name.removeprefix("vm.builtin.") for name in webassembly.BUILTINS} <= methods
 
 
+@pytest.mark.thorough
 def test_what_the_interpreter_lacks_is_refused_when_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webassembly, "BUILTINS", webassembly.BUILTINS - {"vm.builtin.match_shape"})
     with pytest.raises(ModelError, match=r"calls vm\.builtin\.match_shape"):

@@ -58,7 +58,7 @@ def export(executable: Any, library: Path, profile: CpuProfile) -> None:
             objects.check_room(partial(most_bytes_of_code, part))
             part.write_to_file(path)
         exports = [f"-Wl,--export={_PREFIX}{name}" for name in kernels]
-        words = [*_FLAGS, *exports, "-o", library, *objects.on_disk(paths), _C]
+        words: list[str | Path] = [*_FLAGS, *exports, "-o", library, *objects.on_disk(paths), _C]
         zig.run("cc", profile.link.triple, words, "a file of WebAssembly")
     if imports := _imports(library.read_bytes()):
         raise AbsentFunctions(imports)
