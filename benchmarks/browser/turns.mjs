@@ -75,6 +75,10 @@ async function turn(call) {
 const median = (values) => values.sort((a, b) => a - b)[values.length >> 1];
 
 for (const name of only.length ? only : fs.readdirSync(folder).sort()) {
+  if (!fs.existsSync(path.join(folder, name, "case.json"))) {
+    console.log(`${name}: not in ${folder}`);
+    continue;
+  }
   const { inputs, expected, forms, targets } = readCase(name);
   const candidates = {};
   for (const target of targets) candidates[target] = await ours(name, target, inputs);
