@@ -65,7 +65,7 @@ def write_block(workload: Workload, targets: Sequence[str], folder: Path) -> Non
     folder.mkdir()
     for target, made in artifacts.items():
         bundle(made, folder / target)
-    problem, forms = Problem(artifact, [inputs]), []
+    problem, forms, feeds = Problem(artifact, [inputs]), [], dict(inputs)
     for name, form in FORMS.items():
         try:
             graph = form(problem)
@@ -74,7 +74,8 @@ def write_block(workload: Workload, targets: Sequence[str], folder: Path) -> Non
             continue
         onnx.save(graph, folder / f"{name}.onnx")
         forms.append(name)
-    write_case(folder, artifact, inputs, forms, targets)
+        feeds |= onnx_graph.inputs(problem, inputs, [value.name for value in graph.graph.input])
+    write_case(folder, artifact, inputs, forms, targets, feeds)
 
 
 def write_encoder(targets: Sequence[str], folder: Path) -> None:
@@ -100,17 +101,18 @@ def write_encoder(targets: Sequence[str], folder: Path) -> None:
 
 
 def write_case(
-    folder: Path, artifact: Artifact, inputs: Mapping[str, np.ndarray], forms: list[str], targets: Sequence[str]
+    folder: Path,
+    artifact: Artifact,
+    inputs: Mapping[str, np.ndarray],
+    forms: list[str],
+    targets: Sequence[str],
+    feeds: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """The inputs, and what comes of them in float64, as files that JavaScript reads."""
-    expected = dict(
-        zip(
-            (info.name for info in artifact.manifest.outputs), oracle(stored_model(artifact), dict(inputs)), strict=True
-        )
-    )
-    arrays = {f"in_{name}": array for name, array in inputs.items()} | {
-        f"out_{name}": np.asarray(array, np.float64) for name, array in expected.items()
-    }
+    """The inputs, with what else the forms are fed, and what comes of them in float64, as files that JavaScript reads."""
+    names = (info.name for info in artifact.manifest.outputs)
+    expected = dict(zip(names, oracle(stored_model(artifact), dict(inputs)), strict=True))
+    arrays = {f"in_{name}": array for name, array in (inputs if feeds is None else feeds).items()}
+    arrays |= {f"out_{name}": np.asarray(array, np.float64) for name, array in expected.items()}
     for name, array in arrays.items():
         (folder / f"{name}.bin").write_bytes(np.ascontiguousarray(array).tobytes())
     described = {name: {"dtype": str(array.dtype), "dims": list(array.shape)} for name, array in arrays.items()}

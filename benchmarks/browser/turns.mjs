@@ -9,7 +9,7 @@ import { pathToFileURL } from "node:url";
 
 const [folder, ortFolder, ...only] = process.argv.slice(2);
 const TURN_MS = 100;
-const WARM_TURNS = 10;
+const WARM_TURNS = 5;
 const TURNS = Number(process.env.TURNS ?? 12);
 const ort = await import(pathToFileURL(path.resolve(ortFolder, "dist/ort.wasm.min.mjs")));
 ort.env.wasm.numThreads = 1;
@@ -34,7 +34,8 @@ function readCase(name) {
 async function ours(name, target, inputs) {
   const { load } = await import(pathToFileURL(path.resolve(folder, name, target, "attention.js")));
   const attention = await load();
-  return async () => Object.values(attention.run(inputs)).map(({ data }) => data);
+  const own = Object.fromEntries(attention.inputs.map((info) => [info.name, inputs[info.name]]));
+  return async () => Object.values(attention.run(own)).map(({ data }) => data);
 }
 
 async function theirs(name, form, inputs) {
