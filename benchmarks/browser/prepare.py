@@ -108,7 +108,7 @@ def write_case(
     targets: Sequence[str],
     feeds: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """The inputs, with what else the forms are fed, and what comes of them in float64, as files that JavaScript reads."""
+    """The inputs, with what else forms are fed, and what comes of them in float64, as files that JavaScript reads."""
     names = (info.name for info in artifact.manifest.outputs)
     expected = dict(zip(names, oracle(stored_model(artifact), dict(inputs)), strict=True))
     arrays = {f"in_{name}": array for name, array in (inputs if feeds is None else feeds).items()}
