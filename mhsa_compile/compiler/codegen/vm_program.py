@@ -15,6 +15,7 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -65,7 +66,7 @@ def read_program(raw: bytes) -> VmProgram:
         raise ValueError("a program that asks for memory of several kinds")
     constants = tuple(_constant(source) for _ in range(source.number("Q")))
     begins, words = source.numbers("q", source.number("Q")), source.numbers("q", source.number("Q"))
-    code = [_instruction(words[begin:]) for begin in begins]
+    code = [_instruction(words[begin:end]) for begin, end in pairwise((*begins, len(words)))]
     functions = tuple(
         VmFunction(name, parameters, registers, tuple(code[first:end]) if kind == 1 else ())
         for kind, name, first, end, registers, parameters in heads
