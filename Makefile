@@ -25,7 +25,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
+.PHONY: help demo search-app search-page browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -88,6 +88,9 @@ demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, a
 
 search-app: $(STAMP)  ## Search your own text files by meaning, in the browser: drop them on the page
 	@PYTHONPATH=examples $(BIN)/python -m search_app $(if $(PORT),--port $(PORT))
+
+search-page: $(STAMP)  ## The same in the browser alone: a page, written to build/search-page, that sends nothing anywhere
+	@PYTHONPATH=examples $(BIN)/python -m search_page $(if $(PORT),--port $(PORT))
 
 test: $(STAMP)  ## The suite, two processes, five minutes; the last lines count the tests, and those left out
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -218,7 +221,7 @@ bench-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU: against PyTorch's SDPA, 
 exp2-exhaustive: $(STAMP)  ## The kernels' exp2 against float64 at every float32 of its range; two minutes
 	@$(BIN)/python benchmarks/exp2_exhaustive.py
 
-browser: $(BROWSER)  ## The extra `browser`: with it, and a Chromium, `make test-thorough` tries the search app's page
+browser: $(BROWSER)  ## The extra `browser`: with it, and a Chromium, `make test-thorough` tries the pages and bundles for browsers
 
 cuda-compiler: $(CUDA)  ## The extra `cuda`: with it, `make test` compiles for GPUs on machines without nvcc
 

@@ -64,11 +64,11 @@ def with_weights(attention: nn.Module) -> MultiHeadAttention:
     return module
 
 
-def compile_sentences(bert: BertModel) -> Artifact:
+def compile_sentences(bert: BertModel, target: str = "native") -> Artifact:
     """The encoder of sentences, compiled for any batch and any length up to the model's."""
     examples = (torch.arange(1, 35).reshape(2, 17), torch.ones(2, 17, dtype=torch.int64))
     free = {0: BATCH, 1: LENGTH}
-    return mhsa.compile(Sentences(bert).eval(), example_inputs=examples, dynamic_shapes=(free, free))
+    return mhsa.compile(Sentences(bert).eval(), target, example_inputs=examples, dynamic_shapes=(free, free))
 
 
 def compile_pairs(bert: BertModel) -> Artifact:

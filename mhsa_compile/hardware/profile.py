@@ -147,6 +147,11 @@ class CpuProfile(_Profile, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.hardware.vector_bits // _DTYPE_BITS[dtype]
 
     @property
+    def is_webassembly(self) -> bool:
+        """Whether code is for WebAssembly, which JavaScript calls: no library that a process maps."""
+        return self.tvm.mtriple.startswith("wasm32")
+
+    @property
     def overwrites_summands(self) -> bool:
         """Whether a vector multiply-add leaves its sum where one of its operands was, and only there (FMLA)."""
         return self.tvm.mtriple.startswith("aarch64")
@@ -160,6 +165,8 @@ class CpuProfile(_Profile, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The argument of `tvm.target.Target`."""
         never = _NEVER.get(self.tvm.mtriple.partition("-")[0], ())
         config = {**msgspec.to_builtins(self.tvm), "mattr": [*self.tvm.mattr, *never]}
+        if self.is_webassembly:  # of which TVM knows no width, and says so whenever it is asked
+            config["vector-width"] = self.hardware.vector_bits
         return {key: value for key, value in config.items() if value}
 
 

@@ -26,7 +26,9 @@ FILES = [name for name in profile_names() if isinstance(load_profile(name), CpuP
 GPUS = [name for name in profile_names() if isinstance(load_profile(name), CudaProfile)]
 ARMV7 = {"neon": "neon", "vfp3": "vfpv3", "vfp4": "vfpv4"}
 RISCV = {"v": "v"}
+WEBASSEMBLY = {"simd128": "simd128", "relaxed-simd": "relaxed_simd"}
 REGISTERS = {"x86-64-v3": 16, "armv7-generic": 16, "riscv64-generic": 8}  # of 128 bits: 32 floats, there are no vectors
+REGISTERS |= {"wasm32": 16, "wasm32-relaxed": 16}  # of x86, on which most of it runs: its own are any number
 
 MINIMAL = """family = "cpu"
 [tvm]
@@ -56,7 +58,7 @@ triple = "x86_64-linux-gnu"
 def test_every_promised_target_is_there() -> None:
     x86 = {"x86-64-v3", "x86-64-v4", "znver4", "znver5", "sapphirerapids", "graniterapids"}
     arm = {"aarch64-generic", "cortex-a53", "cortex-a72", "cortex-a76", "neoverse-n1", "neoverse-v1", "neoverse-v2"}
-    assert x86 | arm | {"armv7-generic", "riscv64-generic"} <= set(FILES)
+    assert x86 | arm | {"armv7-generic", "riscv64-generic", "wasm32", "wasm32-relaxed"} <= set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -69,7 +71,7 @@ def test_llvm_knows_the_cpu_and_its_features_are_stated(name: str) -> None:
     with tvm.target.Target(stated.tvm_config()) as target:
         assert codegen.llvm_is_valid_cpu(stated.tvm.mcpu, stated.tvm.mtriple)
         architecture = stated.tvm.mtriple.partition("-")[0]
-        names = CPUINFO | {"armv7": ARMV7, "riscv64": RISCV}.get(architecture, {})
+        names = CPUINFO | {"armv7": ARMV7, "riscv64": RISCV, "wasm32": WEBASSEMBLY}.get(architecture, {})
         used = {names[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in names}
     assert used <= set(stated.hardware.features)
 

@@ -35,7 +35,10 @@ def bundle(
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle if it exists.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Gather an artifact, TVM's runtime for its target and a C++ program that runs it, for a device without Python."""
+    """Gather an artifact, TVM's runtime for its target and a C++ program that runs it, for a device without Python.
+
+    Of an artifact for WebAssembly (--target wasm32) it is an ES module, with all that this fetches.
+    """
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.standalone import bundle as standalone
     from mhsa_compile.runtime.standalone import templates
@@ -50,6 +53,9 @@ def bundle(
     rows = ((name, f"{size / 1e6:.2f}") for name, size in result.sizes.items())
     title = f"{out} for {opened.manifest.target.name}: {result.bytes / 1e6:.1f} MB, the runtime from {result.runtime}"
     output.print_table(title, ("part", "MB>"), rows)
+    if not result.command:
+        output.line(f'In a page, or in Node: import {{ load }} from "./{out.name}/attention.js"')
+        return
     output.line(
         f"On the device: ./{templates.PROGRAM}" if build else f"Compile its program: cd {out} && {result.command}"
     )

@@ -17,12 +17,13 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from mhsa_compile.compiler.codegen import caller_memory, data_races, embed_cubin, empty_arrays
+from mhsa_compile.compiler.codegen import caller_memory, data_races, embed_cubin, empty_arrays, webassembly
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code, most_bytes_of_data
 from mhsa_compile.compiler.codegen.runtime_functions import check_functions
+from mhsa_compile.errors import TargetError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.hardware import environment, zig
-from mhsa_compile.hardware.profile import CudaProfile, TargetProfile
+from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile
 from mhsa_compile.runtime import threads, tvm_runtime
 from mhsa_compile.runtime.artifact.manifest import CallCost, OpReport, SlowOperation
 
@@ -70,6 +71,9 @@ def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> No
         with pass_context():
             module = empty_arrays.allocate_constants(scheduled.module, "main")
             executable = relax.build(module, _target(profile), relax_pipeline=_pipeline())
+        if profile.is_webassembly:
+            webassembly.export(executable, library, profile)
+            return
     _export(executable, library, profile)
     check_functions(library, tvm_runtime.libraries(isinstance(profile, CudaProfile)))
 
@@ -101,7 +105,10 @@ def _for_kernels() -> Iterator[None]:
 
 
 def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
-    """PrimFuncs by name as a shared library of their own, without a VM. Raises BuildError with the linker's words."""
+    """PrimFuncs by name as a shared library of their own, without a VM. Raises BuildError with the linker's words, and
+    TargetError for WebAssembly, of which there are none."""
+    if isinstance(profile, CpuProfile) and profile.is_webassembly:
+        raise TargetError("target", "one whose code a process maps, since it is measured by itself", "WebAssembly")
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     on_gpu = isinstance(profile, CudaProfile)
     with _for_kernels() if on_gpu else pass_context(), atomic_write.temporary() as folder:

@@ -23,7 +23,7 @@ _FORMAT, _COMPILED = b"cuda", b"cubin"
 
 def with_machine_code(packed: bytes, arch: str) -> bytes:
     """Packed imports with every source of kernels compiled. Raises BuildError and InstallationError."""
-    tree, parts = _read(packed)
+    tree, parts = _tree(packed), packed_parts(packed)
     content = tree
     for kind, value in parts:
         content += _text(kind)
@@ -35,7 +35,7 @@ def with_machine_code(packed: bytes, arch: str) -> bytes:
 def machine_code(packed: bytes) -> list[bytes]:
     """The cubins among packed imports."""
     images = []
-    for kind, value in _read(packed)[1]:
+    for kind, value in packed_parts(packed):
         if kind == b"cuda" and value is not None and value.startswith(_text(_COMPILED)):
             images.append(value[value.index(b"\x7fELF") :])
     return images
@@ -59,13 +59,18 @@ def _last_text(value: bytes) -> int:
     raise BuildError("kernels", "code behind what is known of its functions", "none")
 
 
-def _read(packed: bytes) -> tuple[bytes, list[tuple[bytes, bytes | None]]]:
-    """(the import tree as it is, (kind, content) of each module)."""
+def packed_parts(packed: bytes) -> list[tuple[bytes, bytes | None]]:
+    """(kind, content) of each module among packed imports; the library itself has no content."""
+    return list(_modules(packed, 8 + len(_tree(packed))))
+
+
+def _tree(packed: bytes) -> bytes:
+    """The import tree as it is."""
     at = 8
     for _ in range(2):
         (count,) = struct.unpack_from("<Q", packed, at)
         at += 8 + 8 * count
-    return packed[8:at], list(_modules(packed, at))
+    return packed[8:at]
 
 
 def _modules(packed: bytes, at: int) -> Iterator[tuple[bytes, bytes | None]]:

@@ -8,6 +8,8 @@
     include/        the headers of tvm_ffi that it includes
     Makefile, README.md
 
+An artifact for WebAssembly becomes a module of JavaScript instead (`javascript_bundle`).
+
 Not to be mixed up with `tuning/measure/work_bundle`, work that a device measures for a tuner.
 """
 
@@ -24,9 +26,10 @@ from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import atomic_folder, check_place
 from mhsa_compile.hardware import zig
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MANIFEST
-from mhsa_compile.runtime.standalone import runtimes, templates
+from mhsa_compile.runtime.standalone import javascript_bundle, runtimes, templates
 from mhsa_compile.runtime.standalone.templates import MAIN
 
 _FILES = Path(__file__).parent / "program"
@@ -38,7 +41,8 @@ _LICENSES = ("LICENSE", "NOTICE")
 
 @dataclass(frozen=True)
 class Bundle:
-    """What was written: bytes of each part, where its runtime comes from, and the command that compiles its program."""
+    """What was written: bytes of each part, where its runtime comes from, and the command that compiles its program; in
+    a bundle of JavaScript there is nothing to compile."""
 
     path: Path
     sizes: dict[str, int]
@@ -52,7 +56,12 @@ class Bundle:
 
 def check_folder(folder: Path, force: bool) -> None:
     """Checks, before the work, that a bundle may be written to a folder. Raises OutputError."""
-    check_place(folder, force, f"{_ARTIFACT}/{MANIFEST}")
+    check_place(folder, force, _manifest_in(folder))
+
+
+def _manifest_in(folder: Path) -> str:
+    """Where a bundle that is there has its manifest: one of JavaScript's has it beside its code."""
+    return MANIFEST if (folder / javascript_bundle.CODE).is_file() else f"{_ARTIFACT}/{MANIFEST}"
 
 
 def bundle(
@@ -73,17 +82,23 @@ def bundle(
     """
     folder = places.resolve(path, OutputError, "output folder")
     check_folder(folder, force)
-    if (family := artifact.manifest.target.family) != "cpu":
+    if not isinstance(artifact.manifest.target, CpuProfile):
+        family = artifact.manifest.target.family
         raise InputError("artifact", "one for a CPU: bundles are for those so far", f"one for {family}")
     if artifact.manifest.format_version != FORMAT_VERSION:
         got = f"format version {artifact.manifest.format_version}"
         raise InputError(
             "artifact", f"one of format version {FORMAT_VERSION}, which programs read", got, "Compile it again."
         )
+    if artifact.manifest.target.is_webassembly:
+        if runtime is not None or build:
+            got = "--build" if build else f"--runtime {runtime}"
+            raise InputError("artifact", "one for a CPU, beside --runtime or --build", f"one for WebAssembly and {got}")
+        return _javascript(artifact, folder, force)
     runtime_libraries = runtimes.find(artifact.manifest, runtime, progress)
     headers = runtimes.package_folder("tvm_ffi") / "include"
     triple = artifact.manifest.target.link.triple
-    with atomic_folder(folder, force, f"{_ARTIFACT}/{MANIFEST}") as staged:
+    with atomic_folder(folder, force, _manifest_in(folder)) as staged:
         (staged / _ARTIFACT).mkdir()
         artifact.copy(staged / _ARTIFACT)
         shutil.copytree(_FILES, staged, dirs_exist_ok=True)
@@ -101,8 +116,20 @@ def bundle(
         if build:
             progress(f"compile the program for {triple}")
             zig.run("c++", triple, words, "a program", folder=staged)
-        sizes = {entry.name: _size(entry) for entry in sorted(staged.iterdir())}
+        sizes = _sizes(staged)
     return Bundle(folder, sizes, runtime_libraries.origin, templates.zig_command(words, triple))
+
+
+def _javascript(artifact: Artifact, folder: Path, force: bool) -> Bundle:
+    javascript_bundle.check(artifact.manifest)
+    with atomic_folder(folder, force, _manifest_in(folder)) as staged:
+        javascript_bundle.write(artifact, staged)
+        return Bundle(folder, _sizes(staged), "its own files", "")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of everything in a folder, by name."""
+    return {entry.name: _size(entry) for entry in sorted(folder.iterdir())}
 
 
 def _copy_headers(include: Path, folder: Path) -> None:

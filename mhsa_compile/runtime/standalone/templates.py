@@ -77,10 +77,10 @@ Copy this folder to the device and run it; `include/`, the sources and the texts
 
 It takes
 
-{_table(manifest.inputs)}
+{table(manifest.inputs)}
 and gives
 
-{_table(manifest.outputs)}
+{table(manifest.outputs)}
 A dim in letters is any size, the same wherever it occurs: `--dim L=197`. Inputs, outputs and weights are safetensors
 (in Python: `safetensors.numpy.save_file`), by these names.
 
@@ -94,6 +94,7 @@ In a program of your own: `attention.h` with the headers beside it is all there 
 """
 
 
-def _table(infos: Iterable[TensorInfo]) -> str:
+def table(infos: Iterable[TensorInfo]) -> str:
+    """Inputs or outputs as a table of Markdown."""
     rows = "".join(f"| `{info.name}` | {info.dtype} | {', '.join(map(str, info.dims))} |\n" for info in infos)
     return f"| name | dtype | dims |\n|---|---|---|\n{rows}"
