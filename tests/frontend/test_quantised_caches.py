@@ -110,3 +110,9 @@ def test_a_prompt_and_tokens_behind_it(kind: str, stored: bool, bits: int) -> No
 def test_what_is_refused(message: str, words: dict[str, Any], scales: dict[str, Array]) -> None:
     with pytest.raises(ModelError, match=message):
         mhsa.compile(file("PER_TENSOR", scales_of("PER_TENSOR") | scales, **words))
+
+
+def test_the_check_of_a_file_says_one_number_of_tokens() -> None:
+    """Else ONNX Runtime takes the call to be a first prompt, and a right file is accused."""
+    check = mhsa.compile(file("PER_CHANNEL", scales_of("PER_CHANNEL"), 4), check=True).manifest.check
+    assert check is not None and "ONNX Runtime" in str(check.against)
