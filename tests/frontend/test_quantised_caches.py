@@ -112,6 +112,7 @@ def test_what_is_refused(message: str, words: dict[str, Any], scales: dict[str, 
         mhsa.compile(file("PER_TENSOR", scales_of("PER_TENSOR") | scales, **words))
 
 
+@pytest.mark.thorough
 def test_the_check_of_a_file_says_one_number_of_tokens() -> None:
     """Else ONNX Runtime takes the call to be a first prompt, and a right file is accused."""
     check = mhsa.compile(file("PER_CHANNEL", scales_of("PER_CHANNEL"), 4), check=True).manifest.check
