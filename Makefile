@@ -25,7 +25,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app search-page browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
+.PHONY: help demo search-app search-page browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -161,7 +161,7 @@ bench-app: $(STAMP)  ## Each candidate in a process of its own, as in a program:
 bench-models: $(STAMP)  ## Nine whole models of their real sizes, random weights, against every peer, each in a process of its own: JSON and a table
 	@$(BIN)/python benchmarks/models.py --json build/models.json
 
-bench-decoders: $(DECODERS)  ## A small decoder by format, prompts and tokens behind them, beside PyTorch and onnxruntime-genai: JSON and a table
+bench-decoders: $(DECODERS)  ## A small decoder by format, prompts and tokens behind them, beside PyTorch, onnxruntime-genai, OpenVINO and llama.cpp: JSON and a table
 	@$(BIN)/python benchmarks/decoders.py --json build/decoders.json
 
 bench-tiles: $(NUMKONG)/.installed  ## On a CPU with AMX: linears, attention, blocks, models by the peak of its tiles, 1 thread and all; ONLY="linears blocks"; an hour
@@ -181,6 +181,9 @@ bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pi
 
 fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; DTYPE=bfloat16 MACHINE=tiles KIND=linear: these alone; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 $(if $(DTYPE),--dtype $(DTYPE)) $(if $(MACHINE),--machine $(MACHINE)) $(if $(KIND),--kind $(KIND))
+
+fuzz-caches: $(STAMP)  ## 2,000 random caches (what they store, lengths, groups, windows, ragged batches, truncations) against float64, from a seed that is printed; half an hour
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.caches --configurations 2000
 
 fuzz-files: $(STAMP)  ## 100,000 damaged files of every kind into what reads them: no traceback, crash or hang; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.files --inputs 100000 --workers 2

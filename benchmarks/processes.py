@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -96,11 +97,14 @@ class Candidate:
         )
 
     def is_ready(self) -> str | None:
-        """None, or the last words of a process that ended."""
+        """None, or the last words of a process that ended, or the signal that ended it."""
         assert self._process.stdout is not None
         if self._process.stdout.readline():
             return None
-        return (self._process.communicate()[1].strip().splitlines() or ["no words"])[-1][:300]
+        words = self._process.communicate()[1].strip().splitlines()
+        if (code := self._process.returncode) < 0:
+            return f"ended by {signal.Signals(-code).name}"
+        return (words or ["no words"])[-1][:300]
 
     def take(self, turn: Turn) -> Times:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -1,4 +1,4 @@
-"""GroupQueryAttention of com.microsoft with a cache of eight bits, beside ONNX Runtime.
+"""GroupQueryAttention of com.microsoft with a cache of eight bits, or of four, beside ONNX Runtime.
 
 H heads, G key heads, E their width, C the cache's capacity.
 """
@@ -22,16 +22,16 @@ B, H, G, E, C = 2, 6, 2, 16, 11
 SCALES = {"PER_TENSOR": (1,), "PER_CHANNEL": (1, G, 1, E)}
 
 
-def file(kind: str, scales: dict[str, Array] | None = None, **words: Any) -> onnx.ModelProto:
+def file(kind: str, scales: dict[str, Array] | None = None, bits: int = 8, **words: Any) -> onnx.ModelProto:
     """Scales are inputs of the call, or those of the file."""
     inputs = ["q", "k", "v", "past_k", "past_v", "last", "total", "cos", "sin", "", "", "", "k_scale", "v_scale"]
-    stated = {"num_heads": H, "kv_num_heads": G, "do_rotary": 1, "kv_cache_bit_width": 8}
+    stated = {"num_heads": H, "kv_num_heads": G, "do_rotary": 1, "kv_cache_bit_width": bits}
     stated |= {"k_quant_type": kind, "v_quant_type": kind}
     node = helper.make_node(
         "GroupQueryAttention", inputs, ["y", "present_k", "present_v"], name="gqa", domain="com.microsoft",
         **stated | words,
     )  # fmt: skip
-    cache = (TensorProto.INT8, [B, G, C, E])
+    cache = (TensorProto.INT8, [B, G, C, E]) if bits == 8 else (TensorProto.UINT8, [B, G, C, E // 2])
     shapes: dict[str, Any] = {"q": [B, "L", H * E], "k": [B, "L", G * E], "v": [B, "L", G * E]}
     shapes |= {"past_k": cache, "past_v": cache, "last": (TensorProto.INT32, [B]), "total": (TensorProto.INT32, [])}
     if scales is None:
@@ -53,16 +53,26 @@ def rows(length: int, seed: int) -> dict[str, Array]:
     return {name: rng.standard_normal((B, length, width)).astype(np.float32) for name, width in widths.items()}
 
 
+def numbers(cache: Array, bits: int) -> Array:
+    """Those that a cache holds, one to an element."""
+    if bits == 8:
+        return cache.astype(int)
+    return np.stack([cache & 15, cache >> 4], -1).reshape(*cache.shape[:3], E).astype(int) - 8
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", ["PER_TENSOR", pytest.param("PER_CHANNEL", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["call", "file"])
-def test_a_prompt_and_tokens_behind_it(kind: str, stored: bool) -> None:
-    scales = scales_of(kind)
-    model = file(kind, scales if stored else None)
+def test_a_prompt_and_tokens_behind_it(kind: str, stored: bool, bits: int) -> None:
+    scales = {name: scale * (1 if bits == 8 else 12) for name, scale in scales_of(kind).items()}
+    model = file(kind, scales if stored else None, bits)
     artifact = mhsa.compile(model)
     report = {op.op: op for op in artifact.manifest.ops}
     assert report["attention"].source != "fallback" and report["scatter"].source != "fallback"
+    assert f"keys and values in int{bits}" in report["attention"].note
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    ours, caches = mhsa.load(artifact), [np.zeros((B, G, C, E), np.int8)] * 2
+    ours = mhsa.load(artifact)
+    caches = [np.zeros([B, G, C, E // (8 // bits)], np.int8 if bits == 8 else np.uint8)] * 2
     theirs, end = list(caches), 0
     for length in (5, 1, 1, 1):
         end += length
@@ -71,21 +81,26 @@ def test_a_prompt_and_tokens_behind_it(kind: str, stored: bool) -> None:
         expected, *theirs = session.run(None, feeds | {"past_k": theirs[0], "past_v": theirs[1]})
         y, *caches = ours(**feeds, past_k=caches[0], past_v=caches[1])
         for own, other in zip(caches, theirs, strict=True):
-            apart = np.abs(own[:, :, :end].astype(int) - other[:, :, :end])
+            own, other = (numbers(cache, bits)[:, :, :end] for cache in (own, other))
+            apart = np.abs(own - other)
             assert apart.max() <= 1 and (apart > 0).mean() < 0.02  # beside the middle between two steps
-            assert np.abs(other[:, :, :end]).max() > 60
+            assert np.abs(other).max() > (60 if bits == 8 else 6)
         np.testing.assert_allclose(y, expected, rtol=0, atol=0.02 * np.abs(expected).max())
         caches = [np.array(other) for other in theirs]  # then steps that differ are not counted again
     if not stored:
         doubled = {name: 2 * scale for name, scale in scales.items()}
         others = ours(**feeds | doubled, past_k=caches[0], past_v=caches[1])[0]
         assert np.abs(others - expected).max() > 0.2 * np.abs(expected).max()  # the control: scales count
+    if bits == 4:
+        swapped = [cache >> 4 | cache << 4 for cache in caches]
+        others = ours(**feeds, past_k=swapped[0], past_v=swapped[1])[0]
+        assert np.abs(others - expected).max() > 0.1 * np.abs(expected).max()  # the control: so do halves
 
 
 @pytest.mark.parametrize(
     ("message", "words", "scales"),
     [
-        ("kv_cache_bit_width 0 or 8.* got 4", {"kv_cache_bit_width": 4}, {}),
+        ("'past_k' of uint8", {"kv_cache_bit_width": 4}, {}),
         ("'k_scale' with 0.0", {}, {"k_scale": np.zeros(1, np.float32)}),
         ("'v_scale' of 1 numbers", {}, {"v_scale": np.ones(3, np.float32)}),
         ("k_quant_type and v_quant_type", {"v_quant_type": "NONE"}, {}),
@@ -95,3 +110,10 @@ def test_a_prompt_and_tokens_behind_it(kind: str, stored: bool) -> None:
 def test_what_is_refused(message: str, words: dict[str, Any], scales: dict[str, Array]) -> None:
     with pytest.raises(ModelError, match=message):
         mhsa.compile(file("PER_TENSOR", scales_of("PER_TENSOR") | scales, **words))
+
+
+@pytest.mark.thorough
+def test_the_check_of_a_file_says_one_number_of_tokens() -> None:
+    """Else ONNX Runtime takes the call to be a first prompt, and a right file is accused."""
+    check = mhsa.compile(file("PER_CHANNEL", scales_of("PER_CHANNEL"), 4), check=True).manifest.check
+    assert check is not None and "ONNX Runtime" in str(check.against)

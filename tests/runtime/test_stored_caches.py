@@ -7,7 +7,6 @@ number near the middle of two was rounded.
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import msgspec
@@ -15,72 +14,27 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from support.stored_caches import HALF_STEPS, Layer, half_steps, read
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.export import export
-from mhsa_compile.nn.functional import attention, rotate, to_torch
+from mhsa_compile.nn.functional import to_torch
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.kv_cache import KVCache
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.position_encoding import Rope
-from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.error_budget import max_error
 from mhsa_compile.verification.random_inputs import random_inputs
 from mhsa_compile.verification.verify import eager
 
 CAPACITY = 37
-HALF_STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of a number, relative
-FLOAT = 2.0**-18  # of the largest key or value: a few roundings of float32 in its projection
 
 
 def spec_of(stored: str, **fields) -> AttentionSpec:
     """Sizes are no multiples of anything that a kernel likes."""
     own = {"rope": Rope(max_length=CAPACITY), "num_kv_heads": 2, "head_dim": 18, "v_head_dim": 7, **fields}
     return AttentionSpec(embed_dim=60, num_heads=6, causal=True, kv_cache={"dtype": stored}, **own)
-
-
-class Layer:
-    """A module, compiled for any L and for L = 1, and the same in float64."""
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        torch.manual_seed(5)
-        self.module = MultiHeadAttention(spec).eval()
-        self.spec, self.exact = spec, copy.deepcopy(self.module).double()
-        self.artifacts = mhsa.compile(self.module), mhsa.compile(self.module, dims={"L": 1})
-        self.prefill, self.step = (mhsa.load(artifact, threads=1) for artifact in self.artifacts)
-
-    def heads(self, module: MultiHeadAttention, x: np.ndarray, first: np.ndarray) -> list[torch.Tensor]:
-        """q, k and v (B, heads, L, width) of rows at places first[b] and behind."""
-        spec, rows = self.spec, to_torch(x).to(module.q_proj.weight.dtype)
-        counts = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
-        projections = module.q_proj, module.k_proj, module.v_proj
-        q, k, v = (
-            project(rows).unflatten(-1, (heads, -1)).transpose(1, 2)
-            for project, heads in zip(projections, counts, strict=True)
-        )
-        if spec.rope is not None:
-            places = torch.from_numpy(first)[:, None] + torch.arange(x.shape[1])
-            cos, sin = (table[places].unsqueeze(-3) for table in (module.rope_cos, module.rope_sin))
-            q, k = (rotate(one, cos, sin, spec.rope.interleaved) for one in (q, k))
-        return [q, k, v]
-
-    def over(self, module: MultiHeadAttention, x: np.ndarray, cache: KVCache, first: np.ndarray) -> np.ndarray:
-        """y by PyTorch, at the module's dtype, over what the cache stores."""
-        q, *_ = self.heads(module, x, first)
-        k, v = (to_torch(array).to(q.dtype) for array in read(cache))
-        lengths = torch.from_numpy(first + x.shape[1])
-        y, _ = attention(self.spec, q, k, v, None, module.feature_tensors, lengths=lengths)
-        return module.out_proj(y.transpose(1, 2).flatten(2)).detach().double().numpy()
-
-    def share_of_budget(self, y: np.ndarray, x: np.ndarray, cache: KVCache, first: np.ndarray) -> float:
-        exact, yardstick = (self.over(module, x, cache, first) for module in (self.exact, self.module))
-        return max_error(exact, y) / budget(exact, yardstick, self.spec.dtype)
-
-
-def read(cache: KVCache) -> list[np.ndarray]:
-    """Keys and values in float64, as they are stored."""
-    arrays = [np.asarray(array, np.float64) for array in (cache.key, cache.value)]
-    return [a * s[..., None] for a, s in zip(arrays, cache.scales, strict=True)] if cache.scales else arrays
 
 
 def draw(B: int, L: int, seed: int = 0) -> np.ndarray:
@@ -103,10 +57,8 @@ def test_rows_are_stored_by_the_rounding_of_the_format(layer: Layer) -> None:
     layer.prefill(x, cache=cache)
     for exact, there in zip(layer.heads(layer.exact, x, zero)[1:], read(cache), strict=True):
         truth = exact.detach().numpy()
-        largest = np.abs(truth).max(-1, keepdims=True)
-        half = largest / 254 if cache.dtype == "int8" else np.abs(truth) * HALF_STEPS[cache.dtype]
-        error = np.abs(there[:, :, :11] - truth)
-        assert (error <= half + FLOAT * largest).all()
+        half, error = half_steps(cache.dtype, truth), np.abs(there[:, :, :11] - truth)
+        assert (error <= half).all()
         assert error.max() > half.max() / 4  # it is rounded
         assert not there[:, :, 11:].any()
     assert cache.nbytes < layer.spec.num_kv_heads * 2 * CAPACITY * 25 * (1.5 if cache.dtype == "int8" else 2.1)

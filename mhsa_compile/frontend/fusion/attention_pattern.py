@@ -33,7 +33,11 @@ class AttentionPattern(AttentionNode):
         heads = (None,) * 3 if self.heads is None else (self.heads[0], self.heads[1], self.heads[1])
         self.stored = self._stored()
         names = [self.names["Q"], *(stored.name for stored in self.stored)]
-        self.operands = [self._operand(name, count) for name, count in zip(names, heads, strict=True)]
+        numbers = (1, *(stored.numbers for stored in self.stored))
+        self.operands = [
+            self._operand(name, count, of_element)
+            for name, count, of_element in zip(names, heads, numbers, strict=True)
+        ]
         self.lengths, self.alignment = self._find_lengths()
         self.output, self.output_layout = self._find_output()
         self.pairs = self._constant_pairs()
@@ -67,13 +71,14 @@ class AttentionPattern(AttentionNode):
             return own
         return key, value
 
-    def _operand(self, name: str, stated_heads: int | None) -> Operand:
-        """Where an operand's heads lie: in the input itself, or before the Reshape and Transpose that split them."""
+    def _operand(self, name: str, stated_heads: int | None, numbers: int) -> Operand:
+        """Where an operand's heads lie: in the input itself, whose elements are so many numbers, or before the Reshape
+        and Transpose that split them."""
         shape = self.graph.dims(name)
         if stated_heads is not None:
             width = _fixed(shape[2])
             return Operand(name, "rows", stated_heads, width // stated_heads, width=width)
-        heads, head_dim = _fixed(shape[1]), _fixed(shape[3])
+        heads, head_dim = _fixed(shape[1]), _fixed(shape[3]) * numbers
         return self.split_rows(name) or Operand(name, "heads", heads, head_dim)
 
     def _find_output(self) -> tuple[str, Literal["rows", "heads"]]:

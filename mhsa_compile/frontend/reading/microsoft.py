@@ -20,27 +20,27 @@ DOMAIN = "com.microsoft"
 
 
 def _grouped(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """GroupQueryAttention: a window of some keys, or none; a cache of floats, or of eight bits with its scales."""
+    """GroupQueryAttention: a window of some keys, or none; a cache of floats, or of eight or four bits with its
+    scales."""
     words = attributes(node)
     window, bits = words.get("local_window_size", -1), words.get("kv_cache_bit_width", 0)
     if window != -1 and window <= 0:
         return "local_window_size of 1 or more, or -1 for none", str(window)
-    if bits not in (0, 8):
-        return "a cache of floats or of eight bits (kv_cache_bit_width 0 or 8): export it with one of them", str(bits)
     inputs, kinds = [*node.input, *[""] * 16], [words.get(f"{part}_quant_type", "NONE") for part in "kv"]
     scales = [name for name in inputs[12:14] if name]
     if not bits:
         return ("no k_scale, no v_scale and quant_type NONE", f"{kinds}") if scales or {*kinds} != {"NONE"} else None
     if "NONE" in kinds or len(scales) < 2 or not inputs[3]:
-        return "k_quant_type and v_quant_type, k_scale and v_scale, and a past, beside a bit width of 8", f"{kinds}"
+        return "k_quant_type and v_quant_type, k_scale and v_scale, and a past, beside a bit width", f"{kinds}"
     for name, kind, past in zip(scales, kinds, inputs[3:5], strict=True):
-        dims = graph.dims(past)
-        count = 1 if kind == "PER_TENSOR" else words["kv_num_heads"] * (dims[3] if len(dims) == 4 else 0)
+        dims, dtype = graph.dims(past), "int8" if bits == 8 else "uint8"
+        head_dim = dims[3] * (8 // bits) if len(dims) == 4 else 0
+        count = 1 if kind == "PER_TENSOR" else words["kv_num_heads"] * head_dim
         shape = graph.shape(name)
         if shape is None or None in shape or math.prod(int(size or 0) for size in shape) != count:
             return f"{name!r} of {count} numbers, as {kind} has them", str(shape)
-        if graph.dtype(name) not in (None, "float32") or graph.dtype(past) not in (None, "int8"):
-            return f"{name!r} of float32 and {past!r} of int8", f"{graph.dtype(name)} and {graph.dtype(past)}"
+        if graph.dtype(name) not in (None, "float32") or graph.dtype(past) not in (None, dtype):
+            return f"{name!r} of float32 and {past!r} of {dtype}", f"{graph.dtype(name)} and {graph.dtype(past)}"
         if (mismatch := positive_scales(graph, name)) is not None:
             return mismatch
     return None

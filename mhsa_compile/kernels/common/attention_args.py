@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import SizeVars, argument
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
-from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.kernels.interface.ops import AttentionOp, numbers_in_element
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 
 if TYPE_CHECKING:
@@ -81,6 +81,6 @@ def _inputs(op: AttentionOp, batch: Expr, q_length: Expr, kv_length: Expr) -> di
     buffers: dict[int, Expr] = {}
     for place, length, heads, width, dtype in sorted(roles, key=lambda role: role[0].buffer):
         if place.buffer not in buffers:
-            shape = placed_shape(place, batch, length, heads, width)
+            shape = placed_shape(place, batch, length, heads, width // numbers_in_element(dtype))
             buffers[place.buffer] = argument(f"input{place.buffer}", shape, dtype)
     return buffers

@@ -19,7 +19,16 @@ from mhsa_compile.spec.semantics import Semantics
 
 Dim = int | str  # a fixed size, or the name of a symbolic one
 DType = Literal["float32", "bfloat16", "float16"]
-CacheDType = Literal["float32", "bfloat16", "float16", "int8"]
+CacheDType = Literal["float32", "bfloat16", "float16", "int8", "uint8"]
+
+
+def numbers_in_element(cache_dtype: str) -> int:
+    """Keys or values in an element of memory: two of four bits in a byte."""
+    return 2 if cache_dtype == "uint8" else 1
+
+
+INT4_ZERO = 8
+"""What half of a byte holds of the number 0."""
 
 
 def products_summary(word: Float32Products) -> str:
@@ -329,8 +338,9 @@ class AttentionOp:
     Q, K, V and Y are of `dtype`; scores, statistics and sums are of `softmax`, where what asks for less gets float32.
     `float32_products` says how numbers of Q and K, and weights and V, are multiplied where `dtype` is float32.
     What a query sees is what all steps let it see. K and V are of `kv_dtype` where they are stored in another dtype, as
-    in a cache; int8 has a scale for each row, if it `has_scales`. Inputs: those of Q, K and V, the scales of K and of V
-    (B, G, S) float32 where there are any, then those of the steps, in order.
+    in a cache; int8 has a scale for each row, if it `has_scales`, uint8 two numbers of four bits to a byte. Inputs:
+    those of Q, K and V, the scales of K and of V (B, G, S) float32 where there are any, then those of the steps, in
+    order.
     """
 
     kind: ClassVar[str] = "attention"
@@ -386,7 +396,8 @@ class AttentionOp:
     def summary(self) -> str:
         grouped = "" if self.num_heads == self.num_kv_heads else f"/{self.num_kv_heads}"
         words = [words for step in self.scores if (words := step.summary())]
-        words += [] if self.kv_dtype is None else [f"keys and values in {self.kv_dtype}"]
+        if self.kv_dtype is not None:
+            words.append(f"keys and values in {'int4' if self.kv_dtype == 'uint8' else self.kv_dtype}")
         how = products_summary(self.float32_products)
         return ", ".join([f"{self.num_heads}{grouped} heads of {self.head_dim}", *words]) + how
 

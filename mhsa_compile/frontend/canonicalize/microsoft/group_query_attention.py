@@ -12,8 +12,9 @@ import numpy as np
 from onnx.helper import np_dtype_to_tensor_dtype
 
 from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode, NotYet
+from mhsa_compile.kernels.interface.ops import INT4_ZERO
 
-_INT64 = 7
+_UINT8, _INT64 = 2, 7
 
 
 def rotary_embedding(node: MicrosoftNode) -> None:
@@ -50,11 +51,12 @@ def group_query_attention(node: MicrosoftNode) -> None:
 
     Always causal. The keys and values of row b of the batch stand behind the seqlens_k[b] + 1 - L that it has already,
     or from 0 on where the call brings them all (a first prompt, whose rows may end in padding). Past and present of
-    eight bits have k_scale and v_scale, of all numbers or of each channel: queries are multiplied by the one, y by the
-    other.
+    eight or four bits have k_scale and v_scale, of all numbers or of each channel: queries are multiplied by the one,
+    y by the other. Of four bits a byte has two, the first in its lower half, 8 above what they are.
     """
     query, key, value, past_key, past_value, last, _, cos, sin, position_ids, attention_bias = node.inputs[:11]
-    scales = node.inputs[12:14] if node.attrs.get("kv_cache_bit_width", 0) else ["", ""]
+    bits = node.attrs.get("kv_cache_bit_width", 0)
+    scales = node.inputs[12:14] if bits else ["", ""]
     heads, groups = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     shape_of = query
     if not key:
@@ -74,6 +76,8 @@ def group_query_attention(node: MicrosoftNode) -> None:
         key, value = (_rounded(node, rows, scale) for rows, scale in zip((key, value), scales, strict=True))
     query = node.heads_apart(query, heads)
     key, value = (node.heads_apart(name, groups) for name in (key, value))
+    if bits == 4:
+        key, value = (_packed(node, name) for name in (key, value))
     presents = [name or node.rewriter.fresh("present") for name in node.outputs[1:3]]
     key, value = (
         _append(node, new, past, before, present)
@@ -81,7 +85,9 @@ def group_query_attention(node: MicrosoftNode) -> None:
     )
     if scales[0]:
         kind = np_dtype_to_tensor_dtype(np.dtype(node.dtype(node.inputs[0])))
-        key, value = (node.write("Cast", name, to=kind) for name in (key, value))
+        key, value = (
+            node.write("Cast", name, to=kind) if bits == 8 else _unpacked(node, name, kind) for name in (key, value)
+        )
     attrs: dict[str, Any] = {"is_causal": 1, **node.scale}
     if node.attrs.get("softcap"):
         attrs["softcap"] = node.attrs["softcap"]
@@ -103,7 +109,8 @@ def _of_query_heads(node: MicrosoftNode, scale: str, past: str) -> str:
     """A scale of all numbers, or of each channel of each key head as a row of all query heads."""
     if _is_one(node, scale):
         return node.write("Reshape", scale, node.ints(1))
-    heads, groups, size = node.attrs["num_heads"], node.attrs["kv_num_heads"], node.size(past, 3)
+    heads, groups = node.attrs["num_heads"], node.attrs["kv_num_heads"]
+    size = node.size(past, 3) * 8 // node.attrs["kv_cache_bit_width"]
     each = node.write("Reshape", scale, node.ints(groups, 1, size))
     spread = node.write("Expand", each, node.ints(groups, heads // groups, size))
     return node.write("Reshape", spread, node.ints(heads * size))
@@ -117,6 +124,26 @@ def _rounded(node: MicrosoftNode, rows: str, scale: str) -> str:
     columns = math.prod(size for size in node.dims(scale) if isinstance(size, int))
     vector = node.write("Reshape", scale, node.ints(columns))
     return node.write("QuantizeLinear", rows, vector, node.constant([0] * columns, "int8"), axis=2)
+
+
+def _packed(node: MicrosoftNode, rows: str) -> str:
+    """Numbers of eight bits (B, G, L, E) brought into four, two to a byte: (B, G, L, E / 2) uint8."""
+    least, most = (node.constant(number, "int8") for number in (-INT4_ZERO, 15 - INT4_ZERO))
+    whole = node.write("Add", node.write("Clip", rows, least, most), node.constant(INT4_ZERO, "int8"))
+    halves = node.write("Cast", whole, to=_UINT8)
+    pairs = node.write("Reshape", halves, node.ints(0, 0, 0, -1, 2))
+    lower, upper = (node.write("Gather", pairs, node.constant(half, "int64"), axis=4) for half in range(2))
+    return node.write("BitwiseOr", lower, node.write("BitShift", upper, node.constant(4, "uint8"), direction="LEFT"))
+
+
+def _unpacked(node: MicrosoftNode, cache: str, kind: int) -> str:
+    """The numbers of a cache of four bits, (B, G, C, E) of `kind`. `fusion.stored_rows` looks through these nodes."""
+    lower = node.write("BitwiseAnd", cache, node.constant(15, "uint8"))
+    upper = node.write("BitShift", cache, node.constant(4, "uint8"), direction="RIGHT")
+    last = node.ints(4)
+    pairs = node.write("Concat", *(node.write("Unsqueeze", half, last) for half in (lower, upper)), axis=4)
+    halves = node.write("Cast", node.write("Reshape", pairs, node.ints(0, 0, 0, -1)), to=kind)
+    return node.write("Sub", halves, node.constant(INT4_ZERO, node.dtype(node.inputs[0])))
 
 
 def _split(node: MicrosoftNode, packed: str, heads: int, groups: int) -> list[str]:

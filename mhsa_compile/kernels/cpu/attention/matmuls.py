@@ -15,15 +15,15 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
+from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import score_factor
-from mhsa_compile.kernels.cpu.formats.choice import load_row, load_wide
+from mhsa_compile.kernels.cpu.formats.choice import load_row, load_wide, prefetch_row
 from mhsa_compile.kernels.cpu.score_parts import keys_of
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, load, materialize, prefetch, scratch, store
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, load, materialize, scratch, store
 from mhsa_compile.kernels.cpu.units.unit import Columns, Rows, Strips, Turned, Unit
-from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
+from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -80,18 +80,14 @@ class TaskOperands:
         Where heads lie side by side, every row is in a page of its own, which no hardware prefetcher foresees.
         """
         for row in keys:
-            self._prefetch_row(self.key, self.op.head_dim, row + len(keys))
-            self._prefetch_row(self.value, self.op.v_head_dim, row)
+            prefetch_row(self.key, row + len(keys), T.int64(0), self.op.head_dim)
+            prefetch_row(self.value, row, T.int64(0), self.op.v_head_dim)
 
     def prefetch_next(self, queries: int) -> None:
         """Asks for the rows of Q that the next task will begin with, which it would wait for otherwise."""
         view, first = self.next_query
         with T.serial(T.int64(queries)) as i:
-            self._prefetch_row(view, self.op.head_dim, first + i, soon=False)
-
-    def _prefetch_row(self, view: HeadView, width: int, row: Expr, *, soon: bool = True) -> None:
-        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[str(view.buffer.dtype)]):
-            prefetch(view.buffer, view.at(row, T.int64(column)), soon=soon)
+            prefetch_row(view, first + i, T.int64(0), self.op.head_dim, soon=False)
 
 
 def parts(steps: int, count: int, run: int = 1) -> list[tuple[int, int]]:

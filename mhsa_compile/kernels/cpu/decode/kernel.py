@@ -33,7 +33,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import constant, let, load, materiali
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs, why_not_tile
-from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.kernels.interface.ops import AttentionOp, numbers_in_element
 
 MOST_ROWS = 96
 MOST_QUERIES_BESIDE_DOT = 8
@@ -74,7 +74,8 @@ class CpuDecodeKernel:
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
         widens = op.stored_dtype != "float32"
         rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers, widens=widens)
-        keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.stored_dtype] * op.v_head_dim)
+        row = DTYPE_BYTES[op.stored_dtype] * op.v_head_dim // numbers_in_element(op.stored_dtype)
+        keys = profile.hardware.l2_kib * 1024 // 4 // row
         return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
+from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.decode.work import Heads
-from mhsa_compile.kernels.cpu.formats.choice import load_wide
+from mhsa_compile.kernels.cpu.formats.choice import load_wide, prefetch_row
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
@@ -22,12 +22,11 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     let,
     load,
     materialize,
-    prefetch,
     splat,
     store,
     zero_if_finite,
 )
-from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
+from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 MASKED = -0.0
@@ -119,8 +118,7 @@ class ValueSums:
         """Asks for a row of the next block's keys: what lies where this tile's columns lie in a row of values."""
         key, width = self.heads.key, sum(lanes for _, lanes in group)
         row = materialize(T.min(row, self.end - 1))
-        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[str(key.buffer.dtype)]):
-            prefetch(key.buffer, key.at(row, base + column), soon=False)
+        prefetch_row(key, row, base, width, soon=False)
 
     def _add(self, row: Expr, column: Expr, lanes: int, value: Expr) -> None:
         """accumulator = accumulator * rescale + value."""

@@ -19,13 +19,14 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
+from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.decode.output_accumulator import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode.row_scales import RowScales
 from mhsa_compile.kernels.cpu.decode.tile_scores import TileQueries
 from mhsa_compile.kernels.cpu.decode.work import Heads, Span
+from mhsa_compile.kernels.cpu.formats.choice import prefetch_row
 from mhsa_compile.kernels.cpu.score_parts import FadingPart, row_parts
 from mhsa_compile.kernels.cpu.simd import vector_math
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -34,11 +35,10 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     let,
     load,
     materialize,
-    prefetch,
     splat,
     store,
 )
-from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
+from mhsa_compile.kernels.interface.kernel import Config
 
 LONGEST_SUM_OF_WEIGHTS = 16
 """Vectors of probs that one float32 sum takes one after another. Of a row of equal probs each addition is rounded
@@ -208,8 +208,7 @@ class DecodeTask:
         would have a rest until then."""
         value = self.heads.value
         for row in range(self.layout.group):
-            for column in range(0, self.op.v_head_dim, CACHE_LINE // DTYPE_BYTES[self.op.stored_dtype]):
-                prefetch(value.buffer, value.at(first + row, T.int64(column)), soon=False)
+            prefetch_row(value, first + row, T.int64(0), self.op.v_head_dim, soon=False)
 
     def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.floats import Bfloat16, Float16, Float32
 from mhsa_compile.kernels.cpu.formats.format import Format
+from mhsa_compile.kernels.cpu.formats.int4_pairs import Int4Pairs
 from mhsa_compile.kernels.cpu.formats.int8_rows import Int8Rows
-from mhsa_compile.kernels.cpu.simd.vectors import load, splat
+from mhsa_compile.kernels.cpu.simd.vectors import load, prefetch, splat
+from mhsa_compile.kernels.interface.kernel import CACHE_LINE
+from mhsa_compile.kernels.interface.ops import numbers_in_element
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
@@ -19,6 +22,7 @@ FORMATS: dict[str, Format] = {  # by dtype
     "bfloat16": Bfloat16("bfloat16", "bfloat16"),
     "float16": Float16("float16", "float16"),
     "int8": Int8Rows("int8", "int8", is_scaled=True, rounds_x=True),
+    "uint8": Int4Pairs("uint8"),
 }
 
 
@@ -33,6 +37,14 @@ def load_row(view: HeadView, row: Expr, column: Expr, lanes: int) -> Expr:
     if view.scales is None or view.scale_at is None:
         return wide
     return wide * splat(load(view.scales, view.scale_at(row), 1), lanes)
+
+
+def prefetch_row(view: HeadView, row: Expr, first: Expr, width: int, *, soon: bool = True) -> None:
+    """Asks for `width` numbers in a row of a head, from column `first` on."""
+    dtype = str(view.buffer.dtype)
+    form = FORMATS[dtype]
+    for column in range(0, width, CACHE_LINE * numbers_in_element(dtype) // form.bytes):
+        prefetch(view.buffer, form.place(view.at(row, first + column)), soon=soon)
 
 
 def store_narrow(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:

@@ -62,6 +62,10 @@ class Format:
         its step."""
         raise NotImplementedError
 
+    def place(self, index: Sequence[Expr]) -> list[Expr]:
+        """Where the element of an index lies in memory."""
+        return list(index)
+
     def load(self, buffer: Expr, index: Sequence[Expr], lanes: int) -> Expr:
         """`lanes` neighbours in the last axis, as float32."""
         return self.widened(load(buffer, index, lanes), lanes)
