@@ -47,10 +47,9 @@ class EncoderLayerForward(WholeLayerForward):
         arguments = (src, src_mask, src_key_padding_mask, is_causal)
         if is_recorded():  # what PyTorch does is as right
             return self._by_pytorch(*arguments)
-        attended = Attended(src_mask, src_key_padding_mask, is_causal)
-        if not attended.is_masked and self._is_small(src):
+        if src_mask is None and src_key_padding_mask is None and self._is_small(src):
             return self._by_pytorch(*arguments, why=_WHY)
-        whole = self._whole(arguments, LayerCall((src,), (attended,)))
+        whole = self._whole(arguments, LayerCall((src,), (Attended(src_mask, src_key_padding_mask, is_causal),)))
         return self._by_parts(*arguments) if whole is None else whole
 
     def _by_parts(self, *arguments: Any) -> Tensor:

@@ -39,13 +39,9 @@ class FirstCalls:
     products: Float32Products = "ieee"
     _seen: set[Hashable] = field(default_factory=set)
 
-    def is_new(self, kind: Hashable) -> bool:
-        """Whether the next call of a kind is to be checked."""
-        return self.is_on and kind not in self._seen
-
     def check(self, kind: Hashable, ours: Sequence[Tensor], theirs: Callable[[], Sequence[Tensor]]) -> str:
         """Why the results are not to be had; "" if they may differ by rounding alone. `theirs` computes them anew."""
-        if not self.is_new(kind):
+        if not self.is_on or kind in self._seen:
             return ""
         self._seen.add(kind)
         self.count()

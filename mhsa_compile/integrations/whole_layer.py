@@ -10,6 +10,7 @@ Notation: B batch, L query length, S key length, D embed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,8 +46,13 @@ class Attended(NamedTuple):
     is_causal: bool = False
 
     @property
+    def is_causal_alone(self) -> bool:
+        """Whether a hint says all there is: PyTorch takes its word, too."""
+        return self.is_causal and self.padding is None
+
+    @property
     def is_masked(self) -> bool:
-        return self.attn_mask is not None or self.padding is not None
+        return not self.is_causal_alone and (self.attn_mask is not None or self.padding is not None)
 
 
 class LayerCall(NamedTuple):
@@ -54,6 +60,16 @@ class LayerCall(NamedTuple):
 
     inputs: tuple[Tensor, ...]
     attended: tuple[Attended, ...]
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether anything is hidden that no hint says to be the future."""
+        return any(one.is_masked for one in self.attended)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the inputs, and which attentions are causal, which decide how fast a call without a mask is."""
+        return (*(size for x in self.inputs for size in x.shape[:2]), *(one.is_causal for one in self.attended))
 
 
 def why_parts(layer: nn.Module) -> str:
@@ -115,6 +131,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
     ) -> None:
         super().__init__(layer, load, left, first_calls)
         self._row, self._timings = row, timings
+        self._left_sizes = set[tuple[int, ...]]()  # of calls that PyTorch's own layer computes faster
 
     def __reduce__(self) -> Any:
         forward, arguments = super().__reduce__()
@@ -133,6 +150,8 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         """The result as one artifact, or as PyTorch's layer alone where that is faster; None: the parts' is wanted."""
         if self._row.why_parts:
             return None
+        if self._left_sizes and self._is_left(call):
+            return self._alone(*arguments)
         result = self._computed(arguments, call)
         if isinstance(result, str):
             self._row.count_parts(result)
@@ -140,10 +159,43 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         return result
 
     def _computed(self, arguments: tuple[Any, ...], call: LayerCall) -> Tensor | str:
-        """The result; or why the parts' is wanted."""
-        if why := self._why_changed() or why_parts(self._layer) or _why_not_call(call):
+        """The result; or why the parts' is wanted. With a mask it is always an artifact's: where a query sees no key
+        PyTorch's layers give NaN."""
+        if why := self._why_not(call):
             return why
-        check_inference(self._layer, "src", *call.inputs, *self._weights())
+        check_inference(self._layer, "src", *call.inputs, *(self._weights() if torch.is_grad_enabled() else ()))
+        B, L = call.inputs[0].shape[:2]
+        with torch.no_grad():
+            result = self._by_artifact(call)
+            if isinstance(result, str):
+                return result
+            y, kind = result
+            if why := self._first_calls.check((kind, B == 1, L == 1), [y], lambda: [self._alone(*arguments)]):
+                return why
+            timing = None
+            if self._timings is not None and not call.is_masked:
+                ours = (self._why_not, self._by_artifact)
+                timing = self._timings.of(
+                    kind, B, L, lambda: [one(call) for one in ours], lambda: self._alone(*arguments)
+                )
+        self._row.note(timing)
+        if timing is None or timing.is_whole:
+            return y
+        self._left_sizes.add(call.sizes)
+        return self._alone(*arguments)
+
+    def _is_left(self, call: LayerCall) -> bool:
+        """Whether a call is of sizes at which PyTorch's own layer was measured to be faster."""
+        if call.is_masked or torch.is_grad_enabled() or self._layer.training or call.inputs[0].is_nested:
+            return False
+        return call.sizes in self._left_sizes
+
+    def _why_not(self, call: LayerCall) -> str:
+        """Why the parts' result is wanted; "" if an artifact has a form for the call."""
+        return self._why_changed() or why_parts(self._layer) or _why_not_call(call)
+
+    def _by_artifact(self, call: LayerCall) -> tuple[Tensor, WholeLayerKind] | str:
+        """The result as one artifact, and of which kind; or why none can have the layer's weights."""
         call = self._batch_first(call)
         masks = self._masks(call)
         kind = self._kind(tuple(mask for mask, _ in masks))
@@ -152,46 +204,23 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
             return compiled
         inputs = {"x": call.inputs[0]} | dict(zip(("memory",), call.inputs[1:], strict=False))
         inputs |= {name: mask for name, (_, mask) in zip(MASKS, masks, strict=False) if mask is not None}
-        with torch.no_grad():
-            return self._faster(arguments, call, kind, lambda: self._output(compiled(**inputs)))
-
-    def _faster(
-        self, arguments: tuple[Any, ...], call: LayerCall, kind: WholeLayerKind, whole: Callable[[], Tensor]
-    ) -> Tensor | str:
-        """The result of the faster way. Of calls with a mask that is always the artifact: where a query sees no key
-        PyTorch's layers give NaN."""
-        B, L, _ = call.inputs[0].shape
-        lone = (kind, B == 1, L == 1)
-        result = None
-        if self._first_calls.is_new(lone):
-            result = whole()
-            if why := self._first_calls.check(lone, [result], lambda: [self._alone(*arguments)]):
-                return why
-        timing = None
-        if self._timings is not None and not any(one.is_masked for one in call.attended):
-            timing = self._timings.of(kind, B, L, whole, lambda: self._alone(*arguments))
-        self._row.note(timing)
-        if timing is not None and not timing.is_whole:
-            return self._alone(*arguments)
-        return whole() if result is None else result
+        y: Tensor = compiled(**inputs)
+        return y if self._layer.self_attn.batch_first else y.transpose(0, 1), kind
 
     def _batch_first(self, call: LayerCall) -> LayerCall:
         if self._layer.self_attn.batch_first:
             return call
         return call._replace(inputs=tuple(x.transpose(0, 1) for x in call.inputs))
 
-    def _output(self, y: Tensor) -> Tensor:
-        return y if self._layer.self_attn.batch_first else y.transpose(0, 1)
-
     def _masks(self, call: LayerCall) -> list[tuple[MaskKind, Tensor | None]]:
         """Of each attention, how its mask comes, and the mask. Raises InputError for one of another shape."""
         x, found = call.inputs[0], list[tuple[MaskKind, Tensor | None]]()
-        for number, (attn_mask, padding, is_causal) in enumerate(call.attended):
-            if is_causal and padding is None:  # PyTorch takes the hint's word, too
+        for number, one in enumerate(call.attended):
+            if one.is_causal_alone:
                 found.append(("causal", None))
                 continue
             full = (x.shape[0], self._layer.self_attn.num_heads, x.shape[1], call.inputs[number].shape[1])
-            mask = join_masks(attn_mask, padding, full, x.dtype)
+            mask = join_masks(one.attn_mask, one.padding, full, x.dtype)
             found.append(("none" if mask is None else "bool" if mask.dtype == torch.bool else "additive", mask))
         return found
 

@@ -192,8 +192,9 @@ def write_in_place(layer: Any) -> None:
 
 
 def write_data(layer: Any) -> None:
-    layer.norm1.weight.data *= 2
-    layer.self_attn.out_proj.bias.data += 1
+    layer.norm1.weight.data.mul_(2)
+    layer.linear2.weight.data.mul_(2)
+    layer.self_attn.out_proj.bias.data.add_(1)
 
 
 def load_state(layer: Any) -> None:
@@ -222,6 +223,8 @@ def other_activation(layer: Any) -> None:
 
 def parametrize(layer: Any) -> None:
     nn.utils.parametrizations.weight_norm(layer.linear1)
+    with torch.no_grad():
+        layer.linear1.parametrizations.weight.original0.mul_(2)
 
 
 EDITS: list[Callable[[Any], None]] = [
@@ -238,7 +241,8 @@ def test_edits_of_an_accelerated_layer(edit: Callable[[Any], None], pair: tuple[
     before = copy.deepcopy(layer)
     edit(layer)
     edit(model)
-    assert excess(before, layer, x) > 10, "the edit changes the result, so that one which is missed is seen"
+    with slow_path():  # PyTorch's operator knows no adapter
+        assert excess(before, layer, x) > 10, "the edit changes the result, so that one which is missed is seen"
     assert excess(layer, model, x) <= 1
 
 
@@ -288,6 +292,7 @@ def test_copies_are_layers_of_their_own(pair: tuple[nn.Module, nn.Module]) -> No
         assert excess(other, twin, drawn(B, L, D)) <= 1 and excess(layer, model, drawn(B, L, D)) <= 1
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_training_gradients_and_others_numbers_are_as_before(pair: tuple[nn.Module, nn.Module]) -> None:
     layer, model = copy.deepcopy(pair)
     x = drawn(B, L, D)
@@ -301,9 +306,10 @@ def test_training_gradients_and_others_numbers_are_as_before(pair: tuple[nn.Modu
         model.dropout1.train()  # type: ignore[union-attr, operator]
         layer.dropout1.train()  # type: ignore[union-attr, operator]
         results = []
-        for each in (model, layer):
-            torch.manual_seed(5)
-            results.append(each(x))
+        with slow_path():  # PyTorch's operator drops nothing
+            for each in (model, layer):
+                torch.manual_seed(5)
+                results.append(each(x))
         assert torch.allclose(*results, atol=1e-5) and not torch.allclose(results[0], pair[0](x), atol=1e-2)
         with pytest.raises(InputError, match="training mode"):
             model.train()(x)
@@ -327,9 +333,9 @@ def test_the_faster_way_is_taken_and_reported(
         assert "first calls tell" in repr(report)
         model(x)
         assert len(seen) == 2, "the second layer of a kind takes the first one's word"
-        result = model(x)
-    assert torch.equal(result, plain(x)) == (way != "whole")
-    assert torch.allclose(result, plain(x), atol=1e-5)
+        result, expected = model(x), plain(x)
+    assert torch.equal(result, expected) == (way != "whole")
+    assert torch.allclose(result, expected, atol=1e-5)
     assert [row.outcome() for row in report.layers] == [
         f"{way} at 2 x 7 ({ours * 1e3:.3g} ms, PyTorch's {theirs * 1e3:.3g})"
     ] * 2
@@ -345,7 +351,7 @@ def test_what_is_not_taken_whole_says_why() -> None:
 
     odd, hooked = layer_of(activation=torch.sigmoid), layer_of()
     hooked.norm1.register_forward_hook(lambda module, inputs, output: None)  # type: ignore[union-attr, operator]
-    report = mhsa.accelerate(nn.Sequential(odd, hooked, layer_of(Scaled)))
+    report = mhsa.accelerate(nn.Sequential(odd, hooked, layer_of(Scaled)).eval())
     reasons = [row.why_parts for row in report.layers]
     assert reasons == [
         "an activation other than ReLU and GELU",
