@@ -9,8 +9,8 @@ Notation: B batch, L query length, S key length, D embed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -164,7 +164,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         if why := self._why_not(call):
             return why
         check_inference(self._layer, "src", *call.inputs, *(self._weights() if torch.is_grad_enabled() else ()))
-        B, L = call.inputs[0].shape[:2]
+        B, L = self._batch_first(call).inputs[0].shape[:2]
         with torch.no_grad():
             result = self._by_artifact(call)
             if isinstance(result, str):
@@ -291,6 +291,7 @@ def _why_not_call(call: LayerCall) -> str:
     return ""
 
 
+@functools.cache
 def _names(kind: type[nn.Module]) -> tuple[str, ...]:
     """The names of the weights that a layer of a class may have."""
     found: list[str] = []
