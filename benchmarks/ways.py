@@ -309,8 +309,8 @@ def main() -> int:
         for plain in PLAIN:
             if candidates := [way for way in options.way if WAYS[way].plain == plain]:
                 measure(plain, size, figures, candidates, options.turns)
-        print(f"{size} is done", file=sys.stderr)
-        write(figures, options.json)
+                print(f"{size}, {plain} is done", file=sys.stderr)
+                write(figures, options.json)
     show(table(figures), figures.missing)
     every = [one for row in figures.seconds.values() for way in WAYS if not math.isnan(one := ratio(row, way))]
     if every:

@@ -366,17 +366,22 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
     replaced = {layer for layer in model.modules() if isinstance(vars(layer).get("forward"), LayerForward)}
     timings = Timings() if layers.choice == "fastest" else None
     for name, layer in model.named_modules():
-        if _is_layer(layer) and {layer._modules[one] for one in ATTENTIONS if one in layer._modules} <= replaced:
-            row = LayerRow(name, type(layer).__name__, layers.why_parts(layer))
-            report.layers.append(row)
+        if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            continue
+        attentions = [layer._modules[one] for one in ATTENTIONS if one in layer._modules]
+        why = layers.why_parts(layer) if _is_layer(layer) else "it has a forward of its own"
+        is_replaced = replaced.issuperset(attentions)
+        row = LayerRow(name, type(layer).__name__, why if is_replaced else "attention in it is kept")
+        report.layers.append(row)
+        if _is_layer(layer) and is_replaced:
             first_calls = FirstCalls(name, layers.check, report.count_check)
             forward = DecoderLayerForward if isinstance(layer, nn.TransformerDecoderLayer) else EncoderLayerForward
             load = _Loader(profile, report).layer
             _put_forward(layer, forward(layer, load, report.count, first_calls, row, timings), report)
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
-            attentions: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
-            alike = attentions <= replaced and len({attention.num_heads for attention in attentions}) == 1
+            around: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
+            alike = around <= replaced and len({attention.num_heads for attention in around}) == 1
             if encoder.use_nested_tensor and alike and "forward" not in vars(encoder):
                 _put_forward(encoder, EncoderForward(encoder), report)
             report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
