@@ -31,7 +31,7 @@ from mhsa_compile.integrations.decoder_layer import DecoderLayerForward
 from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayerForward, is_plain
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.layer_graph import ATTENTIONS, WholeLayerKind, graph_of
-from mhsa_compile.integrations.layer_ways import LayerChoice, LayerRow, Timings
+from mhsa_compile.integrations.layer_ways import LayerChoice, LayerRow, WayTimings
 from mhsa_compile.integrations.quantised_layers import quantiser_of
 from mhsa_compile.integrations.torch_attention import LayerForward
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
@@ -364,7 +364,7 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
     """Replaces the forward of layers all of whose attentions are replaced, and of encoders around them, which drop
     padding in rows instead of nested tensors."""
     replaced = {layer for layer in model.modules() if isinstance(vars(layer).get("forward"), LayerForward)}
-    timings = Timings() if layers.choice == "fastest" else None
+    timings = WayTimings() if layers.choice == "fastest" else None
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mhsa_compile.integrations.attention_operator import is_recorded
-from mhsa_compile.integrations.whole_layer import Attended, LayerCall, WholeLayerForward
+from mhsa_compile.integrations.whole_layer import Attended, WholeCall, WholeLayerForward
 
 
 class DecoderLayerForward(WholeLayerForward):
@@ -31,5 +31,5 @@ class DecoderLayerForward(WholeLayerForward):
         if is_recorded():  # what PyTorch does is as right
             return self._by_pytorch(*arguments)
         attended = (Attended(tgt_mask, padding[0], tgt_is_causal), Attended(memory_mask, padding[1], memory_is_causal))
-        whole = self._whole(arguments, LayerCall((tgt, memory), attended))
+        whole = self._whole(arguments, WholeCall((tgt, memory), attended))
         return self._by_parts(*arguments) if whole is None else whole

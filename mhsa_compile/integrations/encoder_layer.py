@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.integrations.attention_operator import is_recorded, wants_gradient
 from mhsa_compile.integrations.call_context import why_not_numbers
-from mhsa_compile.integrations.whole_layer import Attended, LayerCall, WholeLayerForward
+from mhsa_compile.integrations.whole_layer import Attended, WholeCall, WholeLayerForward
 
 SMALL = 1_500_000
 """Multiply-adds of a call from which on the parts are faster. One thread of PyTorch's operator spends some 25 us less
@@ -49,7 +49,7 @@ class EncoderLayerForward(WholeLayerForward):
             return self._by_pytorch(*arguments)
         if src_mask is None and src_key_padding_mask is None and self._is_small(src):
             return self._by_pytorch(*arguments, why=_WHY)
-        whole = self._whole(arguments, LayerCall((src,), (Attended(src_mask, src_key_padding_mask, is_causal),)))
+        whole = self._whole(arguments, WholeCall((src,), (Attended(src_mask, src_key_padding_mask, is_causal),)))
         return self._by_parts(*arguments) if whole is None else whole
 
     def _by_parts(self, *arguments: Any) -> Tensor:

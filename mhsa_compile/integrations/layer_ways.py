@@ -18,7 +18,7 @@ _GAIN = 0.98
 """The part of PyTorch's time from which on an artifact is taken: turns on a quiet machine differ by less."""
 
 
-class Timing(NamedTuple):
+class WayTiming(NamedTuple):
     """What a first call of some sizes was measured at, in seconds of a call."""
 
     sizes: tuple[int, int]
@@ -35,24 +35,24 @@ class Timing(NamedTuple):
         return f"{way} at {self.sizes[0]} x {self.sizes[1]} ({ours:.3g} ms, PyTorch's {theirs:.3g})"
 
 
-class Timings:
+class WayTimings:
     """The timings of a model: layers of one kind share those of their sizes, to a factor of two. One thread measures
     at a time, and all others that want the same wait for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[Hashable, Timing] = {}
+        self._found: dict[Hashable, WayTiming] = {}
 
     def __reduce__(self) -> Any:  # a copy, perhaps on another machine, measures anew
         return type(self), ()
 
-    def of(self, kind: Hashable, B: int, L: int, whole: Callable[[], Any], pytorch: Callable[[], Any]) -> Timing:
+    def of(self, kind: Hashable, B: int, L: int, whole: Callable[[], Any], pytorch: Callable[[], Any]) -> WayTiming:
         """The timing for a call of these sizes; it is measured where it is new."""
         key = (kind, (B * L).bit_length(), L.bit_length())
         if (timing := self._found.get(key)) is None:
             with self._lock:
                 if (timing := self._found.get(key)) is None:
-                    timing = self._found[key] = Timing((B, L), *in_turns(whole, pytorch))
+                    timing = self._found[key] = WayTiming((B, L), *in_turns(whole, pytorch))
         return timing
 
 
@@ -68,7 +68,7 @@ class LayerRow:
     name: str
     kind: str
     why_parts: str = ""
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[WayTiming] = field(default_factory=list)
     parts: dict[str, int] = field(default_factory=dict)
     is_whole: bool = False
 
@@ -76,7 +76,7 @@ class LayerRow:
         """Counts a call of the layer's parts."""
         self.parts[why] = self.parts.get(why, 0) + 1
 
-    def note(self, timing: Timing | None) -> None:
+    def note(self, timing: WayTiming | None) -> None:
         """Notes how a call went; None: as one artifact, unmeasured."""
         if timing is None:
             self.is_whole = True

@@ -2,7 +2,7 @@
 
 PyTorch has one operator for an encoder's layer at inference, which an attention that is replaced alone would not beat.
 A call is one artifact's where the layer is as its class makes it; else its parts are called, of which attention and
-linears may be replaced each. Where `LayerWays` says so, both ways are timed and the faster one is taken.
+linears may be replaced each. Where `WayTimings` are wanted, both ways are timed and the faster one is taken.
 
 Notation: B batch, L query length, S key length, D embed.
 """
@@ -24,7 +24,7 @@ from mhsa_compile.integrations.attention_operator import check_inference
 from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.layer_graph import ATTENTIONS, MASKS, MaskKind, WholeLayerKind
-from mhsa_compile.integrations.layer_ways import LayerRow, Timings
+from mhsa_compile.integrations.layer_ways import LayerRow, WayTimings
 from mhsa_compile.integrations.weight_state import ReplacedForward
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
@@ -55,7 +55,7 @@ class Attended(NamedTuple):
         return not self.is_causal_alone and (self.attn_mask is not None or self.padding is not None)
 
 
-class LayerCall(NamedTuple):
+class WholeCall(NamedTuple):
     """A call of a layer: its inputs, x and perhaps a memory, and what each of its attentions sees."""
 
     inputs: tuple[Tensor, ...]
@@ -127,7 +127,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         left: Callable[[str], None],
         first_calls: FirstCalls,
         row: LayerRow,
-        timings: Timings | None,
+        timings: WayTimings | None,
     ) -> None:
         super().__init__(layer, load, left, first_calls)
         self._row, self._timings = row, timings
@@ -146,7 +146,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         forward: Callable[..., Tensor] = self._class.forward
         return forward(_bare(self._layer), *arguments)
 
-    def _whole(self, arguments: tuple[Any, ...], call: LayerCall) -> Tensor | None:
+    def _whole(self, arguments: tuple[Any, ...], call: WholeCall) -> Tensor | None:
         """The result as one artifact, or as PyTorch's layer alone where that is faster; None: the parts' is wanted."""
         if self._row.why_parts:
             return None
@@ -158,7 +158,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
             return None
         return result
 
-    def _computed(self, arguments: tuple[Any, ...], call: LayerCall) -> Tensor | str:
+    def _computed(self, arguments: tuple[Any, ...], call: WholeCall) -> Tensor | str:
         """The result; or why the parts' is wanted. With a mask it is always an artifact's: where a query sees no key
         PyTorch's layers give NaN."""
         if why := self._why_not(call):
@@ -184,17 +184,17 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         self._left_sizes.add(call.sizes)
         return self._alone(*arguments)
 
-    def _is_left(self, call: LayerCall) -> bool:
+    def _is_left(self, call: WholeCall) -> bool:
         """Whether a call is of sizes at which PyTorch's own layer was measured to be faster."""
         if call.is_masked or torch.is_grad_enabled() or self._layer.training or call.inputs[0].is_nested:
             return False
         return call.sizes in self._left_sizes
 
-    def _why_not(self, call: LayerCall) -> str:
+    def _why_not(self, call: WholeCall) -> str:
         """Why the parts' result is wanted; "" if an artifact has a form for the call."""
         return self._why_changed() or why_parts(self._layer) or _why_not_call(call)
 
-    def _by_artifact(self, call: LayerCall) -> tuple[Tensor, WholeLayerKind] | str:
+    def _by_artifact(self, call: WholeCall) -> tuple[Tensor, WholeLayerKind] | str:
         """The result as one artifact, and of which kind; or why none can have the layer's weights."""
         call = self._batch_first(call)
         masks = self._masks(call)
@@ -207,12 +207,12 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         y: Tensor = compiled(**inputs)
         return y if self._layer.self_attn.batch_first else y.transpose(0, 1), kind
 
-    def _batch_first(self, call: LayerCall) -> LayerCall:
+    def _batch_first(self, call: WholeCall) -> WholeCall:
         if self._layer.self_attn.batch_first:
             return call
         return call._replace(inputs=tuple(x.transpose(0, 1) for x in call.inputs))
 
-    def _masks(self, call: LayerCall) -> list[tuple[MaskKind, Tensor | None]]:
+    def _masks(self, call: WholeCall) -> list[tuple[MaskKind, Tensor | None]]:
         """Of each attention, how its mask comes, and the mask. Raises InputError for one of another shape."""
         x, found = call.inputs[0], list[tuple[MaskKind, Tensor | None]]()
         for number, one in enumerate(call.attended):
@@ -273,7 +273,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         return kind, {name: weight.detach() for name, weight in weights if weight is not None}
 
 
-def _why_not_call(call: LayerCall) -> str:
+def _why_not_call(call: WholeCall) -> str:
     """Why no artifact takes a call with these inputs; "" if one does."""
     masks = [mask for one in call.attended for mask in (one.attn_mask, one.padding)]
     if why := why_not_numbers(*call.inputs, *masks):
