@@ -25,7 +25,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app search-page browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
+.PHONY: help demo search-app search-page browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles bench-ways accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -141,8 +141,9 @@ fuzz-graphs: $(STAMP)  ## 5,000 random small graphs against onnx's evaluator: ri
 fuzz-operator: $(STAMP)  ## 200 random nodes of the ONNX operator against float64; some minutes
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.onnx_operator
 
-fuzz-edits: $(STAMP)  ## 5,000 random edits of accelerated models, each against a plain copy that was edited alike; minutes
+fuzz-edits: $(STAMP)  ## 5,000 random edits of accelerated models, and of whole layers, each against a plain copy that was edited alike; minutes
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.model_edits --edits $(or $(EDITS),5000) --seed $(or $(SEED),0)
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.model_edits --edits $(or $(EDITS),5000) --seed $(or $(SEED),0) --layers
 
 lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff check .
@@ -160,6 +161,9 @@ bench-app: $(STAMP)  ## Each candidate in a process of its own, as in a program:
 
 bench-models: $(STAMP)  ## Nine whole models of their real sizes, random weights, against every peer, each in a process of its own: JSON and a table
 	@$(BIN)/python benchmarks/models.py --json build/models.json
+
+bench-ways: $(STAMP)  ## What each way in gains over the same PyTorch without it, at three sizes, each in a process of its own: JSON and a table
+	@$(BIN)/python benchmarks/ways.py --json build/ways.json
 
 bench-decoders: $(DECODERS)  ## A small decoder by format, prompts and tokens behind them, beside PyTorch, onnxruntime-genai, OpenVINO and llama.cpp: JSON and a table
 	@$(BIN)/python benchmarks/decoders.py --json build/decoders.json

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -27,12 +27,16 @@ from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.call_table import TABLE
+from mhsa_compile.integrations.decoder_layer import DecoderLayerForward
 from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayerForward, is_plain
 from mhsa_compile.integrations.first_calls import FirstCalls
+from mhsa_compile.integrations.layer_graph import ATTENTIONS, WholeLayerKind, graph_of
+from mhsa_compile.integrations.layer_ways import LayerChoice, LayerRow, WayTimings
 from mhsa_compile.integrations.quantised_layers import quantiser_of
 from mhsa_compile.integrations.torch_attention import LayerForward
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
 from mhsa_compile.integrations.weight_state import ReplacedForward
+from mhsa_compile.integrations.whole_layer import why_parts
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.nn.weight_blocks import WeightBlocks
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -66,6 +70,7 @@ class AccelerationRow:
 class AccelerationReport:
     """The rows, in the order of the model's modules. Printed, it is a table.
 
+    `layers` has a row for each layer of PyTorch's encoders and decoders, which may be one artifact, or left to PyTorch.
     `linears` has rows of its own, where linears were asked for, and of each that another tool quantised.
     `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it. `checked`: how many first calls
     of a kind were held against PyTorch's. `float32_products` is how float32 was asked to be multiplied.
@@ -74,6 +79,7 @@ class AccelerationReport:
     def __init__(self, float32_products: Float32Request = "auto") -> None:
         self.float32_products = float32_products
         self.rows: list[AccelerationRow] = []
+        self.layers: list[LayerRow] = []
         self.linears: list[AccelerationRow] = []
         self.calls: dict[str, int] = {}
         self.checked = 0
@@ -123,6 +129,11 @@ class AccelerationReport:
         for row in self.rows:
             outcome = "replaced" if row.replaced else f"kept: {row.why_kept}"
             lines.append(f"  {row.name or '(the model)':{max(width, 11)}}  {row.kind}  {outcome}")
+        if self.layers:
+            lines.append(
+                f"{sum(not row.why_parts for row in self.layers)} of {len(self.layers)} layers can be one artifact each"
+            )
+            lines += [f"  {row.name or '(the model)':{max(width, 11)}}  {row.outcome()}" for row in self.layers]
         if self.linears:
             lines.append(f"{sum(row.replaced for row in self.linears)} of {len(self.linears)} linears replaced")
             reasons = Counter(row.why_kept for row in self.linears if not row.replaced)
@@ -147,14 +158,15 @@ def accelerate(
     on_unsupported: Literal["keep", "raise"] = "keep",
     *,
     linears: bool | str | Checkpoint = False,
+    layers: LayerChoice = "fastest",
     float32_products: Float32Request = "auto",
     check: bool = True,
 ) -> AccelerationReport:
     """Lets the attention in `model` be computed by compiled artifacts, for inference, until `restore(model)`.
 
-    Replaced are every nn.MultiheadAttention, also in PyTorch's encoder and decoder layers, with its projections; and
-    in models of transformers the attention of all layers that ask for an implementation by name. Parameters, names
-    and hooks of the model stay. An artifact is compiled when a kind of call is first met.
+    Replaced are PyTorch's encoder and decoder layers, each by one artifact; every nn.MultiheadAttention elsewhere, with
+    its projections; and in models of transformers the attention of all layers that ask for an implementation by name.
+    Parameters, names and hooks of the model stay. An artifact is compiled when a kind of call is first met.
 
     target          as in `compile`
     on_unsupported  what becomes of attention that cannot be replaced: "keep" leaves it, and the report says why;
@@ -164,6 +176,10 @@ def accelerate(
                     another word of `spec.weight_words` for blocks: with weights of four bits, an eighth of a copy, and
                     activations of eight bits, which is less exact. What `read_checkpoint` gave: with the numbers of
                     that file, wherever they stand for the weights that the layer has
+    layers          how PyTorch's encoder and decoder layers are computed. "fastest": as one artifact, linears, norms
+                    and sums included, or by PyTorch where that is faster: the first call of some sizes times both.
+                    "whole": as one artifact, unmeasured, so that results are the same bits in every run. "parts": their
+                    attention alone, and linears as `linears` says. `report.layers` has a row for each
     float32_products  how what is replaced multiplies float32, as in `compile`; the report says what layers got
     check           whether the first call of each kind (inputs, masks, single queries and others) of each layer is
                     held against PyTorch's: a layer that differs by more than rounding is PyTorch's from then on, and a
@@ -177,19 +193,24 @@ def accelerate(
     >>> accelerate(model)
     1 of 1 attentions replaced
       self_attn    MultiheadAttention  replaced
+    1 of 1 layers can be one artifact each
+      (the model)  whole or left to PyTorch: first calls tell which is faster
     >>> with torch.no_grad():
     ...     model(torch.zeros(2, 9, 32)).shape
     torch.Size([2, 9, 32])
     >>> restore(model)
     """
     _check(model, on_unsupported)
+    if layers not in get_args(LayerChoice):
+        raise InputError("layers", '"fastest", "whole" or "parts"', repr(layers))
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     choice = _checked_choice(linears)
     report = AccelerationReport(float32_request(float32_products))
     try:
         with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
             _replace_in_transformers(model, profile, report, check)
-            _replace_layers(model, profile, report, check)
+            _replace_attentions(model, profile, report, check)
+            _replace_layers(model, profile, report, _Layers(layers, choice, check))
             report.rows += _others(model, report)
             _replace_linears(model, profile, report, choice, check)
         if on_unsupported == "raise" and report.kept:
@@ -244,21 +265,22 @@ class _Artifacts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[tuple[str, Float32Request, AttentionSpec | LinearKind], Artifact] = {}
+        self._found: dict[tuple[str, Float32Request, AttentionSpec | LinearKind | WholeLayerKind], Artifact] = {}
 
     def get(
         self,
         profile: TargetProfile,
         products: Float32Request,
-        what: AttentionSpec | LinearKind,
+        what: AttentionSpec | LinearKind | WholeLayerKind,
         source: Callable[[], Any],
-        weights: str | None = None,
+        weights: str | None,
+        check: bool | None,
     ) -> Artifact:
         """That of what a source is; it is compiled where it is new."""
         key = (profile.to_toml(), products, what)
         with self._lock:
             if key not in self._found:
-                options: dict[str, Any] = {"weights": weights, "float32_products": products}
+                options: dict[str, Any] = {"weights": weights, "float32_products": products, "check": check}
                 self._found[key] = pipeline.compile(source(), profile, without_attention="accept", **options)
             return self._found[key]
 
@@ -284,42 +306,82 @@ class _Loader:
         word = None if kind.form is None else str(kind.form)
         return self._load(kind, lambda: torch_linear.graph_of(kind), weights, word)
 
+    def layer(self, kind: WholeLayerKind, weights: Mapping[str, Any]) -> CompiledAttention:
+        """A whole layer of a kind, with these weights. Its first calls are held against PyTorch's, not its graph."""
+        return self._load(kind, lambda: graph_of(kind), weights, check=False)
+
     def _load(
         self,
-        what: AttentionSpec | LinearKind,
+        what: AttentionSpec | LinearKind | WholeLayerKind,
         source: Callable[[], Any],
         weights: Mapping[str, Any],
         word: str | None = None,
+        check: bool | None = None,
     ) -> CompiledAttention:
-        artifact = self._artifacts.get(self._profile, self._report.float32_products, what, source, word)
+        artifact = self._artifacts.get(self._profile, self._report.float32_products, what, source, word, check)
         self._report.count_outcome(artifact.manifest)
         return load(artifact, weights=weights)
 
 
-def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
-    """Replaces the forward of every nn.MultiheadAttention; encoders around them call them again, and drop padding in
-    rows instead of nested tensors."""
-    layers = set()
-    plain = {layer.self_attn: layer for layer in model.modules() if is_plain(layer)}
+def _replace_attentions(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
+    """Replaces the forward of every nn.MultiheadAttention."""
+    inside = {part for layer in model.modules() if _is_layer(layer) for part in layer.children()}
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.MultiheadAttention):
             continue
         why = torch_attention.why_not(layer)
         report.rows.append(AccelerationRow(name, type(layer).__name__, why))
         if not why:
-            layers.add(layer)
             first_calls = FirstCalls(name, check, report.count_check)
             forward = LayerForward(layer, _Loader(profile, report).attention, report.count, first_calls)
             _put_forward(layer, forward, report)
-            if layer not in plain:  # where a hook is there, subclasses of nn.TransformerEncoderLayer call their parts
+            if layer not in inside:  # where a hook is there, subclasses of nn.TransformerEncoderLayer call their parts
                 report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
-    for attention, around in plain.items():
-        if attention in layers:
-            _put_forward(around, EncoderLayerForward(around, report.count), report)
+
+
+def _is_layer(layer: nn.Module) -> bool:
+    """Whether a module is a layer of an encoder or a decoder whose forward is replaced with its attentions'."""
+    return is_plain(layer) or (type(layer) is nn.TransformerDecoderLayer and "forward" not in vars(layer))
+
+
+class _Layers(NamedTuple):
+    """What `accelerate` was told of layers."""
+
+    choice: LayerChoice
+    linears: _Choice
+    check: bool
+
+    def why_parts(self, layer: nn.Module) -> str:
+        """Why none of a layer's calls is to be one artifact; "" if they may be."""
+        if self.choice == "parts":
+            return 'layers="parts"'
+        if not isinstance(self.linears, bool):
+            return "its linears have few bits"
+        return why_parts(layer)
+
+
+def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, layers: _Layers) -> None:
+    """Replaces the forward of layers all of whose attentions are replaced, and of encoders around them, which drop
+    padding in rows instead of nested tensors."""
+    replaced = {layer for layer in model.modules() if isinstance(vars(layer).get("forward"), LayerForward)}
+    timings = WayTimings() if layers.choice == "fastest" else None
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            continue
+        attentions = [layer._modules[one] for one in ATTENTIONS if one in layer._modules]
+        why = layers.why_parts(layer) if _is_layer(layer) else "it has a forward of its own"
+        is_replaced = replaced.issuperset(attentions)
+        row = LayerRow(name, type(layer).__name__, why if is_replaced else "attention in it is kept")
+        report.layers.append(row)
+        if _is_layer(layer) and is_replaced:
+            first_calls = FirstCalls(name, layers.check, report.count_check)
+            forward = DecoderLayerForward if isinstance(layer, nn.TransformerDecoderLayer) else EncoderLayerForward
+            load = _Loader(profile, report).layer
+            _put_forward(layer, forward(layer, load, report.count, first_calls, row, timings), report)
     for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and layers.intersection(encoder.modules()):
-            attentions: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
-            alike = attentions <= layers and len({attention.num_heads for attention in attentions}) == 1
+        if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
+            around: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
+            alike = around <= replaced and len({attention.num_heads for attention in around}) == 1
             if encoder.use_nested_tensor and alike and "forward" not in vars(encoder):
                 _put_forward(encoder, EncoderForward(encoder), report)
             report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
@@ -386,7 +448,7 @@ def _stored_form(choice: _Choice, name: str, layer: nn.Module) -> tuple[BlockFor
 
 def _put_forward(
     layer: nn.Module,
-    forward: ReplacedForward[Any, Any] | EncoderForward | EncoderLayerForward,
+    forward: ReplacedForward[Any, Any] | EncoderForward,
     report: AccelerationReport,
 ) -> None:
     vars(layer)["forward"] = forward

@@ -1,6 +1,6 @@
-"""nn.TransformerEncoderLayer around an attention that is replaced: its parts are called, not PyTorch's one operator for
-all of them, but for calls so small that the operator is as fast. Calls with a mask stay ours, however small: the
-operator differs in rows that see no key, and in what NaN at hidden keys does.
+"""nn.TransformerEncoderLayer around an attention that is replaced: one artifact, or its parts. PyTorch's one operator
+for all of them computes calls so small that it is as fast, and longer ones on which it was measured to be faster. Calls
+with a mask stay ours, however small: the operator differs in rows that see no key, and in what NaN at hidden keys does.
 
 Padded batches go through nn.TransformerEncoder without their padding, several sequences in a row. PyTorch's encoder
 turns such a batch into nested tensors, whose padding is zeros in the end. Here the sequences of a batch are laid into
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.integrations.attention_operator import is_recorded, wants_gradient
 from mhsa_compile.integrations.call_context import why_not_numbers
+from mhsa_compile.integrations.whole_layer import Attended, WholeCall, WholeLayerForward
 
 SMALL = 1_500_000
 """Multiply-adds of a call from which on the parts are faster. One thread of PyTorch's operator spends some 25 us less
@@ -32,15 +33,8 @@ _WORTH = 0.9
 """What rows may hold of a padded batch's places, so that it is worth laying it out anew."""
 
 
-class EncoderLayerForward:
-    """The forward of an encoder's layer whose forward is PyTorch's own. `left` is told of calls that are left to its
-    operator."""
-
-    def __init__(self, layer: nn.TransformerEncoderLayer, left: Callable[[str], None]) -> None:
-        self._layer, self._left = layer, left
-
-    def __reduce__(self) -> Any:
-        return type(self), (self._layer, self._left)
+class EncoderLayerForward(WholeLayerForward):
+    """The forward of an encoder's layer whose forward is PyTorch's own: one artifact, or its parts."""
 
     def __call__(
         self,
@@ -50,16 +44,19 @@ class EncoderLayerForward:
         is_causal: bool = False,
     ) -> Tensor:
         """src (B, L, D) -> (B, L, D); masks as `nn.TransformerEncoderLayer.forward` takes them."""
-        layer = self._layer
-        forward: Callable[..., Tensor] = type(layer).forward
         arguments = (src, src_mask, src_key_padding_mask, is_causal)
         if is_recorded():  # what PyTorch does is as right
-            return forward(layer, *arguments)
+            return self._by_pytorch(*arguments)
         if src_mask is None and src_key_padding_mask is None and self._is_small(src):
-            self._left(_WHY)
-            return forward(layer, *arguments)
+            return self._by_pytorch(*arguments, why=_WHY)
+        whole = self._whole(arguments, WholeCall((src,), (Attended(src_mask, src_key_padding_mask, is_causal),)))
+        return self._by_parts(*arguments) if whole is None else whole
+
+    def _by_parts(self, *arguments: Any) -> Tensor:
+        layer = self._layer
         parts = object.__new__(type(layer))
         vars(parts).update(vars(layer), activation_relu_or_gelu=0)  # an activation that the operator lacks
+        forward: Callable[..., Tensor] = type(layer).forward
         return forward(parts, *arguments)
 
     def _is_small(self, src: Tensor) -> bool:

@@ -11,11 +11,10 @@ something in it has no code here, and where PyTorch is faster: a warning says wh
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +25,13 @@ from mhsa_compile.compiler.pipeline import compile
 from mhsa_compile.errors import InputError, MhsaError, ModelError
 from mhsa_compile.integrations.captured_graph import CapturedGraph
 from mhsa_compile.integrations.first_calls import difference
+from mhsa_compile.integrations.timed_turns import in_turns
 from mhsa_compile.integrations.weight_state import WeightStates
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 from mhsa_compile.spec.float32_products import Float32Products, Float32Request, float32_request
 
 _SLOWER = 1.02
 """Times PyTorch's time that a graph may take; its turns differ by less on a quiet machine."""
-_TURNS, _TURN = 5, 0.02  # of each, and the seconds of one
 _MOST_WEIGHTS = 64
 """Sets of weights that one graph keeps artifacts for: layers that were compiled one by one share a graph."""
 
@@ -192,22 +191,6 @@ def _difference(graph: fx.GraphModule, run: RunGraph, inputs: Sequence[Any], pro
 
 
 def _time_by_eager(graph: fx.GraphModule, run: RunGraph, inputs: Sequence[Any]) -> float:
-    """The time of a call, divided by that of PyTorch's; both are measured in turns."""
-    ours, theirs = list[float](), list[float]()
-    order = [(run, ours), (graph.forward, theirs)]
-    with torch.no_grad():
-        for _ in range(_TURNS):
-            for one, times in order:
-                times.append(_seconds(one, inputs))
-            order.reverse()
-    return median(ours) / median(theirs)
-
-
-def _seconds(run: RunGraph, inputs: Sequence[Any]) -> float:
-    run(*inputs)
-    begin, calls = time.perf_counter(), 0
-    while True:
-        run(*inputs)
-        calls += 1
-        if (elapsed := time.perf_counter() - begin) > _TURN:
-            return elapsed / calls
+    """The time of a call, divided by that of PyTorch's."""
+    ours, theirs = in_turns(partial(run, *inputs), partial(graph.forward, *inputs))
+    return ours / theirs

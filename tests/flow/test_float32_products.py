@@ -94,7 +94,7 @@ def test_layers_in_place_get_it_and_the_report_says_so() -> None:
     x = torch.randn(2, 37, 256)
     with torch.no_grad():
         expected = model(x)
-    report = mhsa.accelerate(model, float32_products="bf16", linears=True)
+    report = mhsa.accelerate(model, float32_products="bf16", linears=True, layers="parts")
     assert "float32 products: asked bf16; first calls show what layers get" in repr(report)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -53,7 +53,7 @@ def off(model: nn.Module, plain: nn.Module, x: Tensor, **masks: Any) -> float:
 def test_calls_below_the_bound_are_pytorchs_operators(bound: int, norm_first: bool) -> None:
     plain = encoder_layer_of(norm_first=norm_first)
     model = copy.deepcopy(plain)
-    report = mhsa.accelerate(model)
+    report = mhsa.accelerate(model, layers="parts")
     for length, left in ((L - 1, 1), (L, 1), (L + 3, 1)):
         assert off(model, plain, torch.randn(1, length, D)) < 1e-5
         assert report.calls.get(WHY, 0) == left
@@ -82,7 +82,7 @@ def test_a_small_call_that_wants_gradients_is_refused_as_a_large_one_is(bound: i
 def test_edits_of_the_layer_are_seen_on_both_sides_of_the_bound(bound: int) -> None:
     plain = encoder_layer_of()
     model = copy.deepcopy(plain)
-    mhsa.accelerate(model)
+    mhsa.accelerate(model, layers="parts")
     xs = torch.randn(1, L - 1, D), torch.randn(1, L, D)
     for part in (plain, model):
         part.linear1 = nn.Linear(D, 40, bias=True).eval()
@@ -117,6 +117,7 @@ def test_copies_threads_and_forwards_of_others() -> None:
     theirs = Scaled(D, H, 40, batch_first=True).eval()
     ours = copy.deepcopy(theirs)
     report = mhsa.accelerate(ours)
+    assert [row.why_parts for row in report.layers] == ["it has a forward of its own"]
     assert off(ours, theirs, torch.randn(1, L, D)) < 1e-5
     assert report.checked == 1, "its attention was called, not PyTorch's operator for the whole layer"
 

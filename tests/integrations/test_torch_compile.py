@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from mhsa_compile.integrations import torch_compile
+from mhsa_compile.integrations import timed_turns, torch_compile
 from mhsa_compile.verification.error_budget import budget
 
 BACKEND = torch_compile.compile_graph
@@ -244,10 +244,10 @@ def test_both_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         called.append("ours")
         return [graph.forward(q)]
 
-    monkeypatch.setattr(torch_compile, "_TURN", 1e-9)
+    monkeypatch.setattr(timed_turns, "_TURN", 1e-9)
     assert torch_compile._time_by_eager(graph, ours, [torch.randn(3)]) > 0
-    assert len(called) == 2 * torch_compile._TURNS
-    monkeypatch.setattr(torch_compile, "_seconds", lambda run, inputs: 6.0 if run is ours else 2.0)
+    assert len(called) == 2 * timed_turns._TURNS
+    monkeypatch.setattr(timed_turns, "_seconds", lambda call: 6.0 if call.func is ours else 2.0)
     assert torch_compile._time_by_eager(graph, ours, []) == 3.0
 
 

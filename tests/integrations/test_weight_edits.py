@@ -38,6 +38,7 @@ def off(one: Tensor, other: Tensor) -> float:
 def test_a_slice_of_the_campaign() -> None:
     assert len(EDITS) == 20
     assert not campaign(25, seed=3)
+    assert not campaign(25, seed=4, layers=True)
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (64, 192), (192, 64), (256, 256), (97, 1013)])

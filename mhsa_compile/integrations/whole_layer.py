@@ -1,0 +1,314 @@
+"""A whole layer of PyTorch's transformers as one artifact: attention, linears, norms, activation and sums.
+
+PyTorch has one operator for an encoder's layer at inference, which an attention that is replaced alone would not beat.
+A call is one artifact's where the layer is as its class makes it; else its parts are called, of which attention and
+linears may be replaced each. Where `WayTimings` are wanted, both ways are timed and the faster one is taken.
+
+Notation: B batch, L query length, S key length, D embed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
+
+from mhsa_compile.conversion.from_torch import join_masks
+from mhsa_compile.integrations import torch_attention
+from mhsa_compile.integrations.attention_operator import check_inference
+from mhsa_compile.integrations.call_context import why_not_numbers
+from mhsa_compile.integrations.first_calls import FirstCalls
+from mhsa_compile.integrations.layer_graph import ATTENTIONS, MASKS, MaskKind, WholeLayerKind
+from mhsa_compile.integrations.layer_ways import LayerRow, WayTimings
+from mhsa_compile.integrations.weight_state import ReplacedForward
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
+
+_LINEARS = {"linear1": nn.Linear, "linear2": nn.Linear, "dropout": nn.Dropout, "dropout1": nn.Dropout,
+            "dropout2": nn.Dropout, "norm1": nn.LayerNorm, "norm2": nn.LayerNorm}  # fmt: skip
+_PARTS: dict[type[nn.Module], dict[str, type[nn.Module]]] = {
+    nn.TransformerEncoderLayer: {"self_attn": nn.MultiheadAttention, **_LINEARS},
+    nn.TransformerDecoderLayer: {
+        **dict.fromkeys(ATTENTIONS, nn.MultiheadAttention), **_LINEARS, "dropout3": nn.Dropout, "norm3": nn.LayerNorm,
+    },
+}  # fmt: skip
+
+
+class Attended(NamedTuple):
+    """What one attention of a call sees: `attn_mask`, `padding` and `is_causal` as PyTorch's layers take them."""
+
+    attn_mask: Tensor | None = None
+    padding: Tensor | None = None
+    is_causal: bool = False
+
+    @property
+    def is_causal_alone(self) -> bool:
+        """Whether a hint says all there is: PyTorch takes its word, too."""
+        return self.is_causal and self.padding is None
+
+    @property
+    def is_masked(self) -> bool:
+        return not self.is_causal_alone and (self.attn_mask is not None or self.padding is not None)
+
+
+class WholeCall(NamedTuple):
+    """A call of a layer: its inputs, x and perhaps a memory, and what each of its attentions sees."""
+
+    inputs: tuple[Tensor, ...]
+    attended: tuple[Attended, ...]
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether anything is hidden that no hint says to be the future."""
+        return any(one.is_masked for one in self.attended)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the inputs, and which attentions are causal, which decide how fast a call without a mask is."""
+        return (*(size for x in self.inputs for size in x.shape[:2]), *(one.is_causal for one in self.attended))
+
+
+def why_parts(layer: nn.Module) -> str:
+    """Why a layer is no single artifact as it is now; "" if it can be one. Asked in each call."""
+    if (parts := _PARTS.get(type(layer))) is None:
+        return f"it is a {type(layer).__name__}, which may compute something else"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "hooks of all modules, which would not run"
+    modules: dict[str, Any] = layer._modules
+    for name, kind in parts.items():
+        part = modules.get(name)
+        if type(part) is not kind:
+            return f"its {name} is a {type(part).__name__}"
+        fields = vars(part)
+        if fields["_forward_hooks"] or fields["_forward_pre_hooks"]:
+            return f"its {name} has hooks, which would not run"
+        if fields["training"]:
+            return f"its {name} is in training mode"
+        if "forward" in fields and not isinstance(fields["forward"], ReplacedForward):
+            return f"its {name} has a forward of its own"
+    return _why_attention(modules) or ("" if _activation(layer) else "an activation other than ReLU and GELU")
+
+
+def _why_attention(modules: Mapping[str, Any]) -> str:
+    """Why an artifact of a layer cannot have its attentions; "" if it can."""
+    attentions = [modules[name] for name in ATTENTIONS if name in modules]
+    first = attentions[0]
+    for name, attention in zip(ATTENTIONS, attentions, strict=False):
+        own = attention._parameters
+        if own.get("in_proj_weight") is None or own.get("bias_k") is not None or attention.add_zero_attn:
+            return f"its {name} has another form than the layer made it with"
+        if (attention.num_heads, attention.batch_first) != (first.num_heads, first.batch_first):
+            return f"its {name} has other heads, or another order of axes"
+    return ""
+
+
+def _activation(layer: nn.Module) -> Literal["relu", "gelu"] | None:
+    function: Any = layer.activation
+    if isinstance(function, nn.Module) and (function._forward_hooks or function._forward_pre_hooks):
+        return None
+    if function in (F.relu, torch.relu) or type(function) is nn.ReLU:
+        return "relu"
+    exact = type(function) is nn.GELU and function.approximate == "none"
+    return "gelu" if function is F.gelu or exact else None
+
+
+class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
+    """The forward of a layer. `row` is told how calls went; `timings` decide between an artifact and PyTorch's own
+    layer, None: an artifact is taken wherever it can be. A subclass knows the arguments, and what calls its parts."""
+
+    def __init__(
+        self,
+        layer: Any,
+        load: Callable[..., CompiledAttention],
+        left: Callable[[str], None],
+        first_calls: FirstCalls,
+        row: LayerRow,
+        timings: WayTimings | None,
+    ) -> None:
+        super().__init__(layer, load, left, first_calls)
+        self._row, self._timings = row, timings
+        self._left_sizes = set[tuple[int, ...]]()  # of calls that PyTorch's own layer computes faster
+
+    def __reduce__(self) -> Any:
+        forward, arguments = super().__reduce__()
+        return forward, (*arguments, self._row, self._timings)
+
+    def _by_parts(self, *arguments: Any) -> Tensor:
+        """What the layer's parts give, attention replaced among them."""
+        return self._by_pytorch(*arguments)
+
+    def _alone(self, *arguments: Any) -> Tensor:
+        """What PyTorch's own layer gives, with nothing replaced in it."""
+        forward: Callable[..., Tensor] = self._class.forward
+        return forward(_bare(self._layer), *arguments)
+
+    def _whole(self, arguments: tuple[Any, ...], call: WholeCall) -> Tensor | None:
+        """The result as one artifact, or as PyTorch's layer alone where that is faster; None: the parts' is wanted."""
+        if self._row.why_parts:
+            return None
+        if self._left_sizes and self._is_left(call):
+            return self._alone(*arguments)
+        result = self._computed(arguments, call)
+        if isinstance(result, str):
+            self._row.count_parts(result)
+            return None
+        return result
+
+    def _computed(self, arguments: tuple[Any, ...], call: WholeCall) -> Tensor | str:
+        """The result; or why the parts' is wanted. With a mask it is always an artifact's: where a query sees no key
+        PyTorch's layers give NaN."""
+        if why := self._why_not(call):
+            return why
+        check_inference(self._layer, "src", *call.inputs, *(self._weights() if torch.is_grad_enabled() else ()))
+        B, L = self._batch_first(call).inputs[0].shape[:2]
+        with torch.no_grad():
+            result = self._by_artifact(call)
+            if isinstance(result, str):
+                return result
+            y, kind = result
+            if why := self._first_calls.check((kind, B == 1, L == 1), [y], lambda: [self._alone(*arguments)]):
+                return why
+            timing = None
+            if self._timings is not None and not call.is_masked:
+                ours = (self._why_not, self._by_artifact)
+                timing = self._timings.of(
+                    kind, B, L, lambda: [one(call) for one in ours], lambda: self._alone(*arguments)
+                )
+        self._row.note(timing)
+        if timing is None or timing.is_whole:
+            return y
+        self._left_sizes.add(call.sizes)
+        return self._alone(*arguments)
+
+    def _is_left(self, call: WholeCall) -> bool:
+        """Whether a call is of sizes at which PyTorch's own layer was measured to be faster."""
+        if call.is_masked or torch.is_grad_enabled() or self._layer.training or call.inputs[0].is_nested:
+            return False
+        return call.sizes in self._left_sizes
+
+    def _why_not(self, call: WholeCall) -> str:
+        """Why the parts' result is wanted; "" if an artifact has a form for the call."""
+        return self._why_changed() or why_parts(self._layer) or _why_not_call(call)
+
+    def _by_artifact(self, call: WholeCall) -> tuple[Tensor, WholeLayerKind] | str:
+        """The result as one artifact, and of which kind; or why none can have the layer's weights."""
+        call = self._batch_first(call)
+        masks = self._masks(call)
+        kind = self._kind(tuple(mask for mask, _ in masks))
+        compiled = self._compiled(kind)
+        if isinstance(compiled, str):
+            return compiled
+        inputs = {"x": call.inputs[0]} | dict(zip(("memory",), call.inputs[1:], strict=False))
+        inputs |= {name: mask for name, (_, mask) in zip(MASKS, masks, strict=False) if mask is not None}
+        y: Tensor = compiled(**inputs)
+        return y if self._layer.self_attn.batch_first else y.transpose(0, 1), kind
+
+    def _batch_first(self, call: WholeCall) -> WholeCall:
+        if self._layer.self_attn.batch_first:
+            return call
+        return call._replace(inputs=tuple(x.transpose(0, 1) for x in call.inputs))
+
+    def _masks(self, call: WholeCall) -> list[tuple[MaskKind, Tensor | None]]:
+        """Of each attention, how its mask comes, and the mask. Raises InputError for one of another shape."""
+        x, found = call.inputs[0], list[tuple[MaskKind, Tensor | None]]()
+        for number, one in enumerate(call.attended):
+            if one.is_causal_alone:
+                found.append(("causal", None))
+                continue
+            full = (x.shape[0], self._layer.self_attn.num_heads, x.shape[1], call.inputs[number].shape[1])
+            mask = join_masks(one.attn_mask, one.padding, full, x.dtype)
+            found.append(("none" if mask is None else "bool" if mask.dtype == torch.bool else "additive", mask))
+        return found
+
+    def _kind(self, masks: tuple[MaskKind, ...]) -> WholeLayerKind:
+        layer, attention = self._layer, self._layer.self_attn
+        norms = [layer._modules[f"norm{number + 1}"] for number in range(len(masks) + 1)]
+        weights = zip(_names(self._class), self._weights(), strict=True)
+        return WholeLayerKind(
+            D=attention.embed_dim,
+            H=attention.num_heads,
+            F=layer.linear1.out_features,
+            activation=_activation(layer) or "relu",
+            norm_first=bool(layer.norm_first),
+            epsilons=tuple(norm.eps for norm in norms),
+            weights=frozenset(name for name, weight in weights if weight is not None),
+            masks=masks,
+        )
+
+    def _weights(self) -> tuple[Tensor | None, ...]:
+        modules = self._layer._modules
+        found: list[Tensor | None] = []
+        for name, kind in _PARTS[self._class].items():
+            part = modules[name]
+            if kind is nn.MultiheadAttention:
+                own, outer = part._parameters, getattr(part._modules["out_proj"], "_parameters", {})
+                found += [own.get("in_proj_weight"), own.get("in_proj_bias"), outer.get("weight"), outer.get("bias")]
+            elif kind is not nn.Dropout:
+                found += [part._parameters.get("weight"), part._parameters.get("bias")]
+        return tuple(found)
+
+    def _why_unbound(self) -> str:
+        """Why an artifact cannot have the layer's weights as they are now; "" if it can."""
+        attentions = [part for part in self._layer._modules.values() if type(part) is nn.MultiheadAttention]
+        for attention in attentions:
+            if why := torch_attention.why_not_weights(attention):
+                return why
+        weights = dict(zip(_names(self._class), self._weights(), strict=True))
+        unmasked: tuple[MaskKind, ...] = ("none",) * len(attentions)
+        for name, shape in self._kind(unmasked).shapes().items():
+            weight = weights[name]
+            if type(weight) is not nn.Parameter or weight.dtype != torch.float32 or not weight.is_cpu:
+                return f"its {name} is no parameter of float32 in CPU memory"
+            if tuple(weight.shape) != shape:
+                return f"its {name} is {tuple(weight.shape)}, not {shape}"
+        lacking = [name for name, weight in weights.items() if weight is None and name.endswith("weight")]
+        return f"it has no {lacking[0]}" if lacking else ""
+
+    def _source(self, kind: WholeLayerKind) -> tuple[WholeLayerKind, dict[str, Tensor]]:
+        weights = zip(_names(self._class), self._weights(), strict=True)
+        return kind, {name: weight.detach() for name, weight in weights if weight is not None}
+
+
+def _why_not_call(call: WholeCall) -> str:
+    """Why no artifact takes a call with these inputs; "" if one does."""
+    masks = [mask for one in call.attended for mask in (one.attn_mask, one.padding)]
+    if why := why_not_numbers(*call.inputs, *masks):
+        return why
+    if any(x.ndim != 3 or x.dtype != torch.float32 or not x.is_cpu or not x.numel() for x in call.inputs):
+        return "inputs that are not sequences of float32, with a batch, in CPU memory"
+    for attn_mask, padding, is_causal in call.attended:
+        if is_causal and attn_mask is None:
+            return "a hint that a mask is causal, without one"
+        if any(
+            mask is not None and mask.dtype != torch.bool and not mask.is_floating_point()
+            for mask in (attn_mask, padding)
+        ):
+            return "a mask that is neither boolean nor of floats"
+    return ""
+
+
+@functools.cache
+def _names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the weights that a layer of a class may have."""
+    found: list[str] = []
+    for name, part in _PARTS[kind].items():
+        if part is nn.MultiheadAttention:
+            found += [f"{name}.{end}" for end in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
+        elif part is not nn.Dropout:
+            found += [f"{name}.weight", f"{name}.bias"]
+    return tuple(found)
+
+
+def _bare(layer: nn.Module) -> nn.Module:
+    """A look at a layer, and at its parts, without what replaces their forwards."""
+    look = object.__new__(type(layer))
+    fields = {name: value for name, value in vars(layer).items() if name != "forward"}
+    modules: dict[str, Any] = layer._modules
+    is_ours = {name: isinstance(vars(part).get("forward"), ReplacedForward) for name, part in modules.items() if part}
+    fields["_modules"] = {name: _bare(part) if is_ours.get(name) else part for name, part in modules.items()}
+    vars(look).update(fields)
+    return look
