@@ -86,8 +86,23 @@ class TaskOperands:
     def prefetch_next(self, queries: int) -> None:
         """Asks for the rows of Q that the next task will begin with, which it would wait for otherwise."""
         view, first = self.next_query
+<<<<<<< HEAD
         with T.serial(T.int64(queries)) as i:
             prefetch_row(view, first + i, T.int64(0), self.op.head_dim, soon=False)
+=======
+        prefetch_rows(view, self.op.head_dim, first, queries)
+
+    def _prefetch_row(self, view: HeadView, width: int, row: Expr) -> None:
+        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[str(view.buffer.dtype)]):
+            prefetch(view.buffer, view.at(row, T.int64(column)))
+
+
+def prefetch_rows(view: HeadView, width: int, first: Expr, count: int, *, write: bool = False) -> None:
+    """Asks for `count` rows of a head from `first` on, into the second cache; or for the right to `write` there."""
+    with T.serial(T.int64(count)) as i:
+        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[str(view.buffer.dtype)]):
+            prefetch(view.buffer, view.at(first + i, T.int64(column)), soon=False, write=write)
+>>>>>>> tiles38
 
 
 def parts(steps: int, count: int, run: int = 1) -> list[tuple[int, int]]:

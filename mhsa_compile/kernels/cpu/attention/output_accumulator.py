@@ -7,14 +7,12 @@ from itertools import pairwise
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import KeyBlock, Products
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, let, load, prefetch, scratch, splat, store
-from mhsa_compile.kernels.interface.kernel import CACHE_LINE
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, let, load, scratch, splat, store
 
 
 class Accumulator:
@@ -28,11 +26,8 @@ class Accumulator:
 
     def prefetch(self, output: HeadView) -> None:
         """Asks for the rows of Y, which would be fetched one by one when they are written."""
-        line = CACHE_LINE // DTYPE_BYTES[self.visibility.op.dtype]
-        with T.serial(T.int64(self.queries)) as i:
-            for column in range(0, self.visibility.op.v_head_dim, line):
-                index = output.at(self.visibility.first_query + i, T.int64(column))
-                prefetch(output.buffer, index, soon=False, write=True)
+        first, width = self.visibility.first_query, self.visibility.op.v_head_dim
+        prefetch_rows(output, width, first, self.queries, write=True)
 
     def clear(self) -> None:
         with T.serial(T.int64(self.queries)) as i:

@@ -22,7 +22,7 @@ from mhsa_compile.kernels.cpu.attention.kernel import (
     split_pairs,
     tile_and_runs,
 )
-from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
@@ -101,11 +101,17 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
             total = materialize(batch * T.int64(op.num_heads) * count)
             with T.parallel(total) as index:
                 tiles.configure()
-                b, h = entry_and_head(op, materialize(T.truncdiv(index, count)), batch)
+
+                def place(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
+                    """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
+                    b, h = entry_and_head(op, materialize(T.truncdiv(index, count)), batch)
+                    number, runs = tile_and_runs(op, materialize(T.truncmod(index, count)), count, h, views)
+                    return b, h, materialize(number * queries), runs
+
+                b, h, first_query, runs = place(index)
                 g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
-                number, runs = tile_and_runs(op, materialize(T.truncmod(index, count)), count, h, views)
-                first_query = materialize(number * queries)
-                operands = TaskOperands.of(arguments, b, h, first_query)
+                following = place(materialize(T.min(index + 1, total - 1)))
+                operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
                 output = head_view(y, op.output, op.v_head_dim, b, h)
                 parts = tile_parts(arguments, b, h)
 
@@ -115,7 +121,7 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
                     task = TileAttentionTask(
                         operands, visibility, values, values.first_row(arguments, b, g), unit, config["keys"]
                     )
-                    task.begin()
+                    task.begin(output)
                     KeyLoop(task, visibility, shape, Route(equal_blocks=True, begins_early=True), runs).emit()
                     task.end(output)
 
