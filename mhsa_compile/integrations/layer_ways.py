@@ -41,7 +41,7 @@ class WayTimings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[Hashable, WayTiming] = {}
+        self._timings: dict[Hashable, WayTiming] = {}
 
     def __reduce__(self) -> Any:  # a copy, perhaps on another machine, measures anew
         return type(self), ()
@@ -49,10 +49,10 @@ class WayTimings:
     def of(self, kind: Hashable, B: int, L: int, whole: Callable[[], Any], pytorch: Callable[[], Any]) -> WayTiming:
         """The timing for a call of these sizes; it is measured where it is new."""
         key = (kind, (B * L).bit_length(), L.bit_length())
-        if (timing := self._found.get(key)) is None:
+        if (timing := self._timings.get(key)) is None:
             with self._lock:
-                if (timing := self._found.get(key)) is None:
-                    timing = self._found[key] = WayTiming((B, L), *in_turns(whole, pytorch))
+                if (timing := self._timings.get(key)) is None:
+                    timing = self._timings[key] = WayTiming((B, L), *in_turns(whole, pytorch))
         return timing
 
 

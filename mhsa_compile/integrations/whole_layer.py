@@ -9,7 +9,6 @@ Notation: B batch, L query length, S key length, D embed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -214,20 +213,20 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
 
     def _masks(self, call: WholeCall) -> list[tuple[MaskKind, Tensor | None]]:
         """Of each attention, how its mask comes, and the mask. Raises InputError for one of another shape."""
-        x, found = call.inputs[0], list[tuple[MaskKind, Tensor | None]]()
+        x, masks = call.inputs[0], list[tuple[MaskKind, Tensor | None]]()
         for number, one in enumerate(call.attended):
             if one.is_causal_alone:
-                found.append(("causal", None))
+                masks.append(("causal", None))
                 continue
             full = (x.shape[0], self._layer.self_attn.num_heads, x.shape[1], call.inputs[number].shape[1])
             mask = join_masks(one.attn_mask, one.padding, full, x.dtype)
-            found.append(("none" if mask is None else "bool" if mask.dtype == torch.bool else "additive", mask))
-        return found
+            masks.append(("none" if mask is None else "bool" if mask.dtype == torch.bool else "additive", mask))
+        return masks
 
     def _kind(self, masks: tuple[MaskKind, ...]) -> WholeLayerKind:
         layer, attention = self._layer, self._layer.self_attn
         norms = [layer._modules[f"norm{number + 1}"] for number in range(len(masks) + 1)]
-        weights = zip(_names(self._class), self._weights(), strict=True)
+        weights = zip(_NAMES[self._class], self._weights(), strict=True)
         return WholeLayerKind(
             D=attention.embed_dim,
             H=attention.num_heads,
@@ -241,15 +240,15 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
 
     def _weights(self) -> tuple[Tensor | None, ...]:
         modules = self._layer._modules
-        found: list[Tensor | None] = []
+        weights: list[Tensor | None] = []
         for name, kind in _PARTS[self._class].items():
             part = modules[name]
             if kind is nn.MultiheadAttention:
                 own, outer = part._parameters, getattr(part._modules["out_proj"], "_parameters", {})
-                found += [own.get("in_proj_weight"), own.get("in_proj_bias"), outer.get("weight"), outer.get("bias")]
+                weights += [own.get("in_proj_weight"), own.get("in_proj_bias"), outer.get("weight"), outer.get("bias")]
             elif kind is not nn.Dropout:
-                found += [part._parameters.get("weight"), part._parameters.get("bias")]
-        return tuple(found)
+                weights += [part._parameters.get("weight"), part._parameters.get("bias")]
+        return tuple(weights)
 
     def _why_unbound(self) -> str:
         """Why an artifact cannot have the layer's weights as they are now; "" if it can."""
@@ -257,9 +256,9 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         for attention in attentions:
             if why := torch_attention.why_not_weights(attention):
                 return why
-        weights = dict(zip(_names(self._class), self._weights(), strict=True))
-        unmasked: tuple[MaskKind, ...] = ("none",) * len(attentions)
-        for name, shape in self._kind(unmasked).shapes().items():
+        weights = dict(zip(_NAMES[self._class], self._weights(), strict=True))
+        unmasked: list[MaskKind] = ["none" for _ in attentions]
+        for name, shape in self._kind(tuple(unmasked)).shapes().items():
             weight = weights[name]
             if type(weight) is not nn.Parameter or weight.dtype != torch.float32 or not weight.is_cpu:
                 return f"its {name} is no parameter of float32 in CPU memory"
@@ -269,7 +268,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         return f"it has no {lacking[0]}" if lacking else ""
 
     def _source(self, kind: WholeLayerKind) -> tuple[WholeLayerKind, dict[str, Tensor]]:
-        weights = zip(_names(self._class), self._weights(), strict=True)
+        weights = zip(_NAMES[self._class], self._weights(), strict=True)
         return kind, {name: weight.detach() for name, weight in weights if weight is not None}
 
 
@@ -291,16 +290,18 @@ def _why_not_call(call: WholeCall) -> str:
     return ""
 
 
-@functools.cache
-def _names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The names of the weights that a layer of a class may have."""
-    found: list[str] = []
-    for name, part in _PARTS[kind].items():
+def _names(parts: Mapping[str, type[nn.Module]]) -> tuple[str, ...]:
+    """The names of the weights that a layer of these parts may have."""
+    names: list[str] = []
+    for name, part in parts.items():
         if part is nn.MultiheadAttention:
-            found += [f"{name}.{end}" for end in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
+            names += [f"{name}.{end}" for end in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
         elif part is not nn.Dropout:
-            found += [f"{name}.weight", f"{name}.bias"]
-    return tuple(found)
+            names += [f"{name}.weight", f"{name}.bias"]
+    return tuple(names)
+
+
+_NAMES = {kind: _names(parts) for kind, parts in _PARTS.items()}
 
 
 def _bare(layer: nn.Module) -> nn.Module:

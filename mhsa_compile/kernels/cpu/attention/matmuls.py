@@ -18,7 +18,7 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import score_factor
-from mhsa_compile.kernels.cpu.formats.choice import load_row, load_wide, prefetch_row
+from mhsa_compile.kernels.cpu.formats.choice import load_row, load_wide, prefetch_row, prefetch_rows
 from mhsa_compile.kernels.cpu.score_parts import keys_of
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, load, materialize, scratch, store
@@ -86,23 +86,7 @@ class TaskOperands:
     def prefetch_next(self, queries: int) -> None:
         """Asks for the rows of Q that the next task will begin with, which it would wait for otherwise."""
         view, first = self.next_query
-<<<<<<< HEAD
-        with T.serial(T.int64(queries)) as i:
-            prefetch_row(view, first + i, T.int64(0), self.op.head_dim, soon=False)
-=======
-        prefetch_rows(view, self.op.head_dim, first, queries)
-
-    def _prefetch_row(self, view: HeadView, width: int, row: Expr) -> None:
-        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[str(view.buffer.dtype)]):
-            prefetch(view.buffer, view.at(row, T.int64(column)))
-
-
-def prefetch_rows(view: HeadView, width: int, first: Expr, count: int, *, write: bool = False) -> None:
-    """Asks for `count` rows of a head from `first` on, into the second cache; or for the right to `write` there."""
-    with T.serial(T.int64(count)) as i:
-        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[str(view.buffer.dtype)]):
-            prefetch(view.buffer, view.at(first + i, T.int64(column)), soon=False, write=write)
->>>>>>> tiles38
+        prefetch_rows(view, first, queries, self.op.head_dim)
 
 
 def parts(steps: int, count: int, run: int = 1) -> list[tuple[int, int]]:

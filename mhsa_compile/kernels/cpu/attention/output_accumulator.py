@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import KeyBlock, Products
-from mhsa_compile.kernels.cpu.formats.choice import store_narrow
+from mhsa_compile.kernels.cpu.formats.choice import prefetch_rows, store_narrow
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, RegisterTile, let, load, scratch, splat, store
 
@@ -27,7 +27,7 @@ class Accumulator:
     def prefetch(self, output: HeadView) -> None:
         """Asks for the rows of Y, which would be fetched one by one when they are written."""
         first, width = self.visibility.first_query, self.visibility.op.v_head_dim
-        prefetch_rows(output, width, first, self.queries, write=True)
+        prefetch_rows(output, first, self.queries, width, write=True)
 
     def clear(self) -> None:
         with T.serial(T.int64(self.queries)) as i:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tvm.tirx.script import builder as T
+
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.formats.floats import Bfloat16, Float16, Float32
 from mhsa_compile.kernels.cpu.formats.format import Format
@@ -39,12 +41,18 @@ def load_row(view: HeadView, row: Expr, column: Expr, lanes: int) -> Expr:
     return wide * splat(load(view.scales, view.scale_at(row), 1), lanes)
 
 
-def prefetch_row(view: HeadView, row: Expr, first: Expr, width: int, *, soon: bool = True) -> None:
-    """Asks for `width` numbers in a row of a head, from column `first` on."""
+def prefetch_row(view: HeadView, row: Expr, first: Expr, width: int, *, soon: bool = True, write: bool = False) -> None:
+    """Asks for `width` numbers in a row of a head, from column `first` on; or for the right to `write` them."""
     dtype = str(view.buffer.dtype)
     form = FORMATS[dtype]
     for column in range(0, width, CACHE_LINE * numbers_in_element(dtype) // form.bytes):
-        prefetch(view.buffer, form.place(view.at(row, first + column)), soon=soon)
+        prefetch(view.buffer, form.place(view.at(row, first + column)), soon=soon, write=write)
+
+
+def prefetch_rows(view: HeadView, first: Expr, count: int, width: int, *, write: bool = False) -> None:
+    """Asks for `count` rows of a head from `first` on, into the second cache."""
+    with T.serial(T.int64(count)) as i:
+        prefetch_row(view, first + i, T.int64(0), width, soon=False, write=write)
 
 
 def store_narrow(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:

@@ -30,8 +30,8 @@ from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
-from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands, prefetch_rows
-from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide
+from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS, load_wide, prefetch_rows
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
@@ -113,7 +113,7 @@ class TileAttentionTask:
     def begin(self, output: HeadView) -> None:
         """Packs Q^T; rows have seen nothing, or nothing but their sink. Asks for the lines that Y goes to, and for the
         next task's queries."""
-        prefetch_rows(output, self.op.v_head_dim, self.operands.first_query, self.queries, write=True)
+        prefetch_rows(output, self.operands.first_query, self.queries, self.op.v_head_dim, write=True)
         for cell, value in ((_COUNT, 0), (_FIRST, 0), (_SIDE, 0), (_FRESH, 1), (_LARGE, 0)):
             self._set(cell, T.int64(value))
         self._pack_queries()

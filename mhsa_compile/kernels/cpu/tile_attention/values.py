@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
-from mhsa_compile.kernels.cpu.attention.matmuls import prefetch_rows
+from mhsa_compile.kernels.cpu.formats.choice import prefetch_rows
 from mhsa_compile.kernels.cpu.score_parts import keys_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import constant, let, load, materialize, splat, store
@@ -100,7 +100,7 @@ class KeyValueTiles:
         last = materialize(T.max(end - 1, T.int64(0)))
         store(self.flags, [row], T.int32(0), 1)
         # Where heads lie side by side, every row is in a page of its own, which no hardware prefetcher foresees.
-        prefetch_rows(view, op.v_head_dim, materialize(first + KEYS), KEYS)
+        prefetch_rows(view, materialize(first + KEYS), KEYS, op.v_head_dim)
 
         def bits(view: HeadView, key: Expr | int, column: Expr, *, cut: bool) -> Expr:
             if not cut:
