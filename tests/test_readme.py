@@ -88,7 +88,7 @@ def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (block,) = blocks(COMMANDS)
     run_mhsa(block)
     made = {path.stem for path in tmp_path.glob("*.mhsa")}
-    assert made == {"base", "heads", "window", "long", "int8", "int4", "terms", "step", "inside", "arm"}
+    assert made == {"base", "heads", "window", "long", "int8", "int4", "terms", "step", "inside", "arm", "web"}
 
 
 @pytest.mark.cuda
