@@ -3,6 +3,7 @@ take of a pair of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tvm.ir import Expr
@@ -15,15 +16,20 @@ LANES = 16
 COEFFICIENTS = (0.99992522, 0.69583354, 0.22606716, 0.07802452)
 """2^f on [0, 1), minimax of degree 3 with relative error 7.5e-5; what is rounded to bfloat16 has 2e-3."""
 
+BEFORE_CUT = 1 + 2**-8 / (2 * math.log(2))
+"""What a number is multiplied by before all but its upper 16 bits are cut off: on average, over mantissas as those of
+powers are (log-uniform), that loses nothing. The largest error is 2 thirds of the last place, to nearest a half."""
 
-def exp2(x: Expr, terms: int = 1) -> Expr:
-    """2^x of sixteen float32: 0 of -inf, inf of inf, NaN of NaN. What has several terms has an error below 1 ulp."""
+
+def exp2(x: Expr, terms: int = 1, scale: float = 1.0) -> Expr:
+    """scale * 2^x of sixteen float32: 0 of -inf, inf of inf, NaN of NaN. What has several terms has an error below
+    1 ulp."""
     coefficients: Sequence[float] = COEFFICIENTS if terms == 1 else EXP2_COEFFICIENTS
     fraction = let(_call("mhsa_fraction" if terms == 1 else "mhsa_signed_fraction", x))
     power = x if terms == 1 else x - fraction
-    value = constant(coefficients[-1], LANES)
+    value = constant(coefficients[-1] * scale, LANES)
     for coefficient in coefficients[-2::-1]:
-        value = value * fraction + constant(coefficient, LANES)
+        value = value * fraction + constant(coefficient * scale, LANES)
     return _call("mhsa_scaled", value, power)
 
 
@@ -56,6 +62,11 @@ def _as_float(bits: Expr) -> Expr:
     return T.reinterpret("float32x16", bits)
 
 
+def upper_halves(pair: Sequence[Expr]) -> Expr:
+    """Two vectors of numbers as words of two bfloat16, whose lower bits are cut off."""
+    return T.call_pure_extern("int32x16", "mhsa_upper_halves", *pair)
+
+
 def pairs(low: Expr, high: Expr, *, dtype: str) -> Expr:
     """Two vectors of numbers as words of two of 16 bits, to nearest even, denormals of bfloat16 as zero."""
     return T.call_pure_extern("int32x16", f"mhsa_tile_pairs_{dtype}", low, high)
@@ -70,6 +81,9 @@ def halves(words: Expr, dtype: str) -> list[Expr]:
     return [T.reinterpret("float32x16", half) for half in (words << splat(T.int32(16), LANES), high)]
 
 
+_UPPER = ", ".join(f"i8 {i % 16 + 2 if i % 4 < 2 else 0}" for i in range(64))
+"""For the lower half of each word, the upper one of the same word."""
+_LOWER_HALVES = 0x3333333333333333
 _TURNS = ", ".join(f"i32 {i // 2 + 16 * (i % 2)}" for i in range(32))
 TEXT = f"""
 declare <16 x float> @llvm.x86.avx512.mask.reduce.ps.512(<16 x float>, i32, <16 x float>, i16, i32)
@@ -87,6 +101,13 @@ define <16 x float> @mhsa_scaled(<16 x float> %x, <16 x float> %n) alwaysinline 
   %r = call <16 x float> @llvm.x86.avx512.mask.scalef.ps.512(<16 x float> %x, <16 x float> %n, <16 x float> undef,
     i16 -1, i32 4)
   ret <16 x float> %r
+}}
+define <16 x i32> @mhsa_upper_halves(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
+  %a = bitcast <16 x float> %low to <64 x i8>
+  %b = bitcast <16 x float> %high to <16 x i32>
+  %words = call <16 x i32> asm "vpshufb $3, $2, $0 {{$4}}", "=v,0,v,v,^Yk"(<16 x i32> %b, <64 x i8> %a,
+    <64 x i8> <{_UPPER}>, i64 {_LOWER_HALVES})
+  ret <16 x i32> %words
 }}
 define <16 x i32> @mhsa_tile_pairs_float16(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
   %a = fptrunc <16 x float> %low to <16 x half>

@@ -99,6 +99,9 @@ class TileAttentionTask:
         self.reference, self.row_sum, self.chunk_sum = (scratch((self.queries,)) for _ in range(3))
         self.state, self.factors = T.alloc_buffer((5,), "int64"), T.alloc_buffer((2,), "float32")
         self.factor = score_factor(op)
+        self.cuts = self.terms == 1 and unit is tiles.BFLOAT16
+        self.measure = powers.BEFORE_CUT if self.cuts else 1.0
+        """Probs of this measure are summed up, for what is cut off on the way to tiles."""
         self.changes = any(step.elementwise or step.cpu_tile is not None for step in op.scores)
         """Whether scores are brought to units of log2, and changed, before they become probs."""
 
@@ -125,7 +128,7 @@ class TileAttentionTask:
             total = reference = None
             if (sink := self.visibility.sink((first, lanes))) is not None:
                 reference = materialize(sink, "float32", lanes)
-                total = T.Select(reference == nothing, constant(0.0, lanes), constant(1.0, lanes))
+                total = T.Select(reference == nothing, constant(0.0, lanes), constant(self.measure, lanes))
             store(self.reference, at, nothing if reference is None else reference, lanes)
             store(self.row_sum, at, constant(0.0, lanes) if total is None else total, lanes)
         with T.serial(T.int64(self.features)) as feature:
@@ -171,7 +174,7 @@ class TileAttentionTask:
         for c, (first, lanes) in enumerate(self.visibility.columns):
             total = let(load(self.row_sum, [T.int64(first)], lanes))
             zero = constant(0.0, lanes)
-            inverse = let(T.Select(total == zero, zero, constant(1.0, lanes) / total))
+            inverse = let(T.Select(total == zero, zero, constant(self.measure, lanes) / total))
             # So many features are a vector of the output, which becomes a square.
             together = 1 if self.op.dtype == "float32" else 2
             with T.serial(T.int64(self.features // together)) as part:
@@ -482,9 +485,9 @@ class TileAttentionTask:
             probs = []
             for half in range(2):
                 score = self._scores(chunk, part * 4 + (2 * pair + half), r, c, factor)
-                probs.append(let(powers.exp2(let(score - references[c]), self.terms)))
+                probs.append(let(powers.exp2(let(score - references[c]), self.terms, self.measure)))
             add(c, probs[0] + probs[1])
-            for term, words in enumerate(self._words(probs)):
+            for term, words in enumerate([powers.upper_halves(probs)] if self.cuts else self._words(probs)):
                 at = [side, chunk, T.int64(term), T.int64(c), part * (2 * LANES) + (8 * r + pair) * LANES]
                 store(self.p, at, words, LANES)
 
