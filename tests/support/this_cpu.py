@@ -28,12 +28,11 @@ VECTORS_DECIDE_NOTHING = (
     *("analysis/", "compiler/", "conversion/", "flow/", "frontend/", "integrations/", "runtime/", "verification/"),
 )
 VECTORS_DECIDE = (
-    *(f"compiler/test_{name}.py" for name in ("call_cost", "data_races", "fallback_schedule", "select_kernel")),
-    *("compiler/test_exact_arithmetic.py", "compiler/test_float32_products.py", "compiler/test_running_sums.py"),
-    *("flow/test_golden_artifact.py", "flow/test_parity.py"),
-    *(f"frontend/test_{name}.py" for name in ("convolutions", "float32_sums", "quantised_linear", "sizes")),
-    *("runtime/test_compiled_attention.py", "runtime/test_tiles_beside_others.py"),
-    *("verification/test_float32_terms.py", "verification/test_self_checks.py"),
+    *(f"compiler/test_{name}.py" for name in ("data_races", "exact_arithmetic", "fallback_schedule", "running_sums")),
+    *(f"frontend/test_{name}.py" for name in ("convolutions", "float32_sums", "quantised_linear")),
+    *(f"runtime/test_{name}.py" for name in ("compiled_attention", "tiles_beside_others")),
+    *(f"verification/test_{name}.py" for name in ("float32_terms", "self_checks")),
+    "flow/test_parity.py",
 )
 """Of `make test`, what is in the first and not in the second finds ANYWHERE's profile as "native", as on a CPU that has
 no more, and code of it that LLVM has not optimised, which is most of a compilation."""
