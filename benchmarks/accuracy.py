@@ -16,7 +16,6 @@ Below the tables stands what candidates say that they do: it depends on the CPU.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import re
@@ -25,20 +24,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
+import figures as published
 import numpy as np
 import torch
-from processes import show, write
 from rich.table import Table
 from torch import Tensor, nn
 
 import mhsa_compile as mhsa
-from mhsa_compile.hardware import host
-from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.spec.float32_products import Float32Request
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,17 +88,13 @@ class Divergence:
 
 
 @dataclass
-class Figures:
-    """What a published figure must state beside its numbers."""
+class Figures(published.Figures):
+    """What the candidates of each section cost, on so many sentences or tokens."""
 
-    cpu: str
-    versions: dict[str, str | None]
-    date: date
     sentences: int
     encoder: list[Cost] = field(default_factory=list)
     tokens: int = 0
     decoder: list[Divergence] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
 
 
 def sentences() -> list[str]:
@@ -357,20 +349,14 @@ def measure(figures: Figures, texts: list[str], only: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = published.command_line(__doc__)
     parser.add_argument("--only", nargs="+", default=list(SECTIONS), choices=SECTIONS, metavar="SECTION")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    packages = ("mhsa-compile", "torch", "onnxruntime", "openvino", "transformers")
     texts = sentences()
-    versions = {package: installed_version(package) for package in packages}
-    figures = Figures(host.cpu_model(), versions, date.today(), len(texts))
+    figures = Figures.here(["onnxruntime", "openvino", "transformers"], len(texts))
     measure(figures, texts, options.only)
-    write(figures, options.json)
-    for table in tables(figures):
-        show(table, {})
-    for what, words in notes(figures).items():
-        print(f"{what}: {words}")
+    published.write(figures, options.json)
+    published.show(tables(figures), notes(figures))
     return 0
 
 

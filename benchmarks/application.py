@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import figures as published
 import msgspec
 import numpy as np
 from processes import WARM_UP, Times, Turn, answer_turns, in_turn, one_caller, rounds, started, timed_calls
@@ -37,8 +37,6 @@ from mhsa_bench.peers.peer import Problem
 from mhsa_bench.peers.registry import find
 from mhsa_bench.plots.figure import OURS, check_path, figure
 from mhsa_compile.bench.workloads import Workload, choose, compile_workload
-from mhsa_compile.hardware import host
-from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.verification.random_inputs import random_inputs
 
@@ -89,15 +87,11 @@ class Row:
 
 
 @dataclass
-class Figures:
-    """What a published figure must state beside its numbers."""
+class Figures(published.Figures):
+    """A row for each workload and situation."""
 
-    cpu: str
-    versions: dict[str, str | None]
-    date: date
     threads: int
     rows: list[Row] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
 
 
 # The process of one candidate
@@ -224,35 +218,27 @@ def main() -> int:
     options = _parse()
     if options.picture:
         check_path(options.picture, "--picture")
-    figures = msgspec.json.decode(options.read.read_bytes(), type=Figures) if options.read else _measured(options)
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    console.print(table(figures))
-    console.print(callers_table(figures))
-    for what, words in figures.missing.items():
-        console.print(f"{what}: {words}")
+    figures = published.read(options.read, Figures) if options.read else _measured(options)
+    published.show([table(figures), callers_table(figures)], figures.missing)
     if options.picture:
         draw(figures, options.picture)
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = published.command_line(__doc__, turns=12)
     parser.add_argument("--workload", nargs="+", default=["blocks", "decode2048"], metavar="NAME")
     parser.add_argument("--situation", nargs="*", default=list(SITUATIONS), choices=SITUATIONS, metavar="NAME")
     parser.add_argument("--callers", nargs="*", type=int, default=list(CALLERS), choices=CALLERS)
     parser.add_argument("--candidate", nargs="+", default=[OWN, *PEERS], metavar="NAME")
     parser.add_argument("--before", type=Path, metavar="DIR", help="artifacts of another version, by workload")
-    parser.add_argument("--threads", type=int, default=host.allowed_cpus())
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take the figures from this JSON, measure nothing")
     return parser.parse_args()
 
 
 def _measured(options: argparse.Namespace) -> Figures:
-    packages = ("mhsa-compile", "apache-tvm", "torch", "onnxruntime", "openvino", "numpy")
-    figures = Figures(host.cpu_model(), {p: installed_version(p) for p in packages}, date.today(), options.threads)
+    figures = Figures.here(["onnxruntime", "openvino", "numpy"], options.threads)
     jobs = [(situation, 1) for situation in options.situation if not situation.startswith("torch")]
     jobs += [("alone", callers) for callers in options.callers if callers > 1]
     jobs += [(situation, 1) for situation in options.situation if situation.startswith("torch")]
@@ -266,8 +252,7 @@ def _measured(options: argparse.Namespace) -> Figures:
                 folders[BEFORE] = options.before / workload.name
             measure(workload, folders, jobs, options.turns, figures)
             print(f"{workload.name} is done", file=sys.stderr)
-            if options.json:
-                options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+            published.write(figures, options.json)
     return figures
 
 

@@ -13,7 +13,6 @@ installed is named below the table, with the way to install it.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import resource
@@ -26,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -34,12 +32,12 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-from processes import Times, Turn, answer_turns, rounds, show, started, write
+from figures import TurnFigures, command_line, show, write
+from processes import Times, Turn, answer_turns, rounds, started
 from rich.table import Table
 
 from mhsa_compile.errors import InstallationError
-from mhsa_compile.hardware import host
-from mhsa_compile.hardware.environment import installed_version, require
+from mhsa_compile.hardware.environment import require
 
 WORDS, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, HIDDEN = 49152, 30, 9, 3, 64, 576, 1536
 CAPACITY, ROPE_THETA, NORM_EPSILON = 2048, 100000.0, 1e-6
@@ -52,18 +50,12 @@ FIRST_LOGITS, PLAIN = "logits.npy", "-plain"
 
 
 @dataclass
-class Figures:
-    """What a published figure must state beside its numbers; `seconds` a token, of each turn."""
+class Figures(TurnFigures):
+    """Seconds a token, by candidate and situation."""
 
-    cpu: str
-    versions: dict[str, str | None]
-    date: date
-    threads: int
-    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    logits: dict[str, float] = field(default_factory=dict)
-    mebibytes: dict[str, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    resolved: dict[str, str] = field(default_factory=dict)
+    logits: dict[str, float] = field(default_factory=dict, kw_only=True)
+    mebibytes: dict[str, float] = field(default_factory=dict, kw_only=True)
+    resolved: dict[str, str] = field(default_factory=dict, kw_only=True)
     """What engines chose by themselves."""
 
 
@@ -419,26 +411,19 @@ def table(figures: Figures) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, turns=5)
     parser.add_argument("--candidate", nargs="+", default=list(ENGINES), choices=list(ENGINES), metavar="NAME")
-    parser.add_argument("--threads", type=int, default=host.allowed_cpus())
-    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="Keep what is prepared here, and take it from here if it is there.")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     names = list(dict.fromkeys(["torch-float32", *options.candidate]))  # what logits are held against
-    packages = (
-        "mhsa-compile", "apache-tvm", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "openvino",
-        "llama-cpp-python",
-    )  # fmt: skip
-    versions = {package: installed_version(package) for package in packages}
-    figures = Figures(host.cpu_model(), versions, date.today(), options.threads)
+    packages = ("transformers", "onnxruntime", "onnxruntime-genai", "openvino", "llama-cpp-python")
+    figures = Figures.here(packages, options.threads)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         subprocess.run([sys.executable, __file__, "--prepare", str(folder), *names], check=True)
         measure(figures, names, options.turns, folder)
     write(figures, options.json)
-    show(table(figures), figures.missing | figures.resolved)
+    show([table(figures)], figures.missing | figures.resolved)
     return 0
 
 

@@ -29,12 +29,12 @@ def main() -> int:
         return 0
     options = parse()
     for kind in ("core", "block"):
-        found = measured(kind, options)
-        ratio = found["peak"] / found["ideal"]
+        sizes = measured(kind, options)
+        ratio = sizes["peak"] / sizes["ideal"]
         if options.json:
-            print(json.dumps({"kind": kind, "length": options.length, "ratio": ratio, **found}))
+            print(json.dumps({"kind": kind, "length": options.length, "ratio": ratio, **sizes}))
         else:
-            peak, ideal = (f"{found[name] / 2**20:,.0f} MiB" for name in ("peak", "ideal"))
+            peak, ideal = (f"{sizes[name] / 2**20:,.0f} MiB" for name in ("peak", "ideal"))
             print(
                 f"{kind}, L = {options.length}: {peak} at the peak, {ideal} of inputs, weights and outputs: {ratio:.2f}"
             )
@@ -60,8 +60,8 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, int]:
         artifact = compile_workload(workload).save(Path(folder) / "memory.mhsa")
         command = [sys.executable, __file__, CHILD, str(artifact.path), str(options.threads)]
         child = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, int] = json.loads(child.stdout)
-    return found
+    sizes: dict[str, int] = json.loads(child.stdout)
+    return sizes
 
 
 def forward(path: Path, threads: int) -> dict[str, int]:
@@ -92,9 +92,9 @@ def forward(path: Path, threads: int) -> dict[str, int]:
 
 def status(name: str) -> int:
     """The bytes that the line `name` of /proc/self/status tells."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found.group(1))
+    line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert line is not None
+    return 1024 * int(line.group(1))
 
 
 if __name__ == "__main__":

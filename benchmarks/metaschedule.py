@@ -67,7 +67,7 @@ def main() -> None:
     (workload,) = choose([options.workload])
     check(workload)
     module = MultiHeadAttention(workload.spec).eval()
-    given = {name: np.asarray(value) for name, value in weights(module).items()}
+    arrays = {name: np.asarray(value) for name, value in weights(module).items()}
     artifact = mhsa.compile(module, dims=workload.dims, records=())
     calls: dict[str, Callable[[np.ndarray], np.ndarray]] = {DEFAULT: mhsa.load(artifact, threads=options.threads)}
     if options.records is not None:
@@ -75,13 +75,13 @@ def main() -> None:
         calls[TUNED] = mhsa.load(tuned, threads=options.threads)
     target = tvm.target.Target({**load_profile("native").tvm_config(), "num-cores": options.threads})
     with target:
-        block = relax.get_pipeline("zero")(in_relax(workload, given))  # LegalizeOps and fusion
+        block = relax.get_pipeline("zero")(in_relax(workload, arrays))  # LegalizeOps and fusion
     trials, stock = tuned_by_metaschedule(block, target, options, console)
     calls[META] = stock
     if options.untouched:
         calls[UNTOUCHED] = vm(relax.build(block, target))
     inputs = [{"x": aligned_copy(random_inputs(artifact.manifest, {}, seed)["x"])} for seed in range(4)]
-    rows = timed(calls, artifact, inputs, given, options.timing)
+    rows = timed(calls, artifact, inputs, arrays, options.timing)
     model = "XGBoost" if find_spec("xgboost") else "random"
     title = (
         f"{workload.name}, {options.threads} threads; MetaSchedule: {options.seconds:g} s, {trials} trials, "
@@ -89,9 +89,9 @@ def main() -> None:
     )
     console.print(table(rows, title))
     if options.json:
-        found = {"workload": workload.name, "threads": options.threads, "seconds": options.seconds, "trials": trials}
-        found |= {"cost_model": model, "cpu": host.cpu_model(), "rows": [asdict(row) for row in rows]}
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        figures = {"workload": workload.name, "threads": options.threads, "seconds": options.seconds, "trials": trials}
+        figures |= {"cost_model": model, "cpu": host.cpu_model(), "rows": [asdict(row) for row in rows]}
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
 
 
 def parse() -> argparse.Namespace:
@@ -113,7 +113,7 @@ def check(workload: Workload) -> None:
         raise InputError("--workload", "a block of plain self-attention in float32", workload.name, "Such as base128.")
 
 
-def in_relax(workload: Workload, given: Arrays) -> tvm.IRModule:
+def in_relax(workload: Workload, arrays: Arrays) -> tvm.IRModule:
     """The block in Relax operators: x (B, L, D) -> y (B, L, D)"""
     spec, B, L = workload.spec, workload.B, workload.L
     H, E, D = spec.num_heads, spec.embed_dim // spec.num_heads, spec.embed_dim
@@ -121,8 +121,8 @@ def in_relax(workload: Workload, given: Arrays) -> tvm.IRModule:
     x = relax.Var("x", relax.TensorType((B, L, D), "float32"))
 
     def linear(value: Any, name: str) -> Any:
-        weight = relax.const(np.ascontiguousarray(given[f"{name}.weight"].T))
-        return relax.op.add(relax.op.matmul(value, weight), relax.const(given[f"{name}.bias"]))
+        weight = relax.const(np.ascontiguousarray(arrays[f"{name}.weight"].T))
+        return relax.op.add(relax.op.matmul(value, weight), relax.const(arrays[f"{name}.bias"]))
 
     def heads(name: str, axes: list[int]) -> Any:
         rows = builder.emit(linear(x, name))
@@ -213,10 +213,10 @@ def timed(
     calls: dict[str, Callable[[np.ndarray], np.ndarray]],
     artifact: Artifact,
     inputs: list[Arrays],
-    given: Arrays,
+    parameters: Arrays,
     seconds: float,
 ) -> list[Row]:
-    truth = accuracy.truth(artifact, inputs[0], given)
+    truth = accuracy.truth(artifact, inputs[0], parameters)
     shares = {name: truth.share([np.asarray(call(inputs[0]["x"]))]) for name, call in calls.items()}
     with workers_apart():
         samples = interleave([[partial(call, arrays["x"]) for arrays in inputs] for call in calls.values()], seconds)

@@ -8,28 +8,21 @@ PyTorch reads the same ONNX file. What a candidate returned is held against PyTo
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from processes import Turn, answer_turns, one_caller, rounds, show, started, write
+from figures import TurnFigures, command_line, show, write
+from processes import Turn, answer_turns, check_result, one_caller, rounds, started, why_unprepared
 from rich.table import Table
-
-from mhsa_compile.hardware import host
-from mhsa_compile.hardware.environment import installed_version
 
 OWN = "mhsa_compile"
 IN_PYTORCH = ("mhsa-attention", "mhsa-in-place", "mhsa-backend")
@@ -49,19 +42,6 @@ WRONG, WRONG_ROUNDED = 1e-3, 0.2
 """A share of the largest value: who is farther from PyTorch than that computes something else, and is not timed."""
 
 
-@dataclass
-class Figures:
-    """What a published figure must state beside its numbers; `seconds` of the median call of each turn."""
-
-    cpu: str
-    versions: dict[str, str | None]
-    date: date
-    threads: int
-    load: float
-    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-
 # The process of one candidate
 
 
@@ -72,10 +52,7 @@ def opened(candidate: str, model: str, folder: Path, threads: int) -> Iterator[S
 
     sets = [MODELS[model].inputs(seed) for seed in range(SETS)]
     calls = OPENERS[candidate](model, folder, sets, threads)
-    result, expected = np.asarray(calls[0]()), np.load(folder / FIRST_RESULT)
-    off = float(np.abs(result - expected).max() / np.abs(expected).max())
-    if not off <= (WRONG_ROUNDED if candidate in ROUNDED else WRONG):
-        raise ValueError(f"its result is off by {off:.2g} of the largest value")
+    check_result(calls[0](), folder / FIRST_RESULT, WRONG_ROUNDED if candidate in ROUNDED else WRONG)
     yield calls
 
 
@@ -211,22 +188,20 @@ def prepare(model: str, folder: Path, candidates: Sequence[str]) -> None:
             mhsa.compile(folder / MODEL, **argument).save(folder / _artifact(PRODUCTS[candidate]))
 
 
-def measure(model: str, figures: Figures, candidates: Sequence[str], turns: int) -> None:
+def measure(model: str, figures: TurnFigures, candidates: Sequence[str], turns: int) -> None:
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        words = [sys.executable, __file__, "--prepare", model, place, *candidates]
-        prepared = subprocess.run(words, capture_output=True, text=True)
-        if prepared.returncode:
-            figures.missing[model] = (prepared.stderr.strip().splitlines() or ["no words"])[-1][:300]
+        if why := why_unprepared([__file__, "--prepare", model, place, *candidates]):
+            figures.missing[model] = why
             return
         serve = {name: [__file__, "--serve", name, model, place, str(figures.threads)] for name in candidates}
         ready, missing = started(stack, serve)
-        figures.missing |= {f"{name}, {model}": said for name, said in missing.items()}
+        figures.missing |= {f"{name}, {model}": reason for name, reason in missing.items()}
         row = figures.seconds.setdefault(model, {})
         for name, times in rounds(ready, Turn("alone", 0.3), turns):
             row.setdefault(name, []).append(median(times.calls))
 
 
-def table(figures: Figures) -> Table:
+def table(figures: TurnFigures) -> Table:
     """Milliseconds of a call; the best peer's by ours, and SDPA's by ours inside of the same PyTorch."""
     names = list(dict.fromkeys(name for row in figures.seconds.values() for name in row))
     shown = Table(
@@ -243,26 +218,21 @@ def table(figures: Figures) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, turns=8)
     parser.add_argument("--model", nargs="+", default=None, metavar="NAME")
     usual = [name for name in OPENERS if name not in BY_CHOICE]
     parser.add_argument("--candidate", nargs="+", default=usual, choices=list(OPENERS), metavar="NAME")
-    parser.add_argument("--threads", type=int, default=host.allowed_cpus())
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.model is None:
         from whole_models import MODELS
 
         options.model = list(MODELS)
-    packages = ("mhsa-compile", "apache-tvm", "torch", "transformers", "onnxruntime", "openvino")
-    versions = {package: installed_version(package) for package in packages}
-    figures = Figures(host.cpu_model(), versions, date.today(), options.threads, os.getloadavg()[0])
+    figures = TurnFigures.here(["transformers", "onnxruntime", "openvino"], options.threads)
     for model in options.model:
         measure(model, figures, options.candidate, options.turns)
         print(f"{model} is done", file=sys.stderr)
         write(figures, options.json)
-    show(table(figures), figures.missing)
+    show([table(figures)], figures.missing)
     return 0
 
 

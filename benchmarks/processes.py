@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
 from mhsa_compile.runtime.array_memory import to_list
 
@@ -84,6 +83,14 @@ def one_caller(seconds: float, calls: Sequence[Callable[[], Any]], between: Call
     return Times(times, (len(times) + WARM_UP) / (time.perf_counter() - begin))
 
 
+def check_result(result: Any, expected: Path, most: float) -> None:
+    """Raises ValueError where a result is farther from the one in a file than a share of the largest value."""
+    reference = np.load(expected)
+    off = float(np.abs(np.asarray(result) - reference).max() / np.abs(reference).max())
+    if not off <= most:
+        raise ValueError(f"its result is off by {off:.2g} of the largest value")
+
+
 # The process that asks
 
 
@@ -101,10 +108,10 @@ class Candidate:
         assert self._process.stdout is not None
         if self._process.stdout.readline():
             return None
-        words = self._process.communicate()[1].strip().splitlines()
+        printed = self._process.communicate()[1]
         if (code := self._process.returncode) < 0:
             return f"ended by {signal.Signals(-code).name}"
-        return (words or ["no words"])[-1][:300]
+        return _last_line(printed)
 
     def take(self, turn: Turn) -> Times:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -120,31 +127,26 @@ class Candidate:
 
 
 def started(stack: ExitStack, words: Mapping[str, Sequence[str]]) -> tuple[list[Candidate], dict[str, str]]:
-    """(the candidates that are ready, the last words of the others), by what Python is told to run for each."""
+    """(the candidates that are ready, the last words of the others), by what Python runs for each."""
     ready, missing = [], {}
-    for name, told in words.items():
-        candidate = Candidate(name, told)
+    for name, command in words.items():
+        candidate = Candidate(name, command)
         stack.callback(candidate.stop)
-        if (said := candidate.is_ready()) is None:
+        if (reason := candidate.is_ready()) is None:
             ready.append(candidate)
         else:
-            missing[name] = said
+            missing[name] = reason
     return ready, missing
 
 
-def write(figures: Any, path: Path | None) -> None:
-    """Figures as JSON, if there is a path."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+def why_unprepared(words: Sequence[str]) -> str | None:
+    """Runs Python to its end: None, or the last words of a program that failed."""
+    program = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    return _last_line(program.stderr) if program.returncode else None
 
 
-def show(shown: Table, missing: Mapping[str, str]) -> None:
-    """Prints a table, and who is missing from it."""
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    console.print(shown)
-    for what, words in missing.items():
-        console.print(f"{what}: {words}")
+def _last_line(printed: str) -> str:
+    return (printed.strip().splitlines() or ["no words"])[-1][:300]
 
 
 def rounds(candidates: Sequence[Candidate], turn: Turn, count: int) -> Iterator[tuple[str, Times]]:

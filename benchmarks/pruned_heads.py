@@ -27,15 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=3.0, help="of timing for each candidate")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     for name, (width, heads, length) in BLOCKS.items():
         layer = MultiHeadAttention(mhsa.AttentionSpec(embed_dim=width, num_heads=heads)).eval()
-        layers = [layer, *(analysis.pruned(layer, range(kept, heads)) for kept in given.keep)]
-        shape = (given.batch, length, width)
-        (whole, _), *fewer = layer_times(layers, shape, threads=given.threads, seconds=given.seconds)
-        print(f"{name}: {given.batch} x {length}, {width}, {heads} heads: {whole:.3f} ms")
-        for kept, (ms, share) in zip(given.keep, fewer, strict=True):
-            print(f"  {kept} heads: {ms:.3f} ms, {share:.3f} of the time", flush=True)
+        layers = [layer, *(analysis.pruned(layer, range(count, heads)) for count in options.keep)]
+        shape = (options.batch, length, width)
+        (whole, _), *fewer = layer_times(layers, shape, threads=options.threads, seconds=options.seconds)
+        print(f"{name}: {options.batch} x {length}, {width}, {heads} heads: {whole:.3f} ms")
+        for count, (ms, share) in zip(options.keep, fewer, strict=True):
+            print(f"  {count} heads: {ms:.3f} ms, {share:.3f} of the time", flush=True)
 
 
 if __name__ == "__main__":

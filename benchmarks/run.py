@@ -14,36 +14,30 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from datetime import date
 from math import prod
 from pathlib import Path
 
-import msgspec
+import figures as published
 from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import mhsa_compile as mhsa
 from mhsa_bench.bench import bench
 from mhsa_bench.peers.registry import PEERS
 from mhsa_bench.plots import bench_plots
 from mhsa_bench.report import BenchReport, BenchRow
 from mhsa_compile.bench.workloads import Workload, choose, compile_workload
 from mhsa_compile.hardware import host
-from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.spec.checks import DTYPES
 
-PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "iree-base-compiler", "numpy")
+PACKAGES = ("onnxruntime", "openvino", "iree-base-compiler", "numpy")
 
 
 @dataclass
-class Figures:
-    """What a published figure must state beside its numbers; reports by threads, then by workload."""
+class Figures(published.Figures):
+    """Reports by threads, then by workload."""
 
-    cpu: str
-    versions: dict[str, str | None]
-    date: date
     seconds: float
     symbolic: bool
     reports: dict[int, dict[str, BenchReport]] = field(default_factory=dict)
@@ -53,9 +47,7 @@ class Figures:
 def main() -> int:
     options = parse()
     console = Console(stderr=True)
-    figures = (
-        msgspec.json.decode(options.read.read_bytes(), type=Figures) if options.read else measured(options, console)
-    )
+    figures = published.read(options.read, Figures) if options.read else measured(options, console)
     for threads, reports in figures.reports.items():
         Console(width=None if sys.stdout.isatty() else 160).print(table(reports, threads))
         if options.pictures:
@@ -68,7 +60,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     peers = [peer.name for peer in PEERS]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = published.command_line(__doc__)
     parser.add_argument(
         "--workload", nargs="+", default=["all"], metavar="NAME", help="names or groups; by default all"
     )
@@ -79,7 +71,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--symbolic", action="store_true", help="leave batch and lengths symbolic; else they are fixed")
     parser.add_argument("--threads", nargs="+", type=int, help="by default 1, and the CPUs this process may use")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each candidate of each workload (default: 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, with machine and versions")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw into this folder")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take the figures from this JSON, measure nothing")
     return parser.parse_args()
@@ -87,8 +78,7 @@ def parse() -> argparse.Namespace:
 
 def measured(options: argparse.Namespace, console: Console) -> Figures:
     """Measures each workload in a process of its own: a peer that crashes takes no other along. The JSON grows."""
-    versions = {"mhsa-compile": mhsa.__version__, **{name: installed_version(name) for name in PACKAGES}}
-    figures = Figures(host.cpu_model(), versions, date.today(), options.seconds, options.symbolic)
+    figures = Figures.here(PACKAGES, options.seconds, options.symbolic)
     jobs = [
         (workload.at(dtype), threads)
         for threads in options.threads or sorted({1, host.allowed_cpus()})
@@ -105,8 +95,7 @@ def measured(options: argparse.Namespace, console: Console) -> Figures:
                 figures.reports.setdefault(threads, {})[workload.name] = report
             except BrokenProcessPool:
                 figures.crashed.append(f"{workload.name}, {threads} threads")
-        if options.json:
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+        published.write(figures, options.json)
     return figures
 
 

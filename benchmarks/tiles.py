@@ -24,7 +24,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import date
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -33,9 +32,10 @@ from time import perf_counter
 from typing import Any
 
 import application
+import figures as published
 import models
 import msgspec
-from processes import Turn, rounds, started, write
+from processes import Turn, rounds, started
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -53,7 +53,6 @@ from mhsa_compile.bench.timing import INPUT_SETS, interleave, workers_apart
 from mhsa_compile.bench.workloads import Workload, choose, module_of
 from mhsa_compile.errors import InputError
 from mhsa_compile.hardware import host
-from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.hardware.profile import detect
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.profile.call_profile import spread
@@ -76,7 +75,7 @@ LINEARS = ((768, 768), (768, 2304), (768, 3072), (3072, 768))
 ROWS = (128, 512, 1024, 4096)
 HEADS = ((64, 12), (128, 16))
 LENGTHS = (128, 512, 1024, 2048)
-PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "numkong", "transformers", "numpy")
+PACKAGES = ("onnxruntime", "openvino", "numkong", "transformers", "numpy")
 TURN = 0.1
 """Seconds of a turn in the protocol of applications."""
 
@@ -169,12 +168,9 @@ class Row:
 
 
 @dataclass
-class Figures:
-    """What a published figure must state beside its numbers; `no_tiles` is why they could not be used, if so."""
+class Figures(published.Figures):
+    """A row for each case and number of threads; `no_tiles` is why they could not be used, if so."""
 
-    cpu: str
-    versions: dict[str, str | None]
-    date: date
     load: float
     no_tiles: str | None
     rows: list[Row] = field(default_factory=list)
@@ -363,7 +359,7 @@ def whole_model(case: Case, threads: int, options: argparse.Namespace) -> Row:
     row = Row(case.section, case.name, threads, "applications")
     candidates = [OWN, *models.PRODUCTS]
     candidates += [name for peer in options.against for name in MODEL_CANDIDATES.get(peer, ())]
-    figures = models.Figures(host.cpu_model(), {}, date.today(), threads, os.getloadavg()[0])
+    figures = published.TurnFigures.here([], threads)
     models.measure(case.name, figures, candidates, options.turns)
     row.seconds = figures.seconds.get(case.name, {})
     row.missing = {name.removesuffix(f", {case.name}"): words for name, words in figures.missing.items()}
@@ -373,8 +369,7 @@ def whole_model(case: Case, threads: int, options: argparse.Namespace) -> Row:
 def measured(options: argparse.Namespace, no_tiles: str | None) -> Figures:
     """Measures all cases, the kernels' each in a process of its own: who crashes takes no other along. The JSON
     grows."""
-    versions = {"mhsa-compile": mhsa.__version__, **{name: installed_version(name) for name in PACKAGES}}
-    figures = Figures(host.cpu_model(), versions, date.today(), os.getloadavg()[0], no_tiles)
+    figures = Figures.here(PACKAGES, os.getloadavg()[0], no_tiles)
     for case in cases(options.only, options.case):
         with tempfile.TemporaryDirectory() as place:
             folders: dict[str, Path] = {}
@@ -387,7 +382,7 @@ def measured(options: argparse.Namespace, no_tiles: str | None) -> Figures:
                 row = row or Row(case.section, case.name, threads, "", case.flops)
                 row.missing |= missing
                 figures.rows.append(row)
-                write(figures, options.json)
+                published.write(figures, options.json)
         print(f"{case.section}, {case.name} is done", file=sys.stderr)
     return figures
 
@@ -489,7 +484,7 @@ def show(figures: Figures) -> None:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = published.command_line(__doc__)
     parser.add_argument("--only", nargs="+", default=list(SECTIONS), choices=SECTIONS, metavar="SECTION")
     parser.add_argument("--case", nargs="+", metavar="NAME", help="rows by name, as the tables have them")
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, host.allowed_cpus()}))
@@ -500,7 +495,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each candidate of kernels (default: 1)")
     parser.add_argument("--turns", type=int, default=12, help="of each candidate of applications (default: 12)")
     parser.add_argument("--without-tiles", action="store_true", help="measure although the CPU has none")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, with machine and versions")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take the figures from this JSON, measure nothing")
     return parser.parse_args(words)
 
@@ -508,7 +502,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     options = parse(words)
     if options.read:
-        show(msgspec.json.decode(options.read.read_bytes(), type=Figures))
+        show(published.read(options.read, Figures))
         return 0
     no_tiles = tile_peak.why_no_tiles()
     if no_tiles is not None and not options.without_tiles:

@@ -9,26 +9,21 @@ candidate returned is held against that model's result before it is timed.
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-from processes import Times, Turn, answer_turns, one_caller, rounds, show, started, write
+from figures import TurnFigures, command_line, show, write
+from processes import Times, Turn, answer_turns, check_result, one_caller, rounds, started, why_unprepared
 from rich.table import Table
-
-from mhsa_compile.hardware import host
-from mhsa_compile.hardware.environment import installed_version
 
 TOKENS, LAYERS, WORDS = 128, 2, 1000
 SETS = 4
@@ -57,18 +52,10 @@ class Way(NamedTuple):
 
 
 @dataclass
-class Figures:
-    """What a published figure must state beside its numbers; of a size and a candidate, seconds of the median call of
-    each turn. `notes` is what reports of ours said."""
+class Figures(TurnFigures):
+    """By size and candidate; `notes` has lines of our reports."""
 
-    cpu: str
-    versions: dict[str, str | None]
-    date: date
-    threads: int
-    load: float
-    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict, kw_only=True)
 
 
 # The plain models
@@ -199,18 +186,15 @@ def opened(candidate: str, plain: str, size: str, folder: Path, threads: int) ->
     torch.set_num_threads(threads)
     model, sets = plain_model(plain, SIZES[size])
     calls = (by_pytorch if candidate == PLAIN_WAY else WAYS[candidate].calls)(model, sets, folder, threads)
-    result, expected = np.asarray(calls[0]()), np.load(folder / FIRST_RESULT)
-    off = float(np.abs(result - expected).max() / np.abs(expected).max())
-    if not off <= WRONG:
-        raise ValueError(f"its result is off by {off:.2g} of the largest value")
+    check_result(calls[0](), folder / FIRST_RESULT, WRONG)
     yield calls
 
 
 def program_turn(turn: Turn, folder: Path, threads: int) -> Times:
     """A turn of the bundle's program, which says how long the median of its calls took."""
     words = [str(folder / PROGRAM / "attention"), "--threads", str(threads), "--dim", "B=1", "--dim", f"L={TOKENS}"]
-    said = subprocess.run([*words, "--repeat", "50"], capture_output=True, text=True, check=True, cwd=folder / PROGRAM)
-    seconds = float(said.stdout.partition(" ms a call")[0].split()[-1]) / 1e3
+    ended = subprocess.run([*words, "--repeat", "50"], capture_output=True, text=True, check=True, cwd=folder / PROGRAM)
+    seconds = float(ended.stdout.partition(" ms a call")[0].split()[-1]) / 1e3
     return Times([seconds], 1 / seconds)
 
 
@@ -251,10 +235,8 @@ def prepare(plain: str, size: str, folder: Path, candidates: Sequence[str]) -> N
 
 def measure(plain: str, size: str, figures: Figures, candidates: Sequence[str], turns: int) -> None:
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        words = [sys.executable, __file__, "--prepare", plain, size, place, *candidates]
-        prepared = subprocess.run(words, capture_output=True, text=True)
-        if prepared.returncode:
-            figures.missing[f"{plain}, {size}"] = (prepared.stderr.strip().splitlines() or ["no words"])[-1][:300]
+        if why := why_unprepared([__file__, "--prepare", plain, size, place, *candidates]):
+            figures.missing[f"{plain}, {size}"] = why
             return
         serve = {
             name: [__file__, "--serve", name, plain, size, place, str(figures.threads)]
@@ -295,23 +277,18 @@ def table(figures: Figures) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, turns=8)
     parser.add_argument("--size", nargs="+", default=list(SIZES), choices=list(SIZES), metavar="NAME")
     parser.add_argument("--way", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="NAME")
-    parser.add_argument("--threads", type=int, default=host.allowed_cpus())
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    packages = ("mhsa-compile", "apache-tvm", "torch", "transformers")
-    versions = {package: installed_version(package) for package in packages}
-    figures = Figures(host.cpu_model(), versions, date.today(), options.threads, os.getloadavg()[0])
+    figures = Figures.here(["transformers"], options.threads)
     for size in options.size:
         for plain in PLAIN:
             if candidates := [way for way in options.way if WAYS[way].plain == plain]:
                 measure(plain, size, figures, candidates, options.turns)
                 print(f"{size}, {plain} is done", file=sys.stderr)
                 write(figures, options.json)
-    show(table(figures), figures.missing)
+    show([table(figures)], figures.missing)
     every = [one for row in figures.seconds.values() for way in WAYS if not math.isnan(one := ratio(row, way))]
     if every:
         print(f"geometric mean of all: {geometric_mean(every):.2f}, the least {min(every):.2f}")

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from zlib import crc32
 
@@ -33,6 +34,12 @@ atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 # The same examples on every run, kept nowhere; a slow machine is no failure.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+# Nor do examples come from the sources of whatever modules there are, which to read takes seconds of each process.
+with suppress(ImportError, AttributeError):  # insides of Hypothesis': without them the suite takes longer
+    from hypothesis.internal.conjecture import providers
+
+    providers._get_local_constants = lambda nothing=providers._local_constants: nothing
 
 
 if os.environ.get("MHSA_EMULATED_TILES") == "1":
@@ -134,9 +141,11 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports have left stays: millions of objects that each collection of garbage would go through."""
+    """What the imports have left stays: millions of objects that each collection of garbage would go through. What
+    comes is looked through seldom: exporting and lowering make many objects, and hardly a cycle."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -109,26 +109,19 @@ def compile(
     ['cpu.linear', 'cpu.attention', 'cpu.linear']
     """
     tell = progress or (lambda stage: None)
-    block_form(weights)  # a word that is none is said before the work, as is all that follows
-    float32_products = float32_request(float32_products)
-    if without_attention not in get_args(WithoutAttention):
-        raise InputError("without_attention", '"warn", "accept" or "refuse"', repr(without_attention))
-    profile = target if isinstance(target, TargetProfile) else load_profile(target)
-    if isinstance(profile, CudaProfile):
-        cuda_compiler.compiler()
+    _check_words(weights, without_attention)
+    products = float32_request(float32_products)
+    profile = _able_target(target)
     at_hand = tuple(_records(records, profile))
     if dump is not None:
         places.make_folder(dump, OutputError, "dump")
-    is_checked = proof.is_on(check)
     use_cache = cache and dump is None and artifact_store.is_on()
-
-    environment.check_compiler()
-    user_folders.let_tvm_load()
+    is_checked = proof.is_on(check)
     tell("export")
     source, extra_outputs = with_outputs(as_module(source, example_inputs), outputs)
     if in_place:
         source = _in_place(source)
-    request = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked, float32_products)
+    request = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked, products)
     with CacheLookup(request if use_cache else None) as before:
         if example_inputs is None and dynamic_shapes is None:
             check_dims(dims)
@@ -144,6 +137,23 @@ def compile(
         artifact = _artifact(read, canonical, request, tell, None if dump is None else Path(dump))
         before.keep(artifact)
         return artifact
+
+
+def _check_words(weights: str | None, without_attention: WithoutAttention) -> None:
+    """Raises InputError for a word that is none, before the work."""
+    block_form(weights)
+    if without_attention not in get_args(WithoutAttention):
+        raise InputError("without_attention", '"warn", "accept" or "refuse"', repr(without_attention))
+
+
+def _able_target(target: str | TargetProfile) -> TargetProfile:
+    """The profile of a target that can be compiled for here. Raises TargetError and InstallationError."""
+    profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    if isinstance(profile, CudaProfile):
+        cuda_compiler.compiler()
+    environment.check_compiler()
+    user_folders.let_tvm_load()
+    return profile
 
 
 def _artifact(

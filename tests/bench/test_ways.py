@@ -31,7 +31,7 @@ def test_a_result_that_is_not_the_plain_models_is_not_timed(plain: str, tmp_path
 
 
 def test_ratios_and_means() -> None:
-    figures = ways.Figures("a CPU", {}, date(2026, 11, 27), 2, 0.0)
+    figures = ways.Figures("a CPU", {}, date(2026, 11, 27), 2)
     figures.seconds["256"] = {"plain, encoder": [2.0, 4.0, 3.0], "accelerate": [1.0, 1.5, 2.0], "plain, bert": [1.0]}
     assert ways.ratio(figures.seconds["256"], "accelerate") == 2.0
     assert math.isnan(ways.ratio(figures.seconds["256"], "ONNX file")) and math.isnan(ways.ratio({}, "spec"))

@@ -32,14 +32,13 @@ from mhsa_compile.tuning.op_jobs import job_of
 from mhsa_compile.verification.random_inputs import random_inputs
 from mhsa_compile.verification.stored_model import stored_model
 
-NATIVE = load_profile("native")
 SPEC = mhsa.AttentionSpec(embed_dim=64, num_heads=4)
 
 
 @pytest.fixture(autouse=True)
 def unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linears by terms on this machine, whatever it is, and nothing else by terms."""
-    monkeypatch.setattr(Offers, "lanes", NATIVE.vector_lanes("float32"))
+    monkeypatch.setattr(Offers, "lanes", load_profile("native").vector_lanes("float32"))
     others = (kernel for kernel in KERNELS["cpu"] if not isinstance(kernel, TermProducts))
     monkeypatch.setitem(KERNELS, "cpu", (TermLinear(), *others))
     monkeypatch.setattr(in_place, "_ARTIFACTS", in_place._Artifacts())

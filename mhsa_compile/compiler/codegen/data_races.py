@@ -8,8 +8,9 @@ moves an allocation to where all readers see it. So what is looked at is the las
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import tvm
@@ -19,6 +20,7 @@ from mhsa_compile.errors import BuildError
 
 Statement = Any  # TVM has no type stubs
 Variable = Any  # a number, a pointer or an array
+Variables = list[Variable]
 
 _LAST = "tirx.LowerTVMBuiltin"
 """The first pass after which loops and arrays are no longer what they were."""
@@ -59,24 +61,27 @@ def _error(function: str, arrays: list[str]) -> BuildError:
 
 def shared_writes(function: Any) -> list[str]:
     """The arrays, by name, that parallel loops of a lowered PrimFunc write where the loop's variable has no say."""
-    loops = (_Iteration(loop) for loop in _parallel_loops(function.body))
-    return list(dict.fromkeys(name for loop in loops for name in loop.shared))
+    loops = [one for one in _statements(function.body) if type(one) is tirx.For and one.kind == tirx.ForKind.PARALLEL]
+    return list(dict.fromkeys(name for loop in loops for name in _Iteration(loop).shared))
 
 
-def _parallel_loops(statement: Statement) -> Iterator[Statement]:
-    if isinstance(statement, tirx.For) and statement.kind == tirx.ForKind.PARALLEL:
+def _statements(statement: Statement) -> Iterator[Statement]:
+    """A statement and all inside of it, in order. Their types are asked for as they are: `isinstance` of a class of
+    TVM's goes through Python, and a kernel has tens of thousands of statements."""
+    waiting = [statement]
+    while waiting:
+        statement = waiting.pop()
         yield statement
-    for part in _parts(statement):
-        yield from _parallel_loops(part)
+        kind = type(statement)
+        if kind is tirx.SeqStmt:
+            waiting += reversed(list(statement.seq))
+        elif kind is tirx.IfThenElse:
+            waiting += [part for part in (statement.else_case, statement.then_case) if part is not None]
+        elif kind not in _LEAVES and hasattr(statement, "body"):
+            waiting.append(statement.body)
 
 
-def _parts(statement: Statement) -> list[Statement]:
-    """The statements right inside of one."""
-    if isinstance(statement, tirx.SeqStmt):
-        return list(statement.seq)
-    if isinstance(statement, tirx.IfThenElse):
-        return [part for part in (statement.then_case, statement.else_case) if part is not None]
-    return [statement.body] if hasattr(statement, "body") else []
+_LEAVES = frozenset({tirx.BufferStore, tirx.Bind, tirx.AllocBuffer, tirx.DeclBuffer, tirx.Evaluate})
 
 
 class _Iteration:
@@ -91,56 +96,58 @@ class _Iteration:
     def __init__(self, loop: Statement) -> None:
         self.following: set[Variable] = {loop.loop_var}
         self.home: dict[Variable, Variable] = {}
+        steps = list(self._steps(loop.body))
         count = 0
         while count != len(self.following):
             count, self.shared = len(self.following), list[str]()
-            self._visit(loop.body)
+            for step in steps:
+                step()
 
-    def _visit(self, statement: Statement) -> None:
-        if isinstance(statement, tirx.BufferStore):
-            self._store(statement)
-        elif isinstance(statement, tirx.Bind):
-            self._define(statement.var, statement.value)
-        elif isinstance(statement, tirx.AllocBuffer):
-            self.home[statement.buffer] = statement.buffer
-        elif isinstance(statement, tirx.DeclBuffer):
-            self._view(statement)
-        elif isinstance(statement, tirx.Evaluate):
-            self._call(statement.value)
-        elif isinstance(statement, tirx.For):  # where it ends is no place: what begins at 0 is shared from there on
-            self._define(statement.loop_var, statement.min)
-        for part in _parts(statement):
-            self._visit(part)
+    def _steps(self, body: Statement) -> Iterator[Callable[[], None]]:
+        """What the statements do that matters here, in order, with the variables in each looked up once."""
+        for one in _statements(body):
+            kind = type(one)
+            if kind is tirx.BufferStore:
+                value, indices = _variables_in(one.value), _variables_in(*one.indices)
+                yield partial(self._store, one.buffer, value, indices)
+            elif kind is tirx.Bind:
+                yield partial(self._define, one.var, _variables_in(one.value))
+            elif kind is tirx.AllocBuffer:
+                yield partial(self.home.__setitem__, one.buffer, one.buffer)
+            elif kind is tirx.DeclBuffer:
+                yield partial(self._view, one.buffer, _variables_in(one.data))
+            elif kind is tirx.Evaluate:
+                yield partial(self._call, one.value, _variables_in(one.value))
+            elif kind is tirx.For:  # where it ends is no place: what begins at 0 is shared from there on
+                yield partial(self._define, one.loop_var, _variables_in(one.min))
 
-    def _store(self, statement: Statement) -> None:
-        home = self.home.get(statement.buffer)
+    def _store(self, buffer: Variable, value: Variables, indices: Variables) -> None:
+        home = self.home.get(buffer)
         if home is None:
-            if not self._follows(*statement.indices):
-                self.shared.append(str(statement.buffer.name))
-        elif home not in self.following and self._follows(statement.value, *statement.indices):
+            if not self._follows(indices):
+                self.shared.append(str(buffer.name))
+        elif home not in self.following and (self._follows(value) or self._follows(indices)):
             self.following.add(home)
 
-    def _define(self, variable: Variable, value: Any) -> None:
+    def _define(self, variable: Variable, value: Variables) -> None:
         if self._follows(value):
             self.following.add(variable)
 
-    def _view(self, statement: Statement) -> None:
+    def _view(self, buffer: Variable, data: Variables) -> None:
         """Notes an array over memory that is there: it is the iteration's own, if that memory is."""
-        if homes := [self.home[one] for one in _variables_in(statement.data) if one in self.home]:
-            self.home[statement.buffer] = homes[0]
+        if homes := [self.home[one] for one in data if one in self.home]:
+            self.home[buffer] = homes[0]
 
-    def _call(self, call: Any) -> None:
+    def _call(self, call: Any, variables: Variables) -> None:
         """A call is taken to write into every array that it is told of, but for a prefetch."""
-        arrays = [one for one in _variables_in(call) if tirx.is_buffer_var(one) and one not in self.home]
-        if arrays and not self._follows(call) and "llvm.prefetch" not in str(call):
+        arrays = [one for one in variables if one not in self.home and tirx.is_buffer_var(one)]
+        if arrays and not self._follows(variables) and "llvm.prefetch" not in str(call):
             self.shared += [str(one.name) for one in arrays]
 
-    def _follows(self, *values: Any) -> bool:
-        variables = (self.home.get(one, one) for value in values for one in _variables_in(value))
-        return any(one in self.following for one in variables)
+    def _follows(self, variables: Variables) -> bool:
+        return any(self.home.get(one, one) in self.following for one in variables)
 
 
-def _variables_in(value: Any) -> Iterable[Variable]:
-    """The variables in an expression, pointers and arrays among them."""
-    variables: Iterable[Variable] = tirx.analysis.undefined_vars(tirx.Evaluate(value))
-    return variables
+def _variables_in(*values: Any) -> Variables:
+    """The variables in expressions, pointers and arrays among them."""
+    return [one for value in values for one in tirx.analysis.undefined_vars(tirx.Evaluate(value))]

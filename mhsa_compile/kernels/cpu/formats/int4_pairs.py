@@ -26,6 +26,6 @@ class Int4Pairs(Format):
         return T.cast(whole, vector_type("float32", lanes))
 
     def load(self, buffer: Expr, index: Sequence[Expr], lanes: int) -> Expr:
-        """Of an even column on, an even number of them."""
+        """An even number of numbers, from an even column on."""
         assert lanes % 2 == 0, "a byte has two"
         return self.widened(load(buffer, self.place(index), lanes // 2), lanes)
