@@ -63,7 +63,8 @@ def _pairs(graph: GraphView, node: onnx.NodeProto) -> StoredRows | None:
         return maker.input[0] if same else ""
 
     halves = through(node.output[0], "Sub", INT4_ZERO)
-    both = graph.producer(through(through(halves, "Cast"), "Reshape"), "Concat")
+    pairs = through(halves, "Cast")
+    both = graph.producer(through(pairs, "Reshape"), "Concat")
     if both is None or len(both.input) != 2 or attributes(both).get("axis") not in (4, -1):
         return None
     lower, upper = (through(name, "Unsqueeze", 4) for name in both.input)
@@ -71,6 +72,9 @@ def _pairs(graph: GraphView, node: onnx.NodeProto) -> StoredRows | None:
     shift = graph.producer(upper, "BitShift")
     cache = caches.pop()
     is_right = shift is not None and attributes(shift)["direction"] == "RIGHT" and not caches
+    *places, size = graph.dims(cache) or (None,)
+    if not isinstance(size, int) or graph.dims(pairs) != (*places, 2 * size):
+        return None  # the Reshape does more than to join halves, or a constant spreads them
     if not is_right or graph.producer(cache, "TensorScatter") is None or graph.dtype(cache) != "uint8":
         return None
     return StoredRows(cache, numbers=2)
