@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.onnx_graph import replace
 
 K, N = 64, 96  # fewer numbers would be constants of the program
 RANGES = {"INT4": (-8, 8), "UINT4": (0, 16), "INT8": (-128, 128), "UINT8": (0, 256)}
@@ -90,6 +92,39 @@ def test_weights_that_others_read_too_are_floats() -> None:
     x = np.random.default_rng(1).standard_normal((2, 3, K)).astype(np.float32)
     y, _ = mhsa.load(artifact)(x)
     np.testing.assert_allclose(y, x @ weights, atol=1e-6 * np.abs(y).max())
+
+
+def in_branches(model: onnx.ModelProto, inside: bool) -> onnx.ModelProto:
+    """y where `c` is true, else -y, each by nodes of its own, whose weights are the graph's or the branch's."""
+    graph, branches = model.graph, {}
+    for branch, last in (("then_branch", "Identity"), ("else_branch", "Neg")):
+        names = {name: f"{branch}_{name}" for name in ("q", "s", "z", "w", "y")}
+        own = names if inside else {name: names[name] for name in ("w", "y")}
+        nodes, weights = [copy.deepcopy(node) for node in graph.node], [copy.deepcopy(t) for t in graph.initializer]
+        for node in nodes:
+            replace(node.input, [own.get(name, name) for name in node.input])
+            replace(node.output, [own[name] for name in node.output])
+        for tensor in weights:
+            tensor.name = names[tensor.name]
+        result = helper.make_tensor_value_info(f"{branch}_out", TensorProto.FLOAT, None)
+        nodes.append(helper.make_node(last, [names["y"]], [result.name]))
+        branches[branch] = helper.make_graph(nodes, branch, [], [result], weights if inside else [])
+    choice = helper.make_node("If", ["c"], ["y"], name="choice", **branches)
+    inputs = [*graph.input, helper.make_tensor_value_info("c", TensorProto.BOOL, [])]
+    whole = helper.make_graph([choice], "g", inputs, graph.output, [] if inside else graph.initializer)
+    return helper.make_model(whole, opset_imports=model.opset_import, ir_version=10)
+
+
+@pytest.mark.thorough_but("outside")
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_weights_that_a_branch_reads(inside: bool) -> None:
+    """By what the file says: ONNX Runtime 1.31 rounds activations there, or ends for want of the graph's weights."""
+    model, weights = product("INT4", 0, 16)
+    call = mhsa.load(mhsa.compile(in_branches(model, inside), without_attention="accept", check=False))
+    x = np.random.default_rng(1).standard_normal((2, 3, K)).astype(np.float32)
+    for condition, sign in ((True, 1), (False, -1)):
+        y = call(x, np.array(condition))
+        np.testing.assert_allclose(y, sign * (x @ weights), atol=1e-6 * np.abs(y).max())
 
 
 def test_blocks_that_are_not_whole_are_refused() -> None:

@@ -16,6 +16,9 @@ from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
+from mhsa_compile.frontend.fusion.stored_rows import StoredRows, stored_rows
+from mhsa_compile.frontend.onnx_graph import GraphView
 
 Array = np.ndarray[Any, Any]
 B, H, G, E, C = 2, 6, 2, 16, 11
@@ -110,6 +113,37 @@ def test_a_prompt_and_tokens_behind_it(kind: str, stored: bool, bits: int) -> No
 def test_what_is_refused(message: str, words: dict[str, Any], scales: dict[str, Array]) -> None:
     with pytest.raises(ModelError, match=message):
         mhsa.compile(file("PER_TENSOR", scales_of("PER_TENSOR") | scales, **words))
+
+
+HALVES = {"[0, 0, 0, -1]": [0, 0, 0, -1], "sizes": [B, G, C, E]}
+OTHERS = {"twice the keys": [B, G, 2 * C, E // 2], "twice the heads": [B, 2 * G, C, E // 2], "turned": [B, C, G, E]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "joins"), [*((s, True) for s in HALVES.values()), *((s, False) for s in OTHERS.values())]
+)
+def test_halves_are_numbers_of_a_row_only_where_the_reshape_joins_them(shape: list[int], joins: bool) -> None:
+    """Any other arrangement of the same numbers is a graph of its own."""
+    node = helper.make_node
+    nodes = [
+        node("TensorScatter", ["past", "new", "at"], ["cache"], axis=2),
+        node("BitwiseAnd", ["cache", "fifteen"], ["low"]),
+        node("BitShift", ["cache", "four"], ["high"], direction="RIGHT"),
+        *(node("Unsqueeze", [half, "last"], [f"{half}_apart"]) for half in ("low", "high")),
+        node("Concat", ["low_apart", "high_apart"], ["both"], axis=4),
+        node("Reshape", ["both", "shape"], ["joined"]),
+        node("Cast", ["joined"], ["floats"], to=TensorProto.FLOAT),
+        node("Sub", ["floats", "eight"], ["numbers"]),
+    ]
+    constants = {"fifteen": np.uint8(15), "four": np.uint8(4), "eight": np.float32(8), "last": np.array([4])}
+    constants = {name: np.asarray(value) for name, value in constants.items()} | {"shape": np.array(shape)}
+    cache = (TensorProto.UINT8, [B, G, C, E // 2])
+    shapes = {"past": cache, "new": (TensorProto.UINT8, [B, G, 1, E // 2]), "at": (TensorProto.INT64, [B])}
+    sizes = [(B, G, C, E)[i] if size == 0 else size for i, size in enumerate(shape)]
+    model = model_of(nodes, shapes, {"numbers": [E if size == -1 else size for size in sizes]}, constants, opset=24)
+    rows = stored_rows(GraphView(propagate_shapes(model, {})), "numbers")
+    assert (rows == StoredRows("cache", numbers=2)) == joins
+    assert joins or rows is None
 
 
 @pytest.mark.thorough

@@ -43,23 +43,51 @@ class Layer:
             q, k = (rotate(one, cos, sin, spec.rope.interleaved) for one in (q, k))
         return [q, k, v]
 
-    def over(self, module: MultiHeadAttention, x: np.ndarray, cache: KVCache, first: np.ndarray) -> np.ndarray:
-        """y by PyTorch, at the module's dtype, over what the cache stores."""
+    def over(
+        self, module: MultiHeadAttention, x: np.ndarray, stored: list[np.ndarray], first: np.ndarray
+    ) -> np.ndarray:
+        """y by PyTorch, at the module's dtype, over keys and values as a cache stores them."""
         q, *_ = self.heads(module, x, first)
-        k, v = (to_torch(array).to(q.dtype) for array in read(cache))
+        k, v = (to_torch(array).to(q.dtype) for array in stored)
         lengths = torch.from_numpy(first + x.shape[1])
         y, _ = attention(self.spec, q, k, v, None, module.feature_tensors, lengths=lengths)
         return module.out_proj(y.transpose(1, 2).flatten(2)).detach().double().numpy()
 
     def share_of_budget(self, y: np.ndarray, x: np.ndarray, cache: KVCache, first: np.ndarray) -> float:
-        exact, yardstick = (self.over(module, x, cache, first) for module in (self.exact, self.module))
-        return max_error(exact, y) / budget(exact, yardstick, self.spec.dtype)
+        stored = read(cache)
+        return max_error(self.over(self.exact, x, stored, first), y) / self.budget(x, stored, first)
+
+    def budget(self, x: np.ndarray, stored: list[np.ndarray], first: np.ndarray) -> float:
+        """How far y may be from float64 over the same stored numbers. What the format loses is no part of it: both read
+        rounded numbers, so that only float arithmetic differs, of which PyTorch's error is the measure."""
+        exact, yardstick = (self.over(module, x, stored, first) for module in (self.exact, self.module))
+        return budget(exact, yardstick, self.spec.dtype)
+
+    def shares_of_controls(self, y: np.ndarray, x: np.ndarray, cache: KVCache, first: np.ndarray) -> dict[str, float]:
+        """The error of y by its budget, were other numbers stored: values larger by a part in 64, and, where an entry
+        has two or more, rows one place further on."""
+        stored, lengths = read(cache), first + x.shape[1]
+        controls = {"values larger by 1/64": [stored[0], stored[1] * (1 + 1 / 64)]}
+        if lengths.max() > 1:
+            controls["rows shifted by one"] = [rotated(array, lengths) for array in stored]
+        allowed = self.budget(x, stored, first)
+        return {
+            name: max_error(self.over(self.exact, x, other, first), y) / allowed for name, other in controls.items()
+        }
 
 
 def read(cache: KVCache) -> list[np.ndarray]:
     """Keys and values in float64, as they are stored."""
     arrays = [np.asarray(array, np.float64) for array in (cache.key, cache.value)]
     return [a * s[..., None] for a, s in zip(arrays, cache.scales, strict=True)] if cache.scales else arrays
+
+
+def rotated(array: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Rows (B, G, C, width), of which those of each entry are a place further on, the last one first."""
+    shifted = array.copy()
+    for b, end in enumerate(lengths):
+        shifted[b, :, :end] = np.roll(array[b, :, :end], 1, axis=1)
+    return shifted
 
 
 def half_steps(dtype: str, truth: np.ndarray) -> np.ndarray:

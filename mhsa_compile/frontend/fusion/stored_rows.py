@@ -59,11 +59,13 @@ def _pairs(graph: GraphView, node: onnx.NodeProto) -> StoredRows | None:
         if maker is None:
             return ""
         values = [graph.constant(other) for other in maker.input[1 : 1 + len(constants)]]
-        same = all(value is not None and (value == own).all() for value, own in zip(values, constants, strict=True))
+        pairs = zip(values, constants, strict=True)
+        same = all(value is not None and value.shape in ((), (1,)) and (value == own).all() for value, own in pairs)
         return maker.input[0] if same else ""
 
     halves = through(node.output[0], "Sub", INT4_ZERO)
-    both = graph.producer(through(through(halves, "Cast"), "Reshape"), "Concat")
+    joined = through(halves, "Cast")
+    both = graph.producer(through(joined, "Reshape"), "Concat")
     if both is None or len(both.input) != 2 or attributes(both).get("axis") not in (4, -1):
         return None
     lower, upper = (through(name, "Unsqueeze", 4) for name in both.input)
@@ -71,9 +73,25 @@ def _pairs(graph: GraphView, node: onnx.NodeProto) -> StoredRows | None:
     shift = graph.producer(upper, "BitShift")
     cache = caches.pop()
     is_right = shift is not None and attributes(shift)["direction"] == "RIGHT" and not caches
-    if not is_right or graph.producer(cache, "TensorScatter") is None or graph.dtype(cache) != "uint8":
+    if (
+        not is_right
+        or not _joins_halves(graph, graph.producer(joined, "Reshape"), cache)
+        or graph.producer(cache, "TensorScatter") is None
+        or graph.dtype(cache) != "uint8"
+    ):
         return None
     return StoredRows(cache, numbers=2)
+
+
+def _joins_halves(graph: GraphView, node: onnx.NodeProto | None, cache: str) -> bool:
+    """Whether a Reshape of (B, G, C, E / 2, 2) gives (B, G, C, E), and no other arrangement of these numbers."""
+    target = None if node is None else graph.constant(node.input[1])
+    dims = graph.dims(cache)
+    if node is None or target is None or target.shape != (4,) or len(dims) != 4 or attributes(node).get("allowzero"):
+        return False
+    *places, last = (int(size) for size in target)
+    same = all(size in (0, own) for size, own in zip(places, dims, strict=False))
+    return same and (last == -1 or (isinstance(dims[3], int) and last == 2 * dims[3]))
 
 
 class QuantizeRowsPattern(NodePattern):

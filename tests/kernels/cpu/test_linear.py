@@ -14,6 +14,7 @@ from support.kernel_runs import assembly, call, compiled, inner_loops, stack_sto
 
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
+from mhsa_compile.kernels.cpu.linear import microkernel
 from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, CpuLinearKernel
 from mhsa_compile.kernels.interface.epilogue import Epilogue, EpilogueStep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
@@ -128,6 +129,23 @@ def side_by_side(widths: tuple[int, ...], in_features: int, **fields) -> LinearO
     """Linears side by side: of PyTorch's and of the transposed layout, with and without bias."""
     transposed, biased = tuple(i == 1 for i in range(len(widths))), tuple(i % 2 == 0 for i in range(len(widths)))
     return LinearOp(("B", "L"), in_features, widths, biased, transposed, **fields)
+
+
+def error_of_rows(L: int | str, count: int, in_features: int) -> float:
+    """The root of the mean squared error of so many rows, by that of y."""
+    linear = random_linear(LinearOp((1, L), in_features, (200,), (False,), (False,)), machine("avx512"))
+    x = rows(linear.op, 1, count)
+    expected = linear.expected(x)
+    return float(np.sqrt(np.square(linear(x) - expected).mean() / np.square(expected).mean()))
+
+
+@pytest.mark.parametrize("in_features", [pytest.param(197, marks=pytest.mark.thorough), 256, 1100])
+def test_few_rows_are_summed_in_as_many_chains_as_a_library_does(in_features, monkeypatch):
+    """The budget is twice PyTorch's error, whose sums of few rows drift less than those of four or six chains."""
+    few, of_free_rows, many = (error_of_rows(*rows_of, in_features) for rows_of in ((5, 5), ("L", 5), ("L", 17)))
+    assert few == of_free_rows < 0.8 * many
+    monkeypatch.setattr(microkernel, "FEW_ROWS", 0)
+    assert error_of_rows(5, 5, in_features) > 1.25 * few
 
 
 @pytest.mark.thorough_but("192x33-*-dots512", "5x7-*-dots256", "216x197-float32-dots512", "5x7-float16-scalar")

@@ -3,7 +3,7 @@
 A product of them that ONNX Runtime turns into its MatMulNBits, at the level of accuracy that lets it round activations
 to eight bits, becomes that same node: its results are what people compare with, and it is as fast here. Whatever else
 reads such weights gets them written out in float32, numbers of four bits as bytes; that depends on weights alone, so it
-is computed when they are bound (`compiler.derived_weights`).
+is computed when they are bound (`compiler.derived_weights`). So does whatever a branch or a body reads of them.
 
 Notation: an axis of D numbers has n blocks of b; a matrix is (K, N).
 """
@@ -17,8 +17,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from mhsa_compile.frontend import branch_graphs
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import add_import, attributes, is_standard
+from mhsa_compile.frontend.onnx_graph import add_import, attributes, inner_nodes, is_standard
 from mhsa_compile.frontend.reading import microsoft
 from mhsa_compile.frontend.reading.standard import is_packed
 
@@ -31,6 +32,17 @@ _LEAST_BLOCK, _OWN_BLOCK = 16, 32
 
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with such products as MatMulNBits, and with all else of them written out; itself where it has none."""
+    inner = (inner for node in model.graph.node for inner in inner_nodes(node))
+    if any(is_standard(node, "DequantizeLinear") for node in inner):
+        model = branch_graphs.rewritten(model, _of_body)
+    return _rewritten(model, products=True)
+
+
+def _of_body(body: onnx.ModelProto) -> onnx.ModelProto:
+    return branch_graphs.rewritten(_rewritten(body, products=False), _of_body)
+
+
+def _rewritten(model: onnx.ModelProto, *, products: bool) -> onnx.ModelProto:
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     stored = {"", *weights}
     nodes = [node for node in model.graph.node if is_standard(node, "DequantizeLinear")]
@@ -39,7 +51,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     rewriter, bytes_of = Rewriter(model), dict[str, str]()
     for node in nodes:
-        product = _product(rewriter, node, weights)
+        product = _product(rewriter, node, weights) if products else None
         if product is not None:
             _as_blocks(rewriter, product, node, weights)
             rewriter.place(product)

@@ -29,6 +29,10 @@ all weights come from memory, once."""
 WORTH_WIDENING = 3
 """Tiles of a group from which on its weights, where they are too narrow to multiply, are widened once for all of them
 and not by each."""
+FEW_ROWS, CHAINS, FOLDED = 16, 16, 4
+"""Up to so many rows of x PyTorch's library sums K in as many chains as its vectors have lanes, and adds their sums in
+pairs; in one chain from there on. So many chains of 16 to 32 terms, whose sums are added up by fours first, are as
+exact; four chains of 64 terms have 1.6 times its error: the budget is twice that, of largest errors, which scatter."""
 
 
 @dataclass(frozen=True)
@@ -189,20 +193,19 @@ def each_panel(panels: int, tiles: Expr, block: int, cores: int, body: Callable[
 def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: Expr) -> None:
     """Tiles first .. end of x, and the half tile after them if there is one, times panel p."""
     rows, group, steps = config["rows"] // task.layout.unit.rows, config["group"], task.layout.steps
-    parts = -(-steps // config["depth"])
-    # Parts of one size, rounded up to whole turns of the inner loop.
-    turn = task.layout.turn(rows)
-    depth = -(-steps // parts // turn) * turn
-    shape = (group * rows + rows // 2, task.layout.unit.rows * task.layout.panel)
-    sums = _scratch(shape, task.layout.unit.sums) if parts > 1 else None
+    parts = _depth_parts(task, config["depth"], rows)
+    waiting, width = group * rows + rows // 2, task.layout.unit.rows * task.layout.panel
+    sums = _scratch((parts.levels * waiting, width), task.layout.unit.sums) if parts.levels else None
+    folded = waiting if parts.levels > 1 else 0
     widens = _widens(task, rows)
-    wide = None if widens is False else _scratch((depth, task.layout.panel), "float32")
+    wide = None if widens is False else _scratch((parts.longest, task.layout.panel), "float32")
     with T.serial(T.max(T.int64(1), ceil_div(end - first, group))) as g:
         begin = materialize(first + g * group)
         full = materialize(T.min(end - begin, T.int64(group)))
-        with T.serial(T.int64(parts)) as number:
-            start = materialize(number * depth)
-            part = DepthPart(number, parts, start, materialize(T.min(start + depth, T.int64(steps))), sums)
+        with T.serial(parts.count) as number:
+            start = materialize(number * parts.depth)
+            end_of_part = materialize(T.min(start + parts.depth, T.int64(steps)))
+            part = DepthPart(number, parts.count, start, end_of_part, sums, folded)
 
             def half_tile(part: DepthPart, lines: int) -> None:
                 _tile(task, part, p, materialize(end * rows), lines, materialize(full * rows), ahead=True)
@@ -220,7 +223,7 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
             def tiles(part: DepthPart) -> None:
                 with T.serial(full) as i:
                     # A tile asks for lines of its own, so that together they ask for the panel once.
-                    task.prefetch(p, materialize((begin - first) * parts + number * full + i))
+                    task.prefetch(p, materialize((begin - first) * parts.count + number * full + i))
                     _tile(task, part, p, materialize((begin + i) * rows), rows, materialize(i * rows), ahead=rows == 1)
                 if rows > 1:
                     # Only behind the last group of tiles.
@@ -245,6 +248,36 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
         task.apply_epilogue(p, begin * rows, (begin + full) * rows + behind)
 
 
+@dataclass(frozen=True)
+class _DepthParts:
+    """`count` parts of K, of `depth` steps, or fewer in the last one; `longest` at most, whatever the call. `levels`:
+    the kinds of sums that wait, none, those of parts, those of FOLDED parts, too."""
+
+    count: Expr
+    depth: Expr
+    longest: int
+    levels: int
+
+
+def _depth_parts(task: Product, most: int, rows: int) -> _DepthParts:
+    """Parts of one size, up to `most`, rounded up to whole turns of the inner loop."""
+    steps, turn, count = task.layout.steps, task.layout.turn(rows), task.layout.op.row_count
+
+    def parts(most: int) -> tuple[int, int]:
+        wanted = -(-steps // most)
+        return wanted, -(-steps // wanted // turn) * turn
+
+    many = few = parts(most)
+    if task.layout.unit.group == 1 and (count is None or count <= FEW_ROWS):
+        few = parts(min(most, max(16, min(32, steps // CHAINS))))
+    levels = int(few[0] > 1) + int(few[0] > max(FOLDED, many[0]))
+    if count is not None or few == many:
+        return _DepthParts(T.int64(few[0]), T.int64(few[1]), few[1], levels)
+    has_few = task.count <= FEW_ROWS
+    number, depth = (materialize(T.Select(has_few, T.int64(a), T.int64(b))) for a, b in zip(few, many, strict=True))
+    return _DepthParts(number, depth, max(few[1], many[1]), levels)
+
+
 def _widens(task: Product, rows: int) -> bool | None:
     """Whether the weights are too narrow to multiply, and rows enough to widen them once for a group of tiles; None if
     that is known when called only."""
@@ -265,14 +298,16 @@ class DepthPart:
     """Steps first .. end of K, part `number` of `count`.
 
     `sums` (lines of a group, joined * panel) holds those of the parts before, and is None where there is one part only.
+    Behind so many lines as `folded` says it holds those of FOLDED parts each; of 0 these are not apart.
     `wide` (steps, panel) holds the weights as float32 from `first` on, unless they are read where they are packed.
     """
 
     number: Expr
-    count: int
+    count: Expr
     first: Expr
     end: Expr
     sums: Expr | None
+    folded: int
     wide: Expr | None = None
 
     def weights(self, columns: Sequence[vectors.Chunk]) -> Columns:
@@ -292,13 +327,36 @@ def _tile(task: Product, part: DepthPart, p: Expr, first_line: Expr, lines: int,
     if part.sums is None:
         _finish(task, tile, p, at)
         return
-    # The first part finds what the task before left there.
-    with T.If(part.number > 0), T.Then():
+
+    def add(place: Expr) -> None:
         tile.each(lambda row, c: tile.get(row, c) + load(part.sums, _at(place, row, columns[c]), columns[c][1]))
+
+    def wait(place: Expr) -> None:
+        for row, c in product(range(lines), range(len(columns))):
+            store(part.sums, _at(place, row, columns[c]), tile.get(row, c), columns[c][1])
+
+    number = T.truncmod(part.number, T.int64(FOLDED)) if part.folded else part.number
+    # The first part finds what the task before left there.
+    with T.If(number > 0), T.Then():
+        add(place)
+    if part.folded:
+        with T.If(part.number < part.count - 1):
+            with T.Then():
+                with T.If(number < FOLDED - 1):
+                    with T.Then():
+                        wait(place)
+                    with T.Else():
+                        with T.If(part.number >= FOLDED), T.Then():
+                            add(place + part.folded)
+                        wait(place + part.folded)
+            with T.Else():
+                with T.If(part.number >= FOLDED), T.Then():
+                    add(place + part.folded)
+                _finish(task, tile, p, at)
+        return
     with T.If(part.number < part.count - 1):
         with T.Then():
-            for row, c in product(range(lines), range(len(columns))):
-                store(part.sums, _at(place, row, columns[c]), tile.get(row, c), columns[c][1])
+            wait(place)
         with T.Else():
             _finish(task, tile, p, at)
 
