@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -34,6 +35,11 @@ def architecture() -> str:
     """The instruction set as LLVM's triples spell it: x86_64, aarch64, riscv64, ..."""
     machine = platform.machine().lower()
     return _SPELLINGS.get(machine, machine)
+
+
+def system() -> str:
+    """The operating system as Zig's triples spell it: linux, macos, windows."""
+    return {"win32": "windows", "darwin": "macos"}.get(sys.platform, sys.platform)
 
 
 def cpu_features(root: Path = ROOT) -> frozenset[str]:

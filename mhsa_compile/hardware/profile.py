@@ -77,6 +77,15 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     triple: Triple
 
 
+def system_of(triple: str) -> str:
+    """The operating system of a Zig triple.
+
+    >>> system_of("aarch64-macos.12.0")
+    'macos'
+    """
+    return triple.split("-")[1].partition(".")[0]
+
+
 class CudaTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the code generators are told: `arch` for the kernels, `mtriple` for the code of the host that launches them.
 
@@ -112,6 +121,15 @@ class _Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     name: str
     link: Link
+
+    @property
+    def system(self) -> str:
+        """The operating system that the library is linked for, as Zig names it: linux, macos, windows, wasi.
+
+        >>> load_profile("apple-m1").system
+        'macos'
+        """
+        return system_of(self.link.triple)
 
     def records(self) -> list[Path]:
         """The files that hold tuned records of this target: the user's own, then what is shipped. Raises

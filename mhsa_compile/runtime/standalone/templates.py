@@ -7,19 +7,35 @@ from collections.abc import Iterable, Sequence
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
-from mhsa_compile.runtime.standalone.runtimes import RuntimeLibraries
+from mhsa_compile.runtime.standalone.runtimes import WINDOWS_MEMORY, RuntimeLibraries
 
 PROGRAM, MAIN = "attention", "main.cpp"
+_STACK = 8 << 20
+"""Bytes, as other systems give a program's first thread; Windows gives 1 MiB."""
 
 
-def compiler_words(libraries: Iterable[str]) -> list[str]:
+def program_name(system: str) -> str:
+    """What the compiled program is called."""
+    return f"{PROGRAM}.exe" if system == "windows" else PROGRAM
+
+
+def place(library: str) -> str:
+    """Where in the bundle a library lies: Windows looks for its own only beside the program."""
+    return library if library.endswith(".dll") else f"lib/{library}"
+
+
+def compiler_words(libraries: Iterable[str], system: str) -> list[str]:
     """What a C++ compiler is given, in the bundle's folder. Nobody refers to the runtime by a symbol, so it is asked
     for. Types are hidden, those of TVM's headers too: Zig's C++ library describes them otherwise than the runtime's,
     which would take the program's description of its error, and crash as it catches one."""
-    files = [f"lib/{name}" for name in sorted(libraries)]
-    linking = ["-Wl,--no-as-needed", *files, "-Wl,--allow-shlib-undefined", "-Wl,-rpath,$ORIGIN/lib", "-lm"]
+    files = [place(name) for name in sorted(libraries) if not name.endswith(".dll")]
+    linking = {
+        "linux": ["-Wl,--no-as-needed", *files, "-Wl,--allow-shlib-undefined", "-Wl,-rpath,$ORIGIN/lib", "-lm"],
+        "macos": [*files, "-Wl,-rpath,@executable_path/lib"],
+        "windows": ["-include", WINDOWS_MEMORY, *files, f"-Wl,--stack,{_STACK}"],
+    }[system]
     visibility = ["-fvisibility=hidden", "-DTVM_FFI_DLL=", "-DTVM_FFI_DLL_EXPORT="]
-    return ["-std=c++17", "-O2", "-s", *visibility, "-Iinclude", MAIN, *linking, "-o", PROGRAM]
+    return ["-std=c++17", "-O2", "-s", *visibility, "-Iinclude", MAIN, *linking, "-o", program_name(system)]
 
 
 def zig_command(words: Sequence[str], triple: str) -> str:
