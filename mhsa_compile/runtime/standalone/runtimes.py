@@ -1,9 +1,9 @@
 """TVM's runtime for a bundle: from the packages installed here, from others at hand, or built from the sources that
 those packages bring. Nothing is fetched from the network.
 
-It is built with Zig, for any target (for Linux, macOS and Windows): one library of 2 MB that needs no C++ library on the device. The packages lack a
-few headers, most of which are there for what a compiled module never does (files of executables, tensors in JSON, a
-profiler's marks). `sources/` has small ones in their place.
+It is built with Zig, for any target: one library of 2 MB that needs no C++ library on the device, of Linux, macOS or
+Windows. The packages lack a few headers, most of which are there for what a compiled module never does (files of
+executables, tensors in JSON, a profiler's marks). `sources/` has small ones in their place.
 """
 
 from __future__ import annotations
