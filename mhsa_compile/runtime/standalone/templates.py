@@ -14,6 +14,16 @@ _STACK = 8 << 20
 """Bytes, as other systems give a program's first thread; Windows gives 1 MiB."""
 
 
+_MAPPING = {
+    "linux": "Where `/proc` is not mounted the system's linker does not know where this folder is: "
+    "`LD_LIBRARY_PATH=lib`. Code is then\nmapped from a file in `$TMPDIR` or `/dev/shm`, which is gone when it is.",
+    "macos": "Code is mapped from a file in `$TMPDIR`, which is gone when it is. What came over a network may be in "
+    "quarantine:\n`xattr -dr com.apple.quarantine .` releases this folder.",
+    "windows": "Code is mapped from `artifact/` itself, which nobody else can write while the program runs.",
+}
+"""Where the checked code is mapped from."""
+
+
 def program_name(system: str) -> str:
     """What the compiled program is called."""
     return f"{PROGRAM}.exe" if system == "windows" else PROGRAM
@@ -65,20 +75,19 @@ def readme(manifest: Manifest, runtime: RuntimeLibraries, words: Sequence[str]) 
     target = manifest.target
     assert isinstance(target, CpuProfile)  # bundles are for CPUs
     features = " ".join(target.hardware.features) or "nothing beyond its architecture"
+    on_windows = target.system == "windows"
+    library = " and ".join(f"`{place(name)}`" for name in sorted(runtime.libraries)) if on_windows else "`lib/`"
+    program = program_name(target.system) if on_windows else f"./{PROGRAM}"
+    compiled = "The program is compiled by any" if on_windows else "`make` compiles the program on the device, as does any other"
+    mapping = _MAPPING[target.system]
     return f"""\
 # A compiled attention for {target.name}
 
 - `artifact/` was compiled by mhsa-compile {manifest.mhsa_version} for {target.tvm.mtriple}. Its code needs a CPU
   with {features}.
-- `lib/` is TVM's runtime, from {runtime.origin}. It needs {runtime.needs}.
+- {library} is TVM's runtime, from {runtime.origin}. It needs {runtime.needs}.
 
-Compile the program, on the device:
-
-```sh
-make
-```
-
-or on any machine with Python (`pip install ziglang`; the first time takes a minute):
+{compiled} machine with Python (`pip install ziglang`; the first time takes a minute):
 
 ```sh
 {zig_command(words, target.link.triple)}
@@ -87,8 +96,8 @@ or on any machine with Python (`pip install ziglang`; the first time takes a min
 Copy this folder to the device and run it; `include/`, the sources and the texts may be left behind:
 
 ```sh
-./{PROGRAM}                                     # random inputs; --help has the options
-./{PROGRAM} --inputs in.safetensors --outputs out.safetensors --threads 1
+{program}                                     # random inputs; --help has the options
+{program} --inputs in.safetensors --outputs out.safetensors --threads 1
 ```
 
 It takes
@@ -103,8 +112,7 @@ A dim in letters is any size, the same wherever it occurs: `--dim L=197`. Inputs
 The program checks every byte against the manifest's hashes before it maps any code, maps what it checked, and holds a
 call against the manifest. What it refuses it refuses in one message, with exit code 2, and writes nothing.
 
-Where `/proc` is not mounted the system's linker does not know where this folder is: `LD_LIBRARY_PATH=lib`. Code is then
-mapped from a file in `$TMPDIR` or `/dev/shm`, which is gone when it is.
+{mapping}
 
 In a program of your own: `attention.h` with the headers beside it is all there is to copy. Its first lines show a call.
 """
