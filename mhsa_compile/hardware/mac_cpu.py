@@ -12,7 +12,7 @@ Sysctl = Callable[[str], "int | str | None"]
 
 FEATURES = {
     "fp": "hw.optional.floatingpoint",
-    "asimd": "hw.optional.AdvSIMD",
+    "asimd": "hw.optional.arm64",
     "crc32": "hw.optional.armv8_crc32",
     "atomics": "hw.optional.arm.FEAT_LSE",
     "fphp": "hw.optional.arm.FEAT_FP16",

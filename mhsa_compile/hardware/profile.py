@@ -83,7 +83,7 @@ def system_of(triple: str) -> str:
     >>> system_of("aarch64-macos.12.0")
     'macos'
     """
-    return triple.split("-")[1].partition(".")[0]
+    return triple.partition("-")[2].partition("-")[0].partition(".")[0]
 
 
 class CudaTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -140,6 +140,9 @@ def _sources(profile: TargetProfile) -> tuple[str, ...]:
     """What else is linked into the library, in C, and what the linker is told."""
     if isinstance(profile, CudaProfile):
         return ()
+    if profile.system not in _SYSTEM_WORDS:
+        expected = f"a link.triple for {' or '.join(_SYSTEM_WORDS)}"
+        raise TargetError("target", expected, repr(profile.link.triple), "targets/README.md has the schema.")
     features = f'-DMHSA_CPU_FEATURES="{" ".join(sorted(profile.hardware.features))}"'
     return (*POOL, f"-I{threads.__path__[0]}", str(_CPU_FEATURES), features, *_SYSTEM_WORDS[profile.system])
 

@@ -78,7 +78,7 @@ def readme(manifest: Manifest, runtime: RuntimeLibraries, words: Sequence[str]) 
     on_windows = target.system == "windows"
     library = " and ".join(f"`{place(name)}`" for name in sorted(runtime.libraries)) if on_windows else "`lib/`"
     program = program_name(target.system) if on_windows else f"./{PROGRAM}"
-    compiled = "The program is compiled by any" if on_windows else "`make` compiles the program on the device, as does any other"
+    who = "Any" if on_windows else "`make` compiles the program on the device; any other"
     mapping = _MAPPING[target.system]
     return f"""\
 # A compiled attention for {target.name}
@@ -87,7 +87,7 @@ def readme(manifest: Manifest, runtime: RuntimeLibraries, words: Sequence[str]) 
   with {features}.
 - {library} is TVM's runtime, from {runtime.origin}. It needs {runtime.needs}.
 
-{compiled} machine with Python (`pip install ziglang`; the first time takes a minute):
+{who} machine with Python compiles it by this (`pip install ziglang`; the first time takes a minute):
 
 ```sh
 {zig_command(words, target.link.triple)}

@@ -40,9 +40,9 @@ typedef struct {
   _Atomic int64_t expected;           /* until when a call that has begun may come to its first loop */
 } Pool;
 
-MHSA_POOL_MEMORY
-_Static_assert(sizeof(Pool) <= 32768, "as large as it is said to be in system.h");
-static Pool *const pool = (Pool *)&mhsa_pool_1;
+MHSA_POOL_MEMORY(Pool)
+_Static_assert(sizeof(Pool) <= 32768, "as large as it is said to be in system_linux.h");
+static Pool *const pool = &mhsa_pool_1;
 
 static int64_t within(int64_t least, int64_t value, int64_t most) {
   return value < least ? least : value < most ? value : most;

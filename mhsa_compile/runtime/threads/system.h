@@ -10,7 +10,7 @@
      yield_cpu             lets others have the CPU, if any wants it
      start_thread          runs body(place) on a new thread, which never ends, in a library that then never goes
      after_fork            has a function called in the child
-     MHSA_POOL_MEMORY      32 KiB, `mhsa_pool_1`: one for the process where its dynamic linker can say so, else one for
+     MHSA_POOL_MEMORY      defines `mhsa_pool_1`, of a type: one for the process where its dynamic linker can say so, else one for
                            each library */
 #pragma once
 

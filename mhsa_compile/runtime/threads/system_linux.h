@@ -16,7 +16,7 @@
 /* `mhsa_pool_1` is unique in the process, whatever number of libraries bring it and however they are loaded: so says the
    type of its symbol to the dynamic linker, which then never unloads the first of them either. Another layout or
    protocol of what lies in it needs another name. */
-#define MHSA_POOL_MEMORY                           \
+#define MHSA_POOL_MEMORY(Type)                     \
   __asm__(                                         \
       ".pushsection .bss.mhsa_pool_1,\"aw\",%nobits\n" \
       ".globl mhsa_pool_1\n"                       \
@@ -25,7 +25,7 @@
       ".balign 128\n"                              \
       "mhsa_pool_1: .zero 32768\n"                 \
       ".popsection\n");                            \
-  extern char mhsa_pool_1[32768];
+  extern Type mhsa_pool_1;
 
 static int64_t nanoseconds(void) {
   struct timespec now;

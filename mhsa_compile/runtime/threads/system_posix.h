@@ -9,7 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MHSA_POOL_MEMORY static _Alignas(128) char mhsa_pool_1[32768];
+#define MHSA_POOL_MEMORY(Type) static Type mhsa_pool_1;
 
 enum { kWorkerStack = 8 << 20 }; /* bytes, as Linux gives; macOS gives threads half a MiB */
 

@@ -4,7 +4,7 @@
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 
-#define MHSA_POOL_MEMORY static _Alignas(128) char mhsa_pool_1[32768];
+#define MHSA_POOL_MEMORY(Type) static Type mhsa_pool_1;
 
 enum { kWorkerStack = 8 << 20 }; /* bytes, as Linux gives; an executable's own default is 1 MiB */
 

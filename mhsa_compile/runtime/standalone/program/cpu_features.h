@@ -44,7 +44,7 @@ struct AppleFeature {
   const char *word, *name;
 };
 constexpr AppleFeature kAppleFeatures[] = {
-    {"fp", "hw.optional.floatingpoint"}, {"asimd", "hw.optional.AdvSIMD"}, {"crc32", "hw.optional.armv8_crc32"},
+    {"fp", "hw.optional.floatingpoint"}, {"asimd", "hw.optional.arm64"}, {"crc32", "hw.optional.armv8_crc32"},
     {"atomics", "hw.optional.arm.FEAT_LSE"}, {"fphp", "hw.optional.arm.FEAT_FP16"}, {"asimdhp", "hw.optional.arm.FEAT_FP16"},
     {"asimdrdm", "hw.optional.arm.FEAT_RDM"}, {"jscvt", "hw.optional.arm.FEAT_JSCVT"}, {"fcma", "hw.optional.arm.FEAT_FCMA"},
     {"lrcpc", "hw.optional.arm.FEAT_LRCPC"}, {"ilrcpc", "hw.optional.arm.FEAT_LRCPC2"}, {"sha3", "hw.optional.arm.FEAT_SHA3"},
