@@ -112,13 +112,13 @@ def cpu_model(root: Path = ROOT) -> str:
 
 def cache_kib(level: int, root: Path = ROOT) -> int | None:
     """KiB of the first CPU's data (or unified) cache of that level."""
+    if _is_mac(root):
+        return mac_cpu.cache_kib(level)
     for cache in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
         if text_or_nothing(cache / "level") == str(level) and text_or_nothing(cache / "type") in ("Data", "Unified"):
             size = text_or_nothing(cache / "size")
             unit = {"K": 1, "M": 1024}.get(size[-1:])
             return int(size[:-1]) * unit if unit and size[:-1].isdigit() else None
-    if _is_mac(root):
-        return mac_cpu.cache_kib(level)
     return None if (cpu := _cpuid(root)) is None else cpu.cache_kib(level)
 
 

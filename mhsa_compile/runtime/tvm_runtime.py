@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from mhsa_compile.errors import CALL_REFUSED, InputError, InstallationError
-from mhsa_compile.files import atomic_write, proc, system, user_folders
+from mhsa_compile.files import proc, system, user_folders
 from mhsa_compile.files.opened_once import mappable
 from mhsa_compile.hardware import environment, host
 
@@ -254,6 +254,8 @@ class Runtime:
     def _mapped_from_cache(self, code: bytes, digest: str) -> Any:
         """Maps a file in the user's cache, by its hash: Windows removes no file that is mapped, so each process finds
         what another left. What is there is held against the code."""
+        from mhsa_compile.files import atomic_write
+
         place = user_folders.cache_home() / "mhsa_compile" / "code"
         place = place if user_folders.can_write(place) else user_folders.spare()
         path = place / f"{digest}.dll"
