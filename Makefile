@@ -25,7 +25,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app search-page browser test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles bench-ways accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
+.PHONY: help demo search-app search-page browser windows test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles bench-ways accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -229,6 +229,9 @@ exp2-exhaustive: $(STAMP)  ## The kernels' exp2 against float64 at every float32
 	@$(BIN)/python benchmarks/exp2_exhaustive.py
 
 browser: $(BROWSER)  ## The extra `browser`: with it, and a Chromium, `make test-thorough` tries the pages and bundles for browsers
+
+windows: $(STAMP)  ## What is for Windows under Wine, and what is for macOS linked; some minutes where Zig's cache is new
+	@$(BIN)/python -m pytest -m '' tests/compiler/test_other_systems.py
 
 cuda-compiler: $(CUDA)  ## The extra `cuda`: with it, `make test` compiles for GPUs on machines without nvcc
 

@@ -19,6 +19,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from mhsa_compile.files import system
 from mhsa_compile.files.proc import thread_numbers
 
 Call = Callable[[], Any]
@@ -111,7 +112,7 @@ def workers_apart(sole_workers: Collection[int] = ()) -> Iterator[None]:
     Some kernels of virtual machines pack threads that wake up often onto one CPU to save another; a pool whose worker
     lands behind its caller then waits out whole time slices, up to a thousand times longer than the call takes.
     """
-    cpus, own = sorted(os.sched_getaffinity(0)), threading.get_native_id()
+    cpus, own = system.cpus(), threading.get_native_id()
     before = {task: os.sched_getaffinity(task) for task in tasks()}
     if len(cpus) > 1:
         for task in before.keys() - set(sole_workers):

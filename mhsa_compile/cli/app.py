@@ -28,7 +28,7 @@ from mhsa_compile.cli.common.option_groups import flatten_options
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import refusal_of
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile.compile_source,
     "run": run.run,

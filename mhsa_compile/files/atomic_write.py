@@ -8,7 +8,6 @@ more, and removes them.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import re
 import stat
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mhsa_compile.errors import MhsaError, OutputError
-from mhsa_compile.files import places
+from mhsa_compile.files import places, system
 from mhsa_compile.files.user_folders import temporary_place
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
@@ -38,12 +37,15 @@ class Unfinished:
         while True:
             self.path = parent / f".{name}.{secrets.token_hex(4)}{_SUFFIX}"
             self.path.mkdir(mode)
+            self._handle = -1
+            if system.IS_WINDOWS:  # which locks no folders, and so sweeps none
+                return
             try:
-                self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | system.CLOSED_ON_EXEC)
             except FileNotFoundError:  # swept, before it was locked, by a process that makes one of the same name
                 continue
             with suppress(OSError):  # a file system without locks: then it is nobody's to sweep, either
-                fcntl.flock(self._handle, fcntl.LOCK_SH)
+                system.lock(self._handle, shared=True)
             if is_at(self._handle, self.path):
                 return
             os.close(self._handle)
@@ -71,6 +73,8 @@ def temporary() -> Unfinished:
 
 def sweep(parent: Path, name: str) -> None:
     """Removes what processes of this user, dead since, left while they made `name` in `parent`."""
+    if system.IS_WINDOWS:
+        return
     ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}({re.escape(_ASIDE)})?")
     with suppress(OSError):
         for entry in os.scandir(parent):
@@ -82,11 +86,11 @@ def _remove_if_left(path: Path) -> None:
     import shutil
 
     with suppress(OSError):
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | system.NO_WAITING | system.NO_LINKS | system.CLOSED_ON_EXEC)
         try:
             status = os.fstat(handle)
-            if status.st_uid == os.geteuid():
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its maker lives
+            if status.st_uid == system.user_number():
+                system.lock(handle, wait=False)  # raises where its maker lives
                 if stat.S_ISDIR(status.st_mode):
                     shutil.rmtree(path, ignore_errors=True)
                 elif stat.S_ISREG(status.st_mode):
@@ -159,7 +163,7 @@ def _move(staged: Path, folder: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swaps two folders so that neither name is ever vacant; False where the C library or the file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    renameat2 = None if system.IS_WINDOWS else getattr(ctypes.CDLL(None), "renameat2", None)
     paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
     return renameat2 is not None and renameat2(*paths, _RENAME_EXCHANGE) == 0
 
@@ -190,6 +194,8 @@ def atomic_file(path: Path, argument: str) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if system.IS_WINDOWS:  # which renames no file that is open
+                file.close()
             os.replace(file.name, path)
     except MhsaError:
         raise
@@ -215,7 +221,7 @@ def _unfinished_file(path: Path) -> Iterator[BinaryIO]:
         with staged.open("x+b") as file:
             try:
                 with suppress(OSError):  # a file system without locks: then it is nobody's to sweep, either
-                    fcntl.flock(file, fcntl.LOCK_SH)
+                    system.lock(file.fileno(), shared=True)
                 if not is_at(file.fileno(), staged):  # swept, before it was locked
                     continue
                 yield file

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mhsa_compile.errors import MhsaError
+from mhsa_compile.files import system
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -27,7 +28,7 @@ def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     have no end."""
     try:
         # A pipe that nobody writes to opens at once with O_NONBLOCK; on regular files that means nothing.
-        handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        handle = os.open(path, flags | system.NO_WAITING | system.CLOSED_ON_EXEC, 0o644)
     except ValueError as error:  # a NUL in the path, or half of a surrogate pair
         raise OSError(errno.EINVAL, str(error), os.fspath(path)) from error
     mode = os.fstat(handle).st_mode

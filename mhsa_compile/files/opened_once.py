@@ -4,13 +4,14 @@ that is hashed as it is read. Standard library only."""
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import stat
 import threading
 from io import BufferedReader
 from pathlib import Path
+
+from mhsa_compile.files import system
 
 _BLOCK = 2**20  # bytes that are read at once, where nobody keeps them
 _HASHED_BESIDE = 2**18  # bytes from which on a thread is worth its start
@@ -21,19 +22,21 @@ class OpenFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._handle = -1 if system.IS_WINDOWS else os.open(path, os.O_RDONLY | os.O_DIRECTORY | system.CLOSED_ON_EXEC)
+        self._status = os.stat(path) if system.IS_WINDOWS else os.fstat(self._handle)
 
     def __enter__(self) -> OpenFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
+        if self._handle >= 0:
+            os.close(self._handle)
 
     def open(self, name: str) -> BufferedReader | None:
         """A file in it, to be read; None where there is none of this name, or something that is no file (a FIFO, on
         which others would wait)."""
         try:
-            handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._handle)
+            handle = self._open(name, os.O_RDONLY | system.NO_WAITING | system.CLOSED_ON_EXEC)
         except FileNotFoundError:
             return None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -41,10 +44,14 @@ class OpenFolder:
             return None
         return os.fdopen(handle, "rb")
 
+    def _open(self, name: str, flags: int) -> int:
+        """Windows opens files by their paths alone; `was_replaced` then tells of another folder."""
+        return os.open(self._path / name, flags) if system.IS_WINDOWS else os.open(name, flags, dir_fd=self._handle)
+
     def was_replaced(self) -> bool:
         """Whether another folder stands in its place now, or none."""
         try:
-            return not os.path.samestat(os.fstat(self._handle), os.stat(self._path))
+            return not os.path.samestat(self._status, os.stat(self._path))
         except FileNotFoundError:
             return True
 
@@ -56,9 +63,11 @@ def mappable(data: bytes, name: str) -> int:
     caller's to close.
     """
     try:
+        import fcntl
+
         handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    except OSError:  # forbidden by a sandbox, or vm.memfd_noexec = 2
+    except (OSError, AttributeError, ImportError):  # forbidden by a sandbox, or vm.memfd_noexec = 2; no Linux
         import tempfile
 
         with tempfile.TemporaryFile() as file:
@@ -85,7 +94,7 @@ class HashedFile:
         self._file, self._sha256 = file, hashlib.sha256()
         self._hashing: threading.Thread | None = None
         self._hashed = range(0)  # addresses of the block that is being hashed
-        self._beside = len(os.sched_getaffinity(0)) > 1
+        self._beside = len(system.cpus()) > 1
         self.size = os.fstat(file.fileno()).st_size
 
     def readinto(self, buffer: memoryview, /) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from mhsa_compile.errors import InstallationError
 
@@ -15,8 +16,9 @@ def is_mounted() -> bool:
 
 
 def require_proc(why: str) -> None:
-    """Raises InstallationError where it is not mounted; `why` is a sentence on what cannot be done without it."""
-    if not is_mounted():
+    """Raises InstallationError where it is not mounted; `why` is a sentence on what cannot be done without it. Other
+    systems than Linux do all without."""
+    if sys.platform == "linux" and not is_mounted():
         raise InstallationError("/proc", "mounted", f"no {_SELF}", f"{why} Mount /proc, or do it where it is.")
 
 

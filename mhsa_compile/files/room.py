@@ -6,14 +6,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 from mhsa_compile.errors import ResourceError
 from mhsa_compile.files.input_files import text_or_nothing
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+NO_ROOM = frozenset({errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EROFS})
 """What only a writer meets: a full disk, a quota, a file that would be too large, a file system for reading."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as libraries that are written in Rust say it, safetensors among them
 
@@ -29,13 +28,17 @@ def number_of(error: BaseException) -> int | None:
 def without_room(folder: Path, size: int) -> str | None:
     """Why no file of `size` bytes can be made in a folder, in the system's words; None where it can. It is made,
     without a name, and is gone after this."""
+    import shutil
     import tempfile
 
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             if (limit := size_limit()) is not None and size > limit:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            elif size > shutil.disk_usage(folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         if error.errno in NO_ROOM or error.errno in (errno.EACCES, errno.EPERM, errno.ENOENT):
             return error.strerror or str(error)
@@ -44,6 +47,10 @@ def without_room(folder: Path, size: int) -> str | None:
 
 def size_limit() -> int | None:
     """The largest file that this process may write (`ulimit -f`), in bytes; None where there is no limit."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return None
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 

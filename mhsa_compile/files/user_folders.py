@@ -8,16 +8,17 @@ import stat
 from pathlib import Path
 
 from mhsa_compile.errors import OutputError
+from mhsa_compile.files import system
 
 
 def cache_home() -> Path:
-    """The folder for what can be made again: $XDG_CACHE_HOME, by default ~/.cache."""
-    return _home("XDG_CACHE_HOME", ".cache")
+    """The folder for what can be made again: $XDG_CACHE_HOME, by default ~/.cache, or that of macOS or Windows."""
+    return _home("XDG_CACHE_HOME", ".cache", system.user_cache())
 
 
 def data_home() -> Path:
-    """The folder for what should last: $XDG_DATA_HOME, by default ~/.local/share."""
-    return _home("XDG_DATA_HOME", ".local/share")
+    """The folder for what should last: $XDG_DATA_HOME, by default ~/.local/share, or that of macOS or Windows."""
+    return _home("XDG_DATA_HOME", ".local/share", system.user_data())
 
 
 def temporary_place() -> Path:
@@ -36,10 +37,10 @@ def spare() -> Path:
     this call, where somebody else has taken its name. Raises OSError."""
     import tempfile
 
-    path = temporary_place() / f"mhsa_compile-{os.geteuid()}"
+    path = temporary_place() / f"mhsa_compile-{system.user_number()}"
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()  # not what a link of somebody's points to
-    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+    if stat.S_ISDIR(status.st_mode) and system.is_private(status, 0o077):
         return path
     return Path(tempfile.mkdtemp(prefix="mhsa_compile-"))
 
@@ -70,7 +71,7 @@ def can_write(folder: Path) -> bool:
         return False
 
 
-def _home(variable: str, below: str) -> Path:
+def _home(variable: str, below: str, of_user: Path) -> Path:
     if value := os.environ.get(variable):
         return Path(value)
-    return spare() / below if not has_home() else Path(os.path.expanduser("~"), below)
+    return of_user if has_home() else spare() / below

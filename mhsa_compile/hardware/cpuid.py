@@ -16,6 +16,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mhsa_compile.files import system
 from mhsa_compile.hardware.machine_code import callable_code
 
 Registers = tuple[int, int, int, int]
@@ -24,6 +25,8 @@ Registers = tuple[int, int, int, int]
 _CPUID = bytes.fromhex("f30f1efa 53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
 """void cpuid(uint32_t leaf, uint32_t subleaf, uint32_t registers[4]): endbr64; push rbx; mov r8, rdx; mov eax, edi;
 mov ecx, esi; cpuid; mov [r8], eax; mov [r8 + 4], ebx; mov [r8 + 8], ecx; mov [r8 + 12], edx; pop rbx; ret"""
+_CPUID_OF_WINDOWS = bytes.fromhex("53 89c8 89d1 0fa2 418900 41895804 41894808 4189500c 5b c3")
+"""The same, by Windows' convention of calls: push rbx; mov eax, ecx; mov ecx, edx; cpuid; ..."""
 _XGETBV = bytes.fromhex("f30f1efa 31c9 0f01d0 48c1e220 4809d0 c3")
 """uint64_t xcr0(void): endbr64; xor ecx, ecx; xgetbv; shl rdx, 32; or rax, rdx; ret"""
 
@@ -161,7 +164,8 @@ class CpuId:
 def read() -> CpuId | None:
     """What this CPU says; None where this process may not run the few instructions that ask."""
     uint32 = ctypes.c_uint32
-    with callable_code(_CPUID, None, uint32, uint32, ctypes.POINTER(uint32)) as call:
+    code = _CPUID_OF_WINDOWS if system.IS_WINDOWS else _CPUID
+    with callable_code(code, None, uint32, uint32, ctypes.POINTER(uint32)) as call:
         if call is None:
             return None
 

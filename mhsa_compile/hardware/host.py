@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from mhsa_compile.errors import InputError
+from mhsa_compile.files import system as system_calls
 from mhsa_compile.files.input_files import text_or_nothing
-from mhsa_compile.hardware import arm_cpu, cpuid, microarchitecture, tile_permission
+from mhsa_compile.hardware import arm_cpu, cpuid, mac_cpu, microarchitecture, tile_permission
 from mhsa_compile.hardware.arm_cpu import Core
 from mhsa_compile.hardware.cpuid import CpuId
 
@@ -34,6 +36,11 @@ def architecture() -> str:
     """The instruction set as LLVM's triples spell it: x86_64, aarch64, riscv64, ..."""
     machine = platform.machine().lower()
     return _SPELLINGS.get(machine, machine)
+
+
+def system() -> str:
+    """The operating system as Zig's triples spell it: linux, macos, windows."""
+    return {"win32": "windows", "darwin": "macos"}.get(sys.platform, sys.platform)
 
 
 def cpu_features(root: Path = ROOT) -> frozenset[str]:
@@ -57,12 +64,14 @@ def tiles(features: frozenset[str]) -> frozenset[str]:
 
 
 def features_from(root: Path = ROOT) -> str:
-    """Who tells the features: "CPUID", "the auxiliary vector", "/proc/cpuinfo", or "nobody"."""
+    """Who tells the features: "CPUID", "the auxiliary vector", "sysctl", "/proc/cpuinfo", or "nobody"."""
     return _features_of_proc(root)[1]
 
 
 def microarchitecture_name(root: Path = ROOT) -> str:
     """The microarchitecture, such as zen5 or neoverse-n1: what is tuned serves one. UNKNOWN where nobody tells."""
+    if _is_mac(root) and architecture() == "aarch64":
+        return mac_cpu.microarchitecture() or UNKNOWN
     if architecture() == "aarch64":
         return microarchitecture.of_arm(_cores(root)) or UNKNOWN
     if architecture() != "x86_64":
@@ -92,6 +101,8 @@ def cpu_model(root: Path = ROOT) -> str:
         return f"an emulated {architecture()} CPU"
     if (cpu := _cpuid(root)) is not None and cpu.brand:
         return cpu.brand
+    if _is_mac(root) and (name := mac_cpu.brand()):
+        return name
     if name := next(_cpuinfo(root), {}).get("model name"):
         return name
     for core in _cores(root):
@@ -101,6 +112,8 @@ def cpu_model(root: Path = ROOT) -> str:
 
 def cache_kib(level: int, root: Path = ROOT) -> int | None:
     """KiB of the first CPU's data (or unified) cache of that level."""
+    if _is_mac(root):
+        return mac_cpu.cache_kib(level)
     for cache in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
         if text_or_nothing(cache / "level") == str(level) and text_or_nothing(cache / "type") in ("Data", "Unified"):
             size = text_or_nothing(cache / "size")
@@ -114,7 +127,7 @@ def allowed_cpus(root: Path = ROOT) -> int:
 
     A quota of 2.5 CPUs counts as 2: a third spinning thread would only get the other two throttled.
     """
-    return max(1, min([len(_affinity()), *(int(quota) for quota in _cpu_quotas(root))]))
+    return max(1, min([len(system_calls.cpus()), *(int(quota) for quota in _cpu_quotas(root))]))
 
 
 def thread_count(threads: int | None) -> int:
@@ -170,9 +183,16 @@ def _cpuid(root: Path) -> CpuId | None:
     return cpuid.read() if root == ROOT and architecture() == "x86_64" else None
 
 
+def _is_mac(root: Path) -> bool:
+    """Whether this machine is one, and `root` its own."""
+    return root == ROOT and system() == "macos"
+
+
 def _features_of_proc(root: Path) -> tuple[frozenset[str], str]:
     if (cpu := _cpuid(root)) is not None:
         return cpu.features, "CPUID"
+    if _is_mac(root):
+        return mac_cpu.features(), "sysctl"
     if root == ROOT and architecture() == "aarch64" and (has := arm_cpu.features(arm_cpu.auxiliary_vector())):
         return has, "the auxiliary vector"
     fields = next(_cpuinfo(root), {})
@@ -189,7 +209,7 @@ def _extensions(isa: str) -> frozenset[str]:
 
 def _cores(root: Path) -> list[Core]:
     """ARM's cores that this process may run on, by what each says of itself; one of each kind at least."""
-    files = (root / f"sys/devices/system/cpu/cpu{cpu}/regs/identification/midr_el1" for cpu in _affinity())
+    files = (root / f"sys/devices/system/cpu/cpu{cpu}/regs/identification/midr_el1" for cpu in system_calls.cpus())
     cores = [Core.of(int(text, 16)) for file in files if (text := text_or_nothing(file))]
     running = None
     if root == ROOT and architecture() == "aarch64":
@@ -200,10 +220,6 @@ def _cores(root: Path) -> list[Core]:
         return cores
     blocks = [block for block in _cpuinfo(root) if "CPU part" in block]
     return [Core(int(block.get("CPU implementer", "0"), 16), int(block["CPU part"], 16)) for block in blocks]
-
-
-def _affinity() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _cpuinfo(root: Path) -> Iterator[dict[str, str]]:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from mhsa_compile.files import system
 from mhsa_compile.files.opened_once import mappable
 
 _FAILED = ctypes.c_void_p(-1).value
 _POINTER_BITS = 64
+_COMMIT_AND_RESERVE, _RELEASE, _READ_WRITE, _EXECUTE_READ = 0x3000, 0x8000, 0x04, 0x20  # of Windows
 
 
 @contextmanager
@@ -26,6 +28,10 @@ def callable_code(code: bytes, result: Any, *arguments: Any) -> Iterator[Callabl
     None where this process may not run code of its own making, or is one of 32 bits."""
     if ctypes.sizeof(ctypes.c_void_p) * 8 != _POINTER_BITS:
         yield None
+        return
+    if system.IS_WINDOWS:
+        with _page_of_windows(code) as address:
+            yield None if address is None else ctypes.CFUNCTYPE(result, *arguments)(address)
         return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -40,6 +46,27 @@ def callable_code(code: bytes, result: Any, *arguments: Any) -> Iterator[Callabl
         yield ctypes.CFUNCTYPE(result, *arguments)(address)
     finally:
         libc.munmap(address, mmap.PAGESIZE)
+
+
+@contextmanager
+def _page_of_windows(code: bytes) -> Iterator[int | None]:
+    """A page that can be written no more, as `_sealed_page`."""
+    kernel: Any = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
+    pointer, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
+    kernel.VirtualAlloc.restype, kernel.VirtualAlloc.argtypes = pointer, (pointer, size, word, word)
+    kernel.VirtualProtect.argtypes = (pointer, size, word, pointer)
+    kernel.VirtualFree.argtypes = (pointer, size, word)
+    address = kernel.VirtualAlloc(None, mmap.PAGESIZE, _COMMIT_AND_RESERVE, _READ_WRITE)
+    if address is None:
+        yield None
+        return
+    try:
+        ctypes.memmove(address, code, len(code))
+        before = word()
+        sealed = kernel.VirtualProtect(address, mmap.PAGESIZE, _EXECUTE_READ, ctypes.byref(before))
+        yield int(address) if sealed else None
+    finally:
+        kernel.VirtualFree(address, 0, _RELEASE)
 
 
 def _mapped_file(libc: Any, code: bytes) -> int | None:

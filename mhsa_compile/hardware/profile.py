@@ -77,6 +77,15 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     triple: Triple
 
 
+def system_of(triple: str) -> str:
+    """The operating system of a Zig triple.
+
+    >>> system_of("aarch64-macos.12.0")
+    'macos'
+    """
+    return triple.partition("-")[2].partition("-")[0].partition(".")[0]
+
+
 class CudaTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the code generators are told: `arch` for the kernels, `mtriple` for the code of the host that launches them.
 
@@ -112,6 +121,15 @@ class _Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     name: str
     link: Link
+
+    @property
+    def system(self) -> str:
+        """The operating system that the library is linked for, as Zig names it: linux, macos, windows, wasi.
+
+        >>> load_profile("apple-m1").system
+        'macos'
+        """
+        return system_of(self.link.triple)
 
     def records(self) -> list[Path]:
         """The files that hold tuned records of this target: the user's own, then what is shipped. Raises
@@ -297,10 +315,10 @@ def detect(root: Path = host.ROOT) -> CpuProfile:
     architecture, present = host.architecture(), host.usable_features(root)
     mcpu, features, vector_bits, vector_registers = _level(architecture, present)
     dots = {feature: flag for feature, flag in _DOTS.get(mcpu, {}).items() if feature in present}
-    glibc = ".2.17" if architecture in ("x86_64", "aarch64") else ""  # the oldest that both ship; others began later
+    system_triple, link_triple = _triples(architecture)
     return CpuProfile(
         name=NATIVE,
-        tvm=TvmTarget(kind="llvm", mtriple=f"{architecture}-linux-gnu", mcpu=mcpu, mattr=tuple(dots.values())),
+        tvm=TvmTarget(kind="llvm", mtriple=system_triple, mcpu=mcpu, mattr=tuple(dots.values())),
         hardware=Hardware(
             cores=host.allowed_cpus(root),
             vector_bits=vector_bits,
@@ -310,8 +328,18 @@ def detect(root: Path = host.ROOT) -> CpuProfile:
             features=tuple(sorted(features | dots.keys())),
             microarchitecture=host.microarchitecture_name(root),
         ),
-        link=Link(triple=f"{architecture}-linux-gnu{glibc}"),
+        link=Link(triple=link_triple),
     )
+
+
+def _triples(architecture: str) -> tuple[str, str]:
+    """LLVM's and Zig's triples of this machine's system."""
+    if host.system() == "windows":
+        return f"{architecture}-w64-windows-gnu", f"{architecture}-windows-gnu"
+    if host.system() == "macos":
+        return f"{architecture}-apple-macos12", f"{architecture}-macos.12.0"
+    glibc = ".2.17" if architecture in ("x86_64", "aarch64") else ""  # the oldest that both ship; others began later
+    return f"{architecture}-linux-gnu", f"{architecture}-linux-gnu{glibc}"
 
 
 def _level(architecture: str, features: frozenset[str]) -> tuple[str, frozenset[str], int, int]:

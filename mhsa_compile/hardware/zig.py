@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mhsa_compile.errors import BuildError, OutputError
-from mhsa_compile.files import user_folders
+from mhsa_compile.files import system, user_folders
 from mhsa_compile.files.proc import require_proc
 from mhsa_compile.files.room import without_room
 from mhsa_compile.hardware import environment
@@ -28,7 +28,9 @@ SECONDS = {"cc": 300.0, "c++": 1800.0}
 a minute or two."""
 _ROOM = ("NoSpaceLeft", "FileTooBig", "DiskQuota", "ReadOnlyFileSystem", "No space left on device", "File too large")
 """How Zig and LLVM's linker in it say that they could not write."""
-_KILLED_AS_IT_WROTE = (signal.SIGXFSZ, signal.SIGBUS)  # beyond a limit on sizes; into mapped pages that no disk has
+_KILLED_AS_IT_WROTE = (
+    () if system.IS_WINDOWS else (signal.SIGXFSZ, signal.SIGBUS)
+)  # beyond a limit on sizes; into mapped pages that no disk has
 
 
 def first_cache() -> Path:
@@ -81,7 +83,7 @@ def run(
 def _end(child: subprocess.Popen[str]) -> None:
     """Ends what runs still, as when its time is over or the user interrupts."""
     if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
+        child.kill() if system.IS_WINDOWS else os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
 
 

@@ -8,14 +8,13 @@ place of the old one under the same lock: whoever waited for the old one goes on
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mhsa_compile.files import input_files
+from mhsa_compile.files import input_files, system
 from mhsa_compile.files.atomic_write import is_at
 
 _BLOCK = 65_536
@@ -25,7 +24,7 @@ def read(path: Path) -> tuple[list[bytes], bytes]:
     """(the lines, what stands behind the last newline). Raises OSError."""
     with os.fdopen(input_files.regular(path), "rb") as file:
         with suppress(OSError):  # a file system without locks: a line that is being written may look torn, no more
-            fcntl.flock(file, fcntl.LOCK_SH)
+            system.lock(file.fileno(), shared=True)
         return _split(file.read())
 
 
@@ -45,7 +44,7 @@ def append(path: Path, line: bytes, whole: Callable[[bytes], bool]) -> None:
             os.ftruncate(file, end)
             raise
         if size == 0:
-            _sync_folder(path.parent)
+            system.sync_folder(path.parent)
 
 
 def rewrite(path: Path, change: Callable[[list[bytes], bytes], Iterable[bytes]]) -> None:
@@ -57,6 +56,9 @@ def rewrite(path: Path, change: Callable[[list[bytes], bytes], Iterable[bytes]])
     with _lock(path) as old:
         with os.fdopen(os.dup(old), "rb") as file:
             lines = change(*_split(file.read()))
+        if system.IS_WINDOWS:  # which puts nothing in the place of a file that is open
+            _overwrite(old, b"".join(line + b"\n" for line in lines))
+            return
         try:
             with staged.open("wb") as new:
                 new.write(b"".join(line + b"\n" for line in lines))
@@ -67,7 +69,13 @@ def rewrite(path: Path, change: Callable[[list[bytes], bytes], Iterable[bytes]])
             staged.unlink(missing_ok=True)
             raise
         os.replace(staged, path)  # from here on the name may be another writer's
-        _sync_folder(path.parent)
+        system.sync_folder(path.parent)
+
+
+def _overwrite(file: int, data: bytes) -> None:
+    os.ftruncate(file, 0)
+    _write(file, data, 0)
+    os.fsync(file)
 
 
 @contextmanager
@@ -76,7 +84,7 @@ def _lock(path: Path) -> Iterator[int]:
     while True:
         file = input_files.regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            system.lock(file)
             if is_at(file, path):
                 yield file
                 return
@@ -85,7 +93,7 @@ def _lock(path: Path) -> Iterator[int]:
 
 
 def _write(file: int, data: bytes, offset: int) -> None:
-    if os.pwrite(file, data, offset) != len(data):
+    if system.write_at(file, data, offset) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -95,19 +103,10 @@ def _tail(file: int) -> bytes:
     while begin and b"\n" not in tail:
         step = min(begin, _BLOCK)
         begin -= step
-        tail = os.pread(file, step, begin) + tail
+        tail = system.read_at(file, step, begin) + tail
     return tail.rpartition(b"\n")[2]
 
 
 def _split(raw: bytes) -> tuple[list[bytes], bytes]:
     *lines, tail = raw.split(b"\n")
     return lines, tail
-
-
-def _sync_folder(folder: Path) -> None:
-    """Puts a folder's entries on the disk, so that the name of a new file is there as well."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from mhsa_compile.errors import CALL_REFUSED, InputError, InstallationError
-from mhsa_compile.files import proc, user_folders
+from mhsa_compile.files import proc, system, user_folders
 from mhsa_compile.files.opened_once import mappable
 from mhsa_compile.hardware import environment, host
 
@@ -40,6 +40,10 @@ _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "1000")
 """How often an idle worker yields its CPU before it sleeps, unless the environment says otherwise: about 0.4 ms, enough
 from one parallel loop to the next. TVM's own 300,000 took 0.12 s of CPU time after every call, which other libraries'
 threads then lacked (docs/threads.md)."""
+_RUNTIME, _FFI = {
+    "windows": ("tvm_runtime.dll", "tvm_ffi.dll"),
+    "macos": ("libtvm_runtime.dylib", "libtvm_ffi.dylib"),
+}.get(host.system(), ("libtvm_runtime.so", "libtvm_ffi.so"))
 _CUDART = "libcudart.so.13"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_ALL_CPUS = -3  # affinity mode: each worker may run on every CPU listed
@@ -65,7 +69,8 @@ class CallsAtExit:
         self._own = threading.local()
         self._held: list[Lock] = []
         atexit.register(self._finish)
-        os.register_at_fork(before=self._acquire, after_in_parent=self._release, after_in_child=self._release)
+        if not system.IS_WINDOWS:  # which has no forks
+            os.register_at_fork(before=self._acquire, after_in_parent=self._release, after_in_child=self._release)
 
     @property
     def lock(self) -> Lock:
@@ -213,6 +218,8 @@ class Runtime:
         return library
 
     def _map(self, code: bytes, digest: str) -> Any:
+        if system.IS_WINDOWS:
+            return self._mapped_from_cache(code, digest)
         if not proc.is_mounted():
             return self._mapped_from_disk(code, digest)
         suffix = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
@@ -244,12 +251,24 @@ class Runtime:
             "Mount /proc, or point TMPDIR to a folder that is not mounted noexec.",
         )
 
+    def _mapped_from_cache(self, code: bytes, digest: str) -> Any:
+        """Maps a file in the user's cache, by its hash: Windows removes no file that is mapped, so each process finds
+        what another left. What is there is held against the code."""
+        from mhsa_compile.files import atomic_write
+
+        place = user_folders.cache_home() / "mhsa_compile" / "code"
+        place = place if user_folders.can_write(place) else user_folders.spare()
+        path = place / f"{digest}.dll"
+        if not path.is_file() or path.read_bytes() != code:
+            atomic_write.write(path, code, f"file {str(path)!r}")
+        return self._load(str(path), "so")
+
     def use_threads(self, threads: int) -> None:
         """Makes the calling thread's parallel loops use `threads` from now on. Its affinity stays as it is.
 
         Raises InputError where its pool, touched before by someone else, is too small.
         """
-        cpus = sorted(os.sched_getaffinity(0))
+        cpus = system.cpus()
         # The first call creates the pool, with as many workers as it names CPUs, and room for whoever comes later; the
         # second lets all of them run on the caller's CPUs, which it names at least `threads` times.
         for size in (max(threads, self.cpus), max(threads, len(cpus))):
@@ -280,9 +299,12 @@ class Runtime:
 @functools.cache
 def start() -> Runtime:
     """Loads TVM's runtime. Raises InstallationError for a pair of packages that would crash."""
-    library = _library("libtvm_runtime.so")
+    library = _library(_RUNTIME)
     os.environ.setdefault(*_SPINS)  # read when the first pool starts
     tvm_ffi = _binding()
+    if system.IS_WINDOWS:  # Microsoft's C++ library, which the package brings
+        with suppress(OSError):
+            os.add_dll_directory(str(library.parents[2] / "apache_tvm.libs"))  # type: ignore[attr-defined]
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     function = tvm_ffi.get_global_func
     return Runtime(
@@ -368,8 +390,8 @@ def refusal(error: Exception) -> str | None:
 
 def libraries(on_gpu: bool) -> list[Path]:
     """The libraries in which an artifact's code finds the functions that it calls by name."""
-    ours = [_library("libtvm_runtime.so"), *([_library("libtvm_runtime_cuda.so")] if on_gpu else [])]
-    return [Path(start().ffi.__file__).parent / "lib" / "libtvm_ffi.so", *ours]
+    ours = [_library(_RUNTIME), *([_library("libtvm_runtime_cuda.so")] if on_gpu else [])]
+    return [Path(start().ffi.__file__).parent / "lib" / _FFI, *ours]
 
 
 def _library(name: str) -> Path:

@@ -115,7 +115,7 @@ def loads_in_cpp(folder: Path, count: int) -> bool:
     artifact = mhsa.compile(mhsa.AttentionSpec(embed_dim=64, num_heads=2))
     made, triple = bundle(artifact, folder / "bundle"), artifact.manifest.target.link.triple
     shutil.copyfile(CYCLES, made.path / templates.MAIN)
-    words = templates.compiler_words(path.name for path in (made.path / "lib").glob("*.so*"))
+    words = templates.compiler_words((path.name for path in (made.path / "lib").glob("*.so*")), "linux")
     zig.run("c++", triple, words, "a test of loading", folder=made.path)
     begin = time.monotonic()
     command = [made.path / templates.PROGRAM, made.path / "artifact", str(count), "3"]

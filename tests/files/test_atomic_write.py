@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mhsa_compile.errors import OutputError
-from mhsa_compile.files import atomic_write
+from mhsa_compile.files import atomic_write, system
 from mhsa_compile.files.atomic_write import Unfinished, atomic_file, atomic_folder
 
 MAKER = """
@@ -66,15 +66,15 @@ def test_what_was_set_aside_is_kept_while_it_is_the_only_one(tmp_path: Path) -> 
 def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    locked, swept = atomic_write.fcntl.flock, []
+    locked, swept = system.lock, []
 
-    def late(handle: int, how: int) -> None:
+    def late(handle: int, **how: bool) -> None:
         if not swept:
             swept.append(next(tmp_path.iterdir()))
             swept[0].rmdir()
-        locked(handle, how)
+        locked(handle, **how)
 
-    monkeypatch.setattr(atomic_write.fcntl, "flock", late)
+    monkeypatch.setattr(system, "lock", late)
     with Unfinished(tmp_path, "a.mhsa") as folder:
         assert folder.is_dir() and folder != swept[0]
 

@@ -180,13 +180,13 @@ def test_an_arm_cpu_is_asked_for_its_features_and_its_core(monkeypatch: pytest.M
 
 def test_the_cores_of_an_arm_board_are_read_from_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "architecture", lambda: "aarch64")
-    monkeypatch.setattr(host, "_affinity", lambda: [0, 1, 4])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 4})
     for cpu, midr in enumerate((0x410FD034, 0x410FD034, 0x410FD034, 0x410FD034, 0x410FD082)):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/regs/identification"
         folder.mkdir(parents=True)
         (folder / "midr_el1").write_text(f"0x{midr:016x}\n")
     assert host.microarchitecture_name(tmp_path) == "cortex-a53+cortex-a72"
-    monkeypatch.setattr(host, "_affinity", lambda: [4])  # a process that stays on the large core
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {4})  # a process that stays on the large core
     assert host.microarchitecture_name(tmp_path) == "cortex-a72"
     assert host.cpu_model(tmp_path) == "implementer 0x41 part 0xd08"
 

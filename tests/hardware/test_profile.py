@@ -29,6 +29,7 @@ RISCV = {"v": "v"}
 WEBASSEMBLY = {"simd128": "simd128", "relaxed-simd": "relaxed_simd"}
 REGISTERS = {"x86-64-v3": 16, "armv7-generic": 16, "riscv64-generic": 8}  # of 128 bits: 32 floats, there are no vectors
 REGISTERS |= {"wasm32": 16, "wasm32-relaxed": 16}  # of x86, on which most of it runs: its own are any number
+REGISTERS |= {"x86-64-v3-macos": 16, "x86-64-v3-windows": 16}
 
 MINIMAL = """family = "cpu"
 [tvm]

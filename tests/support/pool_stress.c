@@ -7,17 +7,25 @@
    many launches there were, and how many of them were wrong; exits with 1 if any was. */
 #include "threads.c"
 
+#include <pthread.h>
 #include <stdio.h>
+#include <unistd.h>
+
+#if defined(_WIN32)
+#define EXPORTED __declspec(dllexport) /* for who searches for them in the program */
+#else
+#define EXPORTED
+#endif
 
 enum { kExtent = 1000, kFailing = 1 };
 
 static _Thread_local void *raised;
 static _Atomic int references;
 
-void TVMFFIErrorMoveFromRaised(void **error) { *error = raised, raised = NULL; }
-void TVMFFIErrorSetRaised(void *error) { raised = error, atomic_fetch_add(&references, 1); }
-void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *words) {}
-int TVMFFIObjectDecRef(void *object) { return atomic_fetch_sub(&references, 1), 0; }
+EXPORTED void TVMFFIErrorMoveFromRaised(void **error) { *error = raised, raised = NULL; }
+EXPORTED void TVMFFIErrorSetRaised(void *error) { raised = error, atomic_fetch_add(&references, 1); }
+EXPORTED void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *words) {}
+EXPORTED int TVMFFIObjectDecRef(void *object) { return atomic_fetch_sub(&references, 1), 0; }
 
 typedef struct {
   int *times, extent, failing, nested, inner;

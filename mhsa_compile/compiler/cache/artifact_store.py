@@ -14,7 +14,6 @@ hold up the rest for ever: they compile for themselves then.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import time
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mhsa_compile.errors import ArtifactError, MhsaError
-from mhsa_compile.files import atomic_write
+from mhsa_compile.files import atomic_write, system
 from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.hardware import data_paths, environment
 from mhsa_compile.runtime.artifact.artifact import Artifact, open_artifact
@@ -69,9 +68,9 @@ class Turn:
             self._handle = -1
 
     def _try_lock(self) -> bool:
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | system.CLOSED_ON_EXEC | system.NO_LINKS, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(handle, wait=False)
             mine = os.path.samestat(os.fstat(handle), self._path.stat())  # or the one before removed what was locked
         except (BlockingIOError, FileNotFoundError):
             mine = False
@@ -216,4 +215,4 @@ def _is_private(root: Path) -> bool:
         status = root.stat()
     except OSError:
         return False
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return system.is_private(status, stat.S_IWGRP | stat.S_IWOTH)

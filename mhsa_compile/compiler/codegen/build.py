@@ -23,13 +23,19 @@ from mhsa_compile.compiler.codegen.runtime_functions import check_functions
 from mhsa_compile.errors import TargetError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.hardware import environment, zig
-from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile
+from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile, system_of
 from mhsa_compile.runtime import threads, tvm_runtime
 from mhsa_compile.runtime.artifact.manifest import CallCost, OpReport, SlowOperation
 
 _FLOAT16, _CPU_FEATURES = (Path(__file__).with_name(name) for name in ("float16.c", "cpu_features.c"))
-POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined", "-lpthread", "-ldl", "-Wl,-z,nodelete")
-"""The pool of threads that an artifact for a CPU carries: its workers never end, so the library never goes."""
+POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined")
+"""The pool of threads that an artifact for a CPU carries."""
+_SYSTEM_WORDS = {
+    "linux": ("-lpthread", "-ldl", "-Wl,-z,nodelete"),  # the pool's workers never end, so the library never goes
+    "macos": ("-Wl,-undefined,dynamic_lookup", "-Wl,-install_name,@rpath/module.so"),
+    "windows": ("-lapi-ms-win-core-synch-l1-2-0",),
+}
+"""What the linker is told besides, by operating system."""
 _FOR_GPUS = tuple(
     f"s_tir.{name}"
     for name in (
@@ -131,10 +137,14 @@ def _export(executable: Any, library: Path, profile: TargetProfile) -> None:
 
 
 def _sources(profile: TargetProfile) -> tuple[str, ...]:
-    """What else is linked into the library, in C."""
+    """What else is linked into the library, in C, and what the linker is told."""
     if isinstance(profile, CudaProfile):
         return ()
-    return (*POOL, str(_CPU_FEATURES), f'-DMHSA_CPU_FEATURES="{" ".join(sorted(profile.hardware.features))}"')
+    if profile.system not in _SYSTEM_WORDS:
+        expected = f"a link.triple for {' or '.join(_SYSTEM_WORDS)}"
+        raise TargetError("target", expected, repr(profile.link.triple), "targets/README.md has the schema.")
+    features = f'-DMHSA_CPU_FEATURES="{" ".join(sorted(profile.hardware.features))}"'
+    return (*POOL, f"-I{threads.__path__[0]}", str(_CPU_FEATURES), features, *_SYSTEM_WORDS[profile.system])
 
 
 def _packer(profile: TargetProfile, objects: ObjectFiles) -> Any:
@@ -230,7 +240,9 @@ def _linker(triple: str, files: ObjectFiles, sources: Sequence[str] = ()) -> Any
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
         helpers = [str(_FLOAT16)] if triple.startswith("riscv") else []
         inputs = files.on_disk(objects)
-        words = ["-shared", "-fPIC", "-O2", "-s", "-o", output, *inputs, *sources, *helpers, *(options or [])]
+        # What Zig makes for whoever links with a library of Windows'; nobody does.
+        imports = [f"-Wl,--out-implib,{files.folder / 'unused.lib'}"] if system_of(triple) == "windows" else []
+        words = ["-shared", "-fPIC", "-O2", "-s", "-o", output, *inputs, *sources, *helpers, *imports, *(options or [])]
         zig.run("cc", triple, words, "a shared library")
 
     link.output_format = "so"  # type: ignore[attr-defined]

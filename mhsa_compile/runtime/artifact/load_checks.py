@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mhsa_compile.errors import ArtifactError
 from mhsa_compile.hardware import host, tile_permission
-from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.hardware.profile import CpuProfile, shipped_relatives
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MODEL, Manifest
 
 _LOOPS_CHECKED = 4
@@ -39,6 +39,14 @@ def check_cpu(manifest: Manifest) -> None:
     architecture = target.tvm.mtriple.partition("-")[0]
     if architecture != host.architecture():
         raise ArtifactError("artifact", f"a CPU of {architecture}, as it was compiled for one", host.architecture())
+    if target.system != host.system():
+        expected, again = (
+            f"{target.system}, as it was compiled for it",
+            "Compile it for this one: --target native here.",
+        )
+        relative = next((other.name for other in shipped_relatives(target) if other.system == host.system()), None)
+        hint = again if relative is None else f"{again} Or elsewhere: --target {relative}."
+        raise ArtifactError("artifact", expected, host.system(), hint)
     check_features(set(target.hardware.features))
 
 

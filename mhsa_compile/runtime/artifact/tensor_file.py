@@ -18,6 +18,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from mhsa_compile.files import system
 from mhsa_compile.files.input_files import require_unique_keys
 
 _DTYPES = {
@@ -128,7 +129,9 @@ def _memory(size: int) -> np.ndarray:
     """Bytes that begin with a cache line."""
     if size >= _OWN_PAGES:
         try:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Windows has its own arguments, and no others are needed there.
+            private = {} if system.IS_WINDOWS else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+            pages = mmap.mmap(-1, size, **private)
         except OSError as error:
             raise MemoryError(f"Unable to allocate {size} bytes") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):

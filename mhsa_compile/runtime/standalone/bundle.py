@@ -32,8 +32,6 @@ from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MANIFEST
 from mhsa_compile.runtime.standalone import javascript_bundle, runtimes, templates
 from mhsa_compile.runtime.standalone.templates import MAIN
 
-_FILES = Path(__file__).parent / "program"
-
 _ARTIFACT = "artifact"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]((?:tvm|dlpack)/[^>"]+)[>"]', re.MULTILINE)
 _LICENSES = ("LICENSE", "NOTICE")
@@ -101,14 +99,14 @@ def bundle(
     with atomic_folder(folder, force, _manifest_in(folder)) as staged:
         (staged / _ARTIFACT).mkdir()
         artifact.copy(staged / _ARTIFACT)
-        shutil.copytree(_FILES, staged, dirs_exist_ok=True)
+        shutil.copytree(runtimes.PROGRAM_FILES, staged, dirs_exist_ok=True)
         _copy_headers(headers, staged)
         (staged / "lib").mkdir()
         for name, data in runtime_libraries.libraries.items():
-            (staged / "lib" / name).write_bytes(data)
+            (staged / templates.place(name)).write_bytes(data)
         for name in _LICENSES:
             shutil.copyfile(runtimes.package_folder("tvm") / name, staged / "lib" / name)
-        words = templates.compiler_words(runtime_libraries.libraries)
+        words = templates.compiler_words(runtime_libraries.libraries, artifact.manifest.target.system)
         (staged / "Makefile").write_text(templates.makefile(words, triple), encoding="utf-8")
         (staged / "README.md").write_text(
             templates.readme(artifact.manifest, runtime_libraries, words), encoding="utf-8"

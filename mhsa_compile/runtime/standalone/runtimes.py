@@ -1,9 +1,9 @@
 """TVM's runtime for a bundle: from the packages installed here, from others at hand, or built from the sources that
 those packages bring. Nothing is fetched from the network.
 
-It is built with Zig, for any target: one library of 2 MB that needs no C++ library on the device. The packages lack a
-few headers, most of which are there for what a compiled module never does (files of executables, tensors in JSON, a
-profiler's marks). `sources/` has small ones in their place.
+It is built with Zig, for any target: one library of 2 MB that needs no C++ library on the device, of Linux, macOS or
+Windows. The packages lack a few headers, most of which are there for what a compiled module never does (files of
+executables, tensors in JSON, a profiler's marks). `sources/` has small ones in their place.
 """
 
 from __future__ import annotations
@@ -22,21 +22,32 @@ from mhsa_compile.files import input_files, places, user_folders
 from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.hardware import environment, host, zig
+from mhsa_compile.hardware.profile import system_of
 from mhsa_compile.runtime.artifact.manifest import Manifest
 
 BUILD = "build"
 LIBRARIES = {"libtvm_ffi.so": "apache_tvm_ffi", "libtvm_runtime.so": "apache_tvm"}  # and the wheels that bring them
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "arm": 40, "riscv64": 243}
-
-
-LIBRARY = "libtvm_runtime.so"
-_SOURCES = Path(__file__).parent / "sources"
+BUILT = {"linux": "libtvm_runtime.so", "macos": "libtvm_runtime.dylib", "windows": "tvm_runtime.dll"}
+"""What is built, by operating system: all of the runtime in one library."""
+IMPORTS = "tvm_runtime.lib"
+"""What a program for Windows is linked with, in place of the library."""
+WINDOWS_MEMORY = "windows_memory.h"
+_SOURCES, PROGRAM_FILES = Path(__file__).parent / "sources", Path(__file__).parent / "program"
 UNITS = ("tvm_runtime.cc", "tvm_ffi.cc")
 _FLAGS = (
     *("-std=c++17", "-Os", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-ffunction-sections"),
     *("-DTVM_FFI_EXPORTS", "-DTVM_FFI_USE_LIBBACKTRACE=0", "-DTVM_FFI_BACKTRACE_ON_SEGFAULT=0"),
-    *("-shared", "-s", f"-Wl,-soname,{LIBRARY}", "-Wl,-z,defs", "-Wl,--gc-sections"),
+    *("-shared", "-s"),
 )
+_SYSTEM_FLAGS = {
+    "linux": (f"-Wl,-soname,{BUILT['linux']}", "-Wl,-z,defs", "-Wl,--gc-sections"),
+    "macos": (f"-Wl,-install_name,@rpath/{BUILT['macos']}", "-Wl,-dead_strip"),
+    "windows": (
+        *("-include", WINDOWS_MEMORY, "-DTVM_FFI_DLL=__declspec(dllexport)"),
+        *("-Wl,--gc-sections", f"-Wl,--out-implib,{IMPORTS}"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,8 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
 
     Raises InputError, InstallationError and BuildError.
     """
-    architecture = manifest.target.tvm.mtriple.partition("-")[0]
-    if source is None and architecture == host.architecture():
+    architecture, system = manifest.target.tvm.mtriple.partition("-")[0], manifest.target.system
+    if source is None and architecture == host.architecture() and system == host.system() == "linux":
         environment.check_tvm_pair()
         folders = [package_folder(name) / "lib" for name in ("tvm_ffi", "tvm")]
         return _prebuilt(architecture, folders, "the packages installed where it was made")
@@ -73,7 +84,10 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
         triple = manifest.target.link.triple
         library = build_library(triple, package_folder("tvm"), package_folder("tvm_ffi"), progress)
         origin = f"Zig, by the sources of apache-tvm {environment.TESTED_TVM}"
-        return RuntimeLibraries({library.name: library.read_bytes()}, origin, f"glibc {_glibc(triple)}")
+        parts = [library, library.with_name(IMPORTS)] if system == "windows" else [library]
+        return RuntimeLibraries({part.name: part.read_bytes() for part in parts}, origin, _needs(system, triple))
+    if system != "linux":
+        raise InputError("--runtime", f'"{BUILD}", for an artifact for {system}', repr(str(source)))
     place = Path(source)
     if not places.is_there(place):
         expected = f'"{BUILD}", a wheel, or a folder with wheels or libraries'
@@ -81,10 +95,13 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
     return _prebuilt(architecture, [place], str(place))
 
 
-def _glibc(triple: str) -> str:
-    """The C library that a triple asks for: "2.17 or later" of aarch64-linux-gnu.2.17."""
+def _needs(system: str, triple: str) -> str:
+    """What a triple asks of the machine: "glibc 2.17 or later" of aarch64-linux-gnu.2.17."""
+    if system == "windows":
+        return "Windows 10 or later"
+    of = {"linux": "glibc", "macos": "macOS"}[system]
     number = re.search(r"\.(\d+\.\d+)", triple)
-    return f"{number[1]} or later" if number else "as old as that of Zig's default for it"
+    return f"{of} {number[1]} or later" if number else f"{of} as old as that of Zig's default for it"
 
 
 def _prebuilt(architecture: str, places: list[Path], origin: str) -> RuntimeLibraries:
@@ -154,21 +171,26 @@ def build_library(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str
     environment.require("ziglang", extra="compile")
     environment.check_tvm_pair()
     home = user_folders.cache_home() / "mhsa_compile" / "runtimes"
-    folder = (home if user_folders.can_write(home) else user_folders.spare() / "runtimes") / f"{triple}-{_recipe()}"
-    library = folder / LIBRARY
+    system = system_of(triple)
+    kept = f"{triple}-{_recipe(system)}"
+    folder = (home if user_folders.can_write(home) else user_folders.spare() / "runtimes") / kept
+    library = folder / BUILT[system]
     if not library.is_file():
         progress(f"build TVM's runtime for {triple}: a minute or two, once")
         folder.mkdir(parents=True, exist_ok=True)
         with Unfinished(folder, "build") as place:
             output = _build(triple, tvm, tvm_ffi, place)
+            if system == "windows":
+                (place / IMPORTS).replace(folder / IMPORTS)
             output.replace(library)  # two builds at once give the same bytes
     return library
 
 
-def _recipe() -> str:
+def _recipe(system: str) -> str:
     """A hash of all that the library is made of: another one for another library."""
-    digest = hashlib.sha256(" ".join(_FLAGS).encode())
-    for path in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
+    digest = hashlib.sha256(" ".join((*_FLAGS, *_SYSTEM_FLAGS[system])).encode())
+    ours = sorted(path for path in _SOURCES.rglob("*") if path.is_file())
+    for path in [*ours, PROGRAM_FILES / WINDOWS_MEMORY] if system == "windows" else ours:
         digest.update(path.read_bytes())
     for package in ("apache-tvm", "apache-tvm-ffi", "ziglang"):
         digest.update((environment.installed_version(package) or "").encode())
@@ -178,8 +200,10 @@ def _recipe() -> str:
 def _build(triple: str, tvm: Path, tvm_ffi: Path, place: Path) -> Path:
     stage(tvm, tvm_ffi, place)
     # In that folder: absolute paths would be in the bytes.
-    zig.run("c++", triple, [*_FLAGS, "-Iinclude", *UNITS, "-o", LIBRARY], "TVM's runtime", folder=place)
-    return place / LIBRARY
+    system = system_of(triple)
+    words = [*_FLAGS, *_SYSTEM_FLAGS[system], "-Iinclude", *UNITS, "-o", BUILT[system]]
+    zig.run("c++", triple, words, "TVM's runtime", folder=place)
+    return place / BUILT[system]
 
 
 def stage(tvm: Path, tvm_ffi: Path, place: Path) -> None:
@@ -195,6 +219,7 @@ def stage(tvm: Path, tvm_ffi: Path, place: Path) -> None:
             (_SOURCES, place),
         ):
             shutil.copytree(source, target, dirs_exist_ok=True)
+        shutil.copyfile(PROGRAM_FILES / WINDOWS_MEMORY, place / WINDOWS_MEMORY)
     except (OSError, shutil.Error) as error:
         hint = "Reinstall it, or name wheels or libraries: --runtime FOLDER."
         raise InstallationError("apache-tvm", "the sources of its runtime in its package", str(error), hint) from error

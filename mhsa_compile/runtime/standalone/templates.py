@@ -7,19 +7,45 @@ from collections.abc import Iterable, Sequence
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
-from mhsa_compile.runtime.standalone.runtimes import RuntimeLibraries
+from mhsa_compile.runtime.standalone.runtimes import WINDOWS_MEMORY, RuntimeLibraries
 
 PROGRAM, MAIN = "attention", "main.cpp"
+_STACK = 8 << 20
+"""Bytes, as other systems give a program's first thread; Windows gives 1 MiB."""
 
 
-def compiler_words(libraries: Iterable[str]) -> list[str]:
+_MAPPING = {
+    "linux": "Where `/proc` is not mounted the system's linker does not know where this folder is: "
+    "`LD_LIBRARY_PATH=lib`. Code is then\nmapped from a file in `$TMPDIR` or `/dev/shm`, which is gone when it is.",
+    "macos": "Code is mapped from a file in `$TMPDIR`, which is gone when it is. What came over a network may be in "
+    "quarantine:\n`xattr -dr com.apple.quarantine .` releases this folder.",
+    "windows": "Code is mapped from `artifact/` itself, which nobody else can write while the program runs.",
+}
+"""Where the checked code is mapped from."""
+
+
+def program_name(system: str) -> str:
+    """What the compiled program is called."""
+    return f"{PROGRAM}.exe" if system == "windows" else PROGRAM
+
+
+def place(library: str) -> str:
+    """Where in the bundle a library lies: Windows looks for its own only beside the program."""
+    return library if library.endswith(".dll") else f"lib/{library}"
+
+
+def compiler_words(libraries: Iterable[str], system: str) -> list[str]:
     """What a C++ compiler is given, in the bundle's folder. Nobody refers to the runtime by a symbol, so it is asked
     for. Types are hidden, those of TVM's headers too: Zig's C++ library describes them otherwise than the runtime's,
     which would take the program's description of its error, and crash as it catches one."""
-    files = [f"lib/{name}" for name in sorted(libraries)]
-    linking = ["-Wl,--no-as-needed", *files, "-Wl,--allow-shlib-undefined", "-Wl,-rpath,$ORIGIN/lib", "-lm"]
+    files = [place(name) for name in sorted(libraries) if not name.endswith(".dll")]
+    linking = {
+        "linux": ["-Wl,--no-as-needed", *files, "-Wl,--allow-shlib-undefined", "-Wl,-rpath,$ORIGIN/lib", "-lm"],
+        "macos": [*files, "-Wl,-rpath,@executable_path/lib"],
+        "windows": ["-include", WINDOWS_MEMORY, *files, f"-Wl,--stack,{_STACK}"],
+    }[system]
     visibility = ["-fvisibility=hidden", "-DTVM_FFI_DLL=", "-DTVM_FFI_DLL_EXPORT="]
-    return ["-std=c++17", "-O2", "-s", *visibility, "-Iinclude", MAIN, *linking, "-o", PROGRAM]
+    return ["-std=c++17", "-O2", "-s", *visibility, "-Iinclude", MAIN, *linking, "-o", program_name(system)]
 
 
 def zig_command(words: Sequence[str], triple: str) -> str:
@@ -49,20 +75,19 @@ def readme(manifest: Manifest, runtime: RuntimeLibraries, words: Sequence[str]) 
     target = manifest.target
     assert isinstance(target, CpuProfile)  # bundles are for CPUs
     features = " ".join(target.hardware.features) or "nothing beyond its architecture"
+    on_windows = target.system == "windows"
+    library = " and ".join(f"`{place(name)}`" for name in sorted(runtime.libraries)) if on_windows else "`lib/`"
+    program = program_name(target.system) if on_windows else f"./{PROGRAM}"
+    who = "Any" if on_windows else "`make` compiles the program on the device; any other"
+    mapping = _MAPPING[target.system]
     return f"""\
 # A compiled attention for {target.name}
 
 - `artifact/` was compiled by mhsa-compile {manifest.mhsa_version} for {target.tvm.mtriple}. Its code needs a CPU
   with {features}.
-- `lib/` is TVM's runtime, from {runtime.origin}. It needs {runtime.needs}.
+- {library} is TVM's runtime, from {runtime.origin}. It needs {runtime.needs}.
 
-Compile the program, on the device:
-
-```sh
-make
-```
-
-or on any machine with Python (`pip install ziglang`; the first time takes a minute):
+{who} machine with Python compiles it by this (`pip install ziglang`; the first time takes a minute):
 
 ```sh
 {zig_command(words, target.link.triple)}
@@ -71,8 +96,8 @@ or on any machine with Python (`pip install ziglang`; the first time takes a min
 Copy this folder to the device and run it; `include/`, the sources and the texts may be left behind:
 
 ```sh
-./{PROGRAM}                                     # random inputs; --help has the options
-./{PROGRAM} --inputs in.safetensors --outputs out.safetensors --threads 1
+{program}                                     # random inputs; --help has the options
+{program} --inputs in.safetensors --outputs out.safetensors --threads 1
 ```
 
 It takes
@@ -87,8 +112,7 @@ A dim in letters is any size, the same wherever it occurs: `--dim L=197`. Inputs
 The program checks every byte against the manifest's hashes before it maps any code, maps what it checked, and holds a
 call against the manifest. What it refuses it refuses in one message, with exit code 2, and writes nothing.
 
-Where `/proc` is not mounted the system's linker does not know where this folder is: `LD_LIBRARY_PATH=lib`. Code is then
-mapped from a file in `$TMPDIR` or `/dev/shm`, which is gone when it is.
+{mapping}
 
 In a program of your own: `attention.h` with the headers beside it is all there is to copy. Its first lines show a call.
 """

@@ -42,11 +42,7 @@ typedef struct {
 #define SEATS(word) ((int32_t)((word) >> 28 & 0xfff))
 #define GENERATION(word) ((uint32_t)((word) >> 40))
 
-/* Of libtvm_ffi, which is there wherever TVM's code runs; a test of this file alone has none. */
-__attribute__((weak)) void TVMFFIErrorMoveFromRaised(void **error);
-__attribute__((weak)) void TVMFFIErrorSetRaised(void *error);
-__attribute__((weak)) void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *words);
-__attribute__((weak)) int TVMFFIObjectDecRef(void *object);
+#include "raised_errors.h"
 
 /* The task or tasks that this thread is in the middle of: a loop inside of one runs where it is. */
 static _Thread_local int inside_of_tasks;
@@ -102,9 +98,9 @@ static void run_task(Job *job, int task) {
   Env env = {NULL, job->tasks};
   if (job->lambda(task, &env, job->closure) == 0) return;
   void *error = NULL, *none = NULL; /* TVM keeps it for the thread that failed: the caller's is another one */
-  if (TVMFFIErrorMoveFromRaised) TVMFFIErrorMoveFromRaised(&error);
+  move_from_raised(&error);
   if (error == NULL) error = job; /* failed, without words */
-  if (!atomic_compare_exchange_strong(&job->error, &none, error) && error != job) TVMFFIObjectDecRef(error);
+  if (!atomic_compare_exchange_strong(&job->error, &none, error) && error != job) let_go_of(error);
 }
 
 /* What a launch returns, with the error raised in this thread. */
@@ -112,8 +108,8 @@ static int outcome(Job *job) {
   void *error = atomic_load_explicit(&job->error, memory_order_acquire);
   if (error == NULL) return 0;
   if (error != job) {
-    TVMFFIErrorSetRaised(error);
-    TVMFFIObjectDecRef(error);
+    set_raised(error);
+    let_go_of(error);
   }
   return -1;
 }

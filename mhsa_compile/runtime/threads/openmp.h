@@ -6,9 +6,15 @@
    the first worker of this thread's team has had a CPU, twice. It grows, or it does not. */
 #pragma once
 
+#if defined(__linux__)
 #include <dirent.h>
 #include <dlfcn.h>
 #include <link.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#endif
 #include <stdlib.h>
 #include <string.h>
 
@@ -54,6 +60,8 @@ enum { kAuto = 0, kOwn = 1, kOpenMP = 2 };
 
 static OpenMP openmp; /* of this library; every one finds the same */
 static _Atomic(bool) openmp_is_found;
+
+#if defined(__linux__)
 static _Atomic(unsigned long long) libraries_seen; /* loads since the process began, at the last search */
 static pthread_mutex_t openmp_search = PTHREAD_MUTEX_INITIALIZER;
 
@@ -118,20 +126,11 @@ static int64_t running_time(int32_t thread) {
   return clock_gettime(clock, &time) == 0 ? (int64_t)time.tv_sec * 1000000000 + time.tv_nsec : -1;
 }
 
-static bool runs_now(int32_t thread) {
-  const int64_t before = running_time(thread);
-  return before >= 0 && running_time(thread) > before;
-}
-
-static void tell_member(void *data) {
-  if (openmp.member() == 1) *(int32_t *)data = (int32_t)syscall(SYS_gettid);
-}
-
 /* Whether a thread that is neither ours nor known to call us runs at this moment: perhaps a member of a team. */
 static bool somebody_else_runs(void) {
   DIR *tasks = opendir("/proc/self/task");
   if (tasks == NULL) return false;
-  const int32_t own = (int32_t)syscall(SYS_gettid);
+  const int32_t own = thread_number();
   int32_t threads[kThreadsLookedAt];
   int64_t before[kThreadsLookedAt];
   int count = 0;
@@ -145,6 +144,23 @@ static bool somebody_else_runs(void) {
   for (int i = 0; i < count; ++i)
     if (before[i] >= 0 && running_time(threads[i]) > before[i]) return true;
   return false;
+}
+
+#else /* the pools of other systems are ours alone: nobody has tried to tell when such a team is awake */
+static bool find_openmp(bool any) { return false; }
+
+static int64_t running_time(int32_t thread) { return -1; }
+
+static bool somebody_else_runs(void) { return false; }
+#endif
+
+static bool runs_now(int32_t thread) {
+  const int64_t before = running_time(thread);
+  return before >= 0 && running_time(thread) > before;
+}
+
+static void tell_member(void *data) {
+  if (openmp.member() == 1) *(int32_t *)data = thread_number();
 }
 
 /* Finds the team of this thread, if it seems to have one: a loop on OpenMP where there is none would make one, which

@@ -8,19 +8,8 @@
    more; a caller publishes, then counts the sleepers. One of the two sees the other. */
 #pragma once
 
-#include <linux/futex.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include "job.h"
-
-#ifndef SYS_futex /* 32-bit machines whose headers know 64-bit times only */
-#define SYS_futex SYS_futex_time64
-#endif
+#include "system.h"
 
 enum {
   kJobs = 64,                 /* loops at once; who finds no place runs alone */
@@ -51,25 +40,9 @@ typedef struct {
   _Atomic int64_t expected;           /* until when a call that has begun may come to its first loop */
 } Pool;
 
-/* `mhsa_pool_1` is unique in the process, whatever number of libraries bring it and however they are loaded: so says the
-   type of its symbol to the dynamic linker, which then never unloads the first of them either. Another layout or
-   protocol of what lies in it needs another name. */
-__asm__(".pushsection .bss.mhsa_pool_1,\"aw\",%nobits\n"
-        ".globl mhsa_pool_1\n"
-        ".type mhsa_pool_1, %gnu_unique_object\n"
-        ".size mhsa_pool_1, 32768\n"
-        ".balign 128\n"
-        "mhsa_pool_1: .zero 32768\n"
-        ".popsection\n");
-extern Pool mhsa_pool_1;
-_Static_assert(sizeof(Pool) <= 32768, "as large as it is said to be above");
+MHSA_POOL_MEMORY(Pool)
+_Static_assert(sizeof(Pool) <= 32768, "as large as it is said to be in system_linux.h");
 static Pool *const pool = &mhsa_pool_1;
-
-static int64_t nanoseconds(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 static int64_t within(int64_t least, int64_t value, int64_t most) {
   return value < least ? least : value < most ? value : most;
@@ -85,23 +58,12 @@ static inline void pause_cpu(void) {
 #endif
 }
 
-static void sleep_unless(_Atomic int32_t *word, int32_t changed_from) {
-  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, changed_from, NULL, NULL, 0);
-}
-
-static void wake(_Atomic int32_t *word, int count) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
-
-static int cpus_of_this_thread(void) {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
-}
-
 static void make_known(void) {
   const uint32_t place = atomic_fetch_add(&pool->known_count, 1) % kKnown;
-  atomic_store_explicit(&pool->known[place], (int32_t)syscall(SYS_gettid), memory_order_relaxed);
+  atomic_store_explicit(&pool->known[place], thread_number(), memory_order_relaxed);
 }
 
-static bool is_known(int32_t thread) {
+static inline bool is_known(int32_t thread) {
   for (int i = 0; i < kKnown; ++i)
     if (atomic_load_explicit(&pool->known[i], memory_order_relaxed) == thread) return true;
   return false;
@@ -111,16 +73,12 @@ static bool is_known(int32_t thread) {
    there it waits until the caller has done everything alone. So sleepers are kept off the caller's CPU before they are
    called. Of a few workers: they are wanted where there are few CPUs. */
 static void keep_workers_off_this_cpu(void) {
-  const int cpu = sched_getcpu();
-  cpu_set_t allowed;
-  if (cpu < 0 || cpu >= CPU_SETSIZE || atomic_exchange_explicit(&pool->kept_off, cpu + 1, memory_order_relaxed) == cpu + 1)
-    return;
-  if (atomic_load(&pool->workers) > kNumbered || sched_getaffinity(0, sizeof allowed, &allowed)) return;
-  CPU_CLR(cpu, &allowed);
-  for (int i = 0; i < kNumbered && CPU_COUNT(&allowed) > 0; ++i) {
-    const int32_t worker = atomic_load_explicit(&pool->numbers[i], memory_order_relaxed);
-    if (worker) sched_setaffinity(worker, sizeof allowed, &allowed);
-  }
+  const int cpu = this_cpu();
+  if (cpu < 0 || atomic_exchange_explicit(&pool->kept_off, cpu + 1, memory_order_relaxed) == cpu + 1) return;
+  if (atomic_load(&pool->workers) > kNumbered) return;
+  int32_t workers[kNumbered];
+  for (int i = 0; i < kNumbered; ++i) workers[i] = atomic_load_explicit(&pool->numbers[i], memory_order_relaxed);
+  keep_threads_off(cpu, workers, kNumbered);
 }
 
 /* As many as are missing where so many are wanted. */
@@ -159,7 +117,7 @@ static bool yielding_was_dear(void) {
   _Atomic uint64_t *const claims = &pool->jobs[0].claims;
   const uint32_t before = GENERATION(atomic_load_explicit(claims, memory_order_relaxed));
   const int64_t begin = nanoseconds();
-  sched_yield();
+  yield_cpu();
   return nanoseconds() - begin > kLongAway && GENERATION(atomic_load_explicit(claims, memory_order_relaxed)) != before;
 }
 
@@ -192,10 +150,10 @@ static Job *searched(int64_t longest, int64_t *pause) {
   return found;
 }
 
-static void *worker(void *place) {
+static void worker(intptr_t place) {
   inside_of_tasks = 1;
-  if ((intptr_t)place < kNumbered) {
-    atomic_store_explicit(&pool->numbers[(intptr_t)place], (int32_t)syscall(SYS_gettid), memory_order_relaxed);
+  if (place < kNumbered) {
+    atomic_store_explicit(&pool->numbers[place], thread_number(), memory_order_relaxed);
     atomic_store(&pool->kept_off, 0); /* it is kept off nothing yet */
   }
   make_known();
@@ -223,23 +181,16 @@ static void start_anew(void) {
 /* Of a thread that calls; before a fork of it, so that the child knows what it is. */
 static void prepare_pool(void) {
   atomic_store(&pool->cpus, cpus_of_this_thread());
-  if (!atomic_exchange(&pool->has_fork_handler, true)) pthread_atfork(NULL, NULL, start_anew);
+  if (!atomic_exchange(&pool->has_fork_handler, true)) after_fork(start_anew);
 }
 
 static void make_workers(int wanted) {
   for (int32_t count = atomic_load(&pool->workers); count < wanted;) {
     if (!atomic_compare_exchange_strong(&pool->workers, &count, count + 1)) continue;
-    sigset_t all, before; /* signals are for the program's own threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    pthread_t thread;
-    const int failed = pthread_create(&thread, NULL, worker, (void *)(intptr_t)count);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (failed) { /* a limit of the system's: with fewer, then */
+    if (!start_thread(worker, count)) { /* a limit of the system's: with fewer, then */
       atomic_fetch_sub(&pool->workers, 1);
       return;
     }
-    pthread_detach(thread);
     ++count;
   }
 }
@@ -270,7 +221,7 @@ static void await_helpers(Job *job, int64_t nanoseconds_of_task) {
   const int64_t wait = within(kShortestWait, 2 * nanoseconds_of_task, kLongestWait), begin = nanoseconds();
   while (!is_done(job) && nanoseconds() - begin < wait)
     for (int i = 0; i < 16 && !is_done(job); ++i) pause_cpu();
-  for (int i = 0; i < kYieldsAtEnd && !is_done(job); ++i) sched_yield(); /* a worker may have been put on this very CPU */
+  for (int i = 0; i < kYieldsAtEnd && !is_done(job); ++i) yield_cpu(); /* a worker may have been put on this very CPU */
   while (!is_done(job)) {
     atomic_store_explicit(&job->awaited, 1, memory_order_seq_cst);
     const int32_t done = atomic_load_explicit(&job->done, memory_order_seq_cst);

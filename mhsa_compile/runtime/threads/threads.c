@@ -5,6 +5,7 @@
    the symbol. The definition here is linked in its place and is hidden from the loader. */
 #define _GNU_SOURCE
 
+#include "exported.h"
 #include "openmp.h"
 #include "pool.h"
 
@@ -67,7 +68,20 @@ static int launch(Lambda lambda, void *closure, int wanted) {
   return result;
 }
 
+#if defined(__linux__)
 __attribute__((visibility("hidden"))) int (*__TVMBackendParallelLaunch)(Lambda, void *, int) = launch;
+
+static void take_loops(void) {}
+#else
+/* Elsewhere TVM's own definition is exported from every library, this one or not, and its loader sets what it finds. So
+   that is set anew before a thread's first call. */
+#if defined(_WIN32)
+__declspec(selectany)
+#endif
+int (*__TVMBackendParallelLaunch)(Lambda, void *, int) = launch;
+
+static void take_loops(void) { __TVMBackendParallelLaunch = launch; }
+#endif
 
 /* TVM's TVMFFIAny, for numbers. */
 typedef struct {
@@ -95,12 +109,12 @@ static void call_workers(Caller *own) {
 
 /* mhsa_threads(word) -> the address of what it has set: the first 8 bytes of a Caller, for the calls of this thread from
    now on. Counts the CPUs that this thread may use. Before a call that comes after a rest it wakes the workers, too. */
-__attribute__((visibility("default"))) int __tvm_ffi_mhsa_threads(void *self, const Any *arguments, int32_t count,
-                                                                  Any *result) {
-  if (count != 1) return TVMFFIErrorSetRaisedFromCStr("TypeError", "mhsa_threads takes one number"), -1;
+MHSA_EXPORTED int __tvm_ffi_mhsa_threads(void *self, const Any *arguments, int32_t count, Any *result) {
+  if (count != 1) return raise_words("TypeError", "mhsa_threads takes one number"), -1;
   caller.limit = (int32_t)arguments[0].number;
   caller.choice = (int16_t)(arguments[0].number >> 32);
   caller.bounded = (int16_t)(arguments[0].number >> 48);
+  take_loops();
   prepare_pool();
   call_workers(&caller);
   result->type = 1 /* kTVMFFIInt */, result->padding = 0, result->number = (int64_t)(intptr_t)&caller;
@@ -108,8 +122,7 @@ __attribute__((visibility("default"))) int __tvm_ffi_mhsa_threads(void *self, co
 }
 
 /* mhsa_openmp() -> the address of the path of the OpenMP runtime that is loaded, 0 if there is none. */
-__attribute__((visibility("default"))) int __tvm_ffi_mhsa_openmp(void *self, const Any *arguments, int32_t count,
-                                                                 Any *result) {
+MHSA_EXPORTED int __tvm_ffi_mhsa_openmp(void *self, const Any *arguments, int32_t count, Any *result) {
   result->type = 1, result->padding = 0;
   result->number = find_openmp(true) ? (int64_t)(intptr_t)openmp.path : 0;
   return 0;

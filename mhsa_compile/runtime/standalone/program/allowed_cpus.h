@@ -2,9 +2,6 @@
 // is that of Python's runtime (hardware/host.py): a quota of 2.5 CPUs counts as 2, and there is always one.
 #pragma once
 
-#include <errno.h>
-#include <sched.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <fstream>
@@ -12,23 +9,9 @@
 #include <string>
 #include <vector>
 
-namespace mhsa {
+#include "system.h"
 
-// The CPUs of its affinity, in order; none where nobody says.
-inline std::vector<int> affinity() {
-  std::vector<int> cpus;
-  for (int most = CPU_SETSIZE; most <= 1 << 20; most *= 2) {  // the kernel's own set may be larger than the C library's
-    cpu_set_t* allowed = CPU_ALLOC(most);
-    if (!allowed) break;
-    const bool fits = !sched_getaffinity(0, CPU_ALLOC_SIZE(most), allowed);
-    const bool is_short = !fits && errno == EINVAL;
-    for (int cpu = 0; fits && cpu < most; ++cpu)
-      if (CPU_ISSET_S(cpu, CPU_ALLOC_SIZE(most), allowed)) cpus.push_back(cpu);
-    CPU_FREE(allowed);
-    if (!is_short) break;
-  }
-  return cpus;
-}
+namespace mhsa {
 
 class CpuQuotas {
  public:

@@ -8,9 +8,6 @@
 // same shapes are a third argument. An object belongs to the thread that made it, as TVM's workers do.
 #pragma once
 
-#include <stdlib.h>
-#include <unistd.h>
-
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/module.h>
 
@@ -24,8 +21,8 @@
 #include <vector>
 
 #include "allowed_cpus.h"
-#include "code_on_disk.h"
 #include "manifest.h"
+#include "mapped_code.h"
 #include "signature.h"
 #include "tensors.h"
 
@@ -39,10 +36,10 @@ class Attention {
         signature_(manifest_) {
     inputs = manifest_.inputs, outputs = manifest_.outputs;
     std::string module;
-    checked(folder, "module.so", [&](InputFile& file) { module = file.rest(); });
+    checked(folder, kModule, [&](InputFile& file) { module = file.rest(); });
     Tensors bound = weights_for(folder, weights);
     refusing({}, [&] {
-      const ffi::Any library = mapped(label(folder, "module.so"), module);
+      const ffi::Any library = mapped(folder, module);
       check_code(library);
       use_threads(library, threads);
       machine_ = call(function(library, "vm_load_executable"));
@@ -79,7 +76,7 @@ class Attention {
   int threads = 1;
 
  private:
-  static constexpr const char* kDescriptors = "/proc/self/fd";
+  static constexpr const char* kModule = "module.so";
   static constexpr int kPooled = 2;         // the VM's kind of memory allocator
   static constexpr int kShareAllCpus = -3;  // each worker may run on every CPU listed
   static constexpr int kMostThreads = 1024;
@@ -140,37 +137,15 @@ class Attention {
     return found->second;
   }
 
-  // Mapped from a sealed copy, once for all who load these bytes, and for ever: the pool of threads in them may be the
-  // process's. The dynamic linker knows libraries by the names they were opened with, and numbers of descriptors come
-  // again: so the name spells the hash, in slashes and dots that lead nowhere. The copy stays open: the first error that
-  // TVM raises opens the files of all libraries by name, and would read whatever has the number then.
-  static ffi::Any mapped(const std::string& argument, const std::string& bytes) {
+  // Mapped once for all who load these bytes, and for ever: the pool of threads in them may be the process's.
+  static ffi::Any mapped(const std::string& folder, const std::string& bytes) {
     static std::mutex lock;
-    static auto& libraries = *new std::map<std::string, std::pair<Descriptor, ffi::Any>>;
+    static auto& libraries = *new std::map<std::string, ffi::Any>;
     const std::lock_guard<std::mutex> held(lock);
     const std::string hash = Sha256::of(bytes);
-    if (const auto found = libraries.find(hash); found != libraries.end()) return found->second.second;
-    if (access(kDescriptors, X_OK))
-      return libraries.emplace(hash, std::make_pair(Descriptor(-1), mapped_from_disk(hash, bytes))).first->second.second;
-    Descriptor file = sealed(argument, bytes);
-    std::string path = kDescriptors;
-    for (char digit : hash.substr(0, 16))
-      for (int bit = 8, value = digit > '9' ? digit - 'a' + 10 : digit - '0'; bit; bit >>= 1) path += value & bit ? "/." : "/";
-    path += "/" + std::to_string(*file);
-    return libraries.emplace(hash, std::make_pair(std::move(file), opened(path))).first->second.second;
-  }
-
-  static ffi::Any mapped_from_disk(const std::string& hash, const std::string& bytes) {
-    const char* const temporary = getenv("TMPDIR");
-    std::string reasons;
-    for (const std::string& place : {std::string(temporary ? temporary : "/tmp"), std::string("/dev/shm")}) {
-      try {
-        return opened(CodeOnDisk(place, hash + ".so", bytes).path);
-      } catch (const std::exception& error) {
-        reasons += (reasons.empty() ? "" : "; ") + place + ": " + error.what();
-      }
-    }
-    throw Error("/proc", "mounted, or a folder for temporary files from which code may be mapped", reasons, CodeOnDisk::kHint);
+    if (const auto found = libraries.find(hash); found != libraries.end()) return found->second;
+    const ffi::Any library = mapped_code(label(folder, kModule), folder + "/" + kModule, hash, bytes, opened);
+    return libraries.emplace(hash, library).first->second;
   }
 
   static ffi::Any opened(const std::string& path) {
@@ -203,7 +178,7 @@ class Attention {
       told_ = reinterpret_cast<int64_t*>(call(say_, int64_t{threads}).cast<int64_t>());
       return;
     }
-    setenv("TVM_THREAD_POOL_SPIN_COUNT", "1000", 0);
+    set_default("TVM_THREAD_POOL_SPIN_COUNT", "1000");
     const std::vector<int> own = affinity();
     ffi::Array<ffi::String> cpus;
     for (size_t i = 0; !own.empty() && i < std::max(own.size(), size_t(threads)); ++i)

@@ -2,7 +2,11 @@
 // or the auxiliary vector is asked.
 #pragma once
 
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__linux__)
 #include <sys/auxv.h>
+#endif
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -12,6 +16,15 @@
 #include <string>
 
 namespace mhsa {
+
+// As triples of Zig's name it.
+#if defined(_WIN32)
+constexpr const char* kSystem = "windows";
+#elif defined(__APPLE__)
+constexpr const char* kSystem = "macos";
+#else
+constexpr const char* kSystem = "linux";
+#endif
 
 #if defined(__x86_64__)
 constexpr const char* kArchitecture = "x86_64";
@@ -25,7 +38,31 @@ constexpr const char* kArchitecture = "riscv64";
 #error "an architecture that nobody has tried"
 #endif
 
-#if defined(__aarch64__) || defined(__arm__) || defined(__riscv)
+#if defined(__APPLE__) && defined(__aarch64__)
+// macOS 12 and later tell each by a name of Arm's. As hardware/mac_cpu.py has them.
+struct AppleFeature {
+  const char *word, *name;
+};
+constexpr AppleFeature kAppleFeatures[] = {
+    {"fp", "hw.optional.floatingpoint"}, {"asimd", "hw.optional.arm64"}, {"crc32", "hw.optional.armv8_crc32"},
+    {"atomics", "hw.optional.arm.FEAT_LSE"}, {"fphp", "hw.optional.arm.FEAT_FP16"}, {"asimdhp", "hw.optional.arm.FEAT_FP16"},
+    {"asimdrdm", "hw.optional.arm.FEAT_RDM"}, {"jscvt", "hw.optional.arm.FEAT_JSCVT"}, {"fcma", "hw.optional.arm.FEAT_FCMA"},
+    {"lrcpc", "hw.optional.arm.FEAT_LRCPC"}, {"ilrcpc", "hw.optional.arm.FEAT_LRCPC2"}, {"sha3", "hw.optional.arm.FEAT_SHA3"},
+    {"asimddp", "hw.optional.arm.FEAT_DotProd"}, {"asimdfhm", "hw.optional.arm.FEAT_FHM"}, {"uscat", "hw.optional.arm.FEAT_LSE2"},
+    {"flagm", "hw.optional.arm.FEAT_FlagM"}, {"flagm2", "hw.optional.arm.FEAT_FlagM2"}, {"frint", "hw.optional.arm.FEAT_FRINTTS"},
+    {"i8mm", "hw.optional.arm.FEAT_I8MM"}, {"bf16", "hw.optional.arm.FEAT_BF16"},
+};
+
+inline std::set<std::string> cpu_features() {
+  std::set<std::string> found;
+  for (const AppleFeature& one : kAppleFeatures) {
+    int has = 0;
+    size_t size = sizeof has;
+    if (!sysctlbyname(one.name, &has, &size, nullptr, 0) && has) found.insert(one.word);
+  }
+  return found;
+}
+#elif defined(__aarch64__) || defined(__arm__) || defined(__riscv)
 // From the auxiliary vector, bit by bit (arch/*/include/uapi/asm/hwcap.h of Linux): emulators show it rightly, and not
 // always the file.
 #if defined(__aarch64__)

@@ -1,14 +1,6 @@
 // Files: read once, so that what was checked is what is used; written beside their place and renamed.
 #pragma once
 
-#include <errno.h>
-#include <fcntl.h>
-#include <limits.h>
-#include <stdlib.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -18,14 +10,15 @@
 
 #include "errors.h"
 #include "sha256.h"
+#include "system.h"
 
 namespace mhsa {
 
 // Refuses what this machine has no memory for before anything is allocated.
 inline void check_memory(const std::string& argument, uint64_t bytes) {
-  const uint64_t pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGE_SIZE);
-  if (bytes > pages * page || bytes > PTRDIFF_MAX)
-    throw Error(argument, "at most the " + std::to_string(pages * page >> 20) + " MiB of memory that this machine has",
+  const uint64_t memory = physical_memory();
+  if (bytes > memory || bytes > PTRDIFF_MAX)
+    throw Error(argument, "at most the " + std::to_string(memory >> 20) + " MiB of memory that this machine has",
                 std::to_string(bytes >> 20) + " MiB", "Choose smaller sizes.");
 }
 
@@ -43,19 +36,12 @@ class Descriptor {
   int number_;
 };
 
-inline const char* kind_of(mode_t mode) {
-  if (S_ISDIR(mode)) return "a folder";
-  if (S_ISFIFO(mode)) return "a FIFO";
-  if (S_ISCHR(mode) || S_ISBLK(mode)) return "a device";
-  return S_ISREG(mode) ? "a file" : "a socket";
-}
-
 // A file that is read once, from its beginning to its end; what is none, such as a FIFO, would hang or never end, and is
 // refused.
 class InputFile {
  public:
   InputFile(const std::string& argument, const std::string& path)
-      : what_(argument + " " + in_quotes(path)), file_(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
+      : what_(argument + " " + in_quotes(path)), file_(open(path.c_str(), kToRead)) {
     struct stat found;
     if (*file_ < 0 || fstat(*file_, &found)) throw Error(what_, "a file", strerror(errno), kHint);
     if (!S_ISREG(found.st_mode)) throw Error(what_, "a file", kind_of(found.st_mode), kHint);
@@ -123,10 +109,9 @@ class NewFile {
     struct stat found;
     if (!stat(path.c_str(), &found) && !S_ISREG(found.st_mode))
       throw Error(what_, "a file, or a name that is free", kind_of(found.st_mode), kHint);
-    char target[PATH_MAX];
-    if (realpath(path.c_str(), target)) path_ = target;  // a link stays one
-    draft_ = path_ + ".XXXXXX";
-    file_ = mkostemp(&draft_[0], O_CLOEXEC);
+    if (const std::string target = resolved(path); !target.empty()) path_ = target;  // a link stays one
+    draft_ = path_;
+    file_ = new_draft(&draft_);
     if (file_ < 0) refuse();
   }
   NewFile(const NewFile&) = delete;
@@ -141,10 +126,7 @@ class NewFile {
   }
 
   void commit() {
-    const mode_t hidden = umask(0);
-    umask(hidden);
-    if (fchmod(file_, 0666 & ~hidden) || fsync(file_) || rename(draft_.c_str(), path_.c_str())) refuse();
-    close(std::exchange(file_, -1));
+    if (!put_in_place(std::exchange(file_, -1), draft_, path_)) refuse();
   }
 
  private:
@@ -155,16 +137,5 @@ class NewFile {
   std::string what_, path_, draft_;
   int file_ = -1;
 };
-
-// Bytes as a file in memory that nobody can change any more.
-inline Descriptor sealed(const std::string& argument, const std::string& bytes) {
-  constexpr unsigned kCloseOnExec = 1, kAllowSealing = 2;              // of <linux/memfd.h>,
-  constexpr int kAddSeals = 1024 + 9, kSeal = 1, kShrink = 2, kGrow = 4, kWrite = 8;  // and <linux/fcntl.h>
-  Descriptor file(static_cast<int>(syscall(SYS_memfd_create, "module.so", kCloseOnExec | kAllowSealing)));
-  if (*file < 0 || !write_all(*file, bytes.data(), bytes.size()) ||
-      fcntl(*file, kAddSeals, kSeal | kShrink | kGrow | kWrite))
-    throw Error(argument, "room for a copy in memory", strerror(errno), "It needs Linux 3.17 or later, with memfd_create.");
-  return file;
-}
 
 }  // namespace mhsa

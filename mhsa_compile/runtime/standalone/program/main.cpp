@@ -1,7 +1,6 @@
 // Loads the artifact beside this program and calls it: on random inputs, or on those of a file.
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <cstdio>
 #include <memory>
 #include <random>
@@ -39,7 +38,7 @@ int64_t number(const std::string& option, const std::string& text) {
 Options parse(int count, char** words) {
   Options options;
   const std::string program = words[0];
-  const size_t slash = program.rfind('/');
+  const size_t slash = program.find_last_of(mhsa::kSeparators);
   options.artifact = (slash == std::string::npos ? std::string() : program.substr(0, slash + 1)) + "artifact";
   for (int i = 1; i < count; ++i) {
     const std::string option = words[i];
@@ -130,7 +129,7 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int count, char** words) {
-  std::signal(SIGXFSZ, SIG_IGN);  // a limit on sizes of files is an error of the write then, not the end of the program
+  mhsa::let_writes_fail();
   try {
     run(parse(count, words));
     return 0;

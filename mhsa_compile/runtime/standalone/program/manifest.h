@@ -158,6 +158,10 @@ struct Manifest {
     const std::string architecture = triple.substr(0, triple.find('-'));
     if (architecture != kArchitecture)
       throw Error("artifact", "a CPU of " + architecture + ", as it was compiled for one", kArchitecture, hint);
+    const std::string linked = target["link"]["triple"].text();
+    const size_t from = linked.find('-') + 1;
+    if (const std::string system = linked.substr(from, linked.find_first_of("-.", from) - from); system != kSystem)
+      throw Error("artifact", system + ", as it was compiled for it", kSystem, hint);
     std::string needed;
     for (const Json& word : target["hardware"]["features"].list()) needed += " " + word.text();
     check_features(needed);

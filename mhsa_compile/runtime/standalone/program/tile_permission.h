@@ -2,8 +2,10 @@
 // instruction ends the process. As hardware/tile_permission.py has it.
 #pragma once
 
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <cerrno>
 #include <cstring>
