@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.export.export import export
+from mhsa_compile.frontend.export.signatures import Shape
 from mhsa_compile.integrations.layer_state import plain_look
 from mhsa_compile.runtime.artifact.manifest import Manifest
 
@@ -24,7 +25,6 @@ PREFIX = "layer."
 """What stands before the names of a layer's weights in its graph."""
 _EXAMPLE = {"B": 2, "L": 8, "S": 9}
 _DTYPES = (torch.float32, torch.bool, torch.int64, torch.int32)
-Axes = tuple[int | str, ...]
 
 
 class ExportedKind(NamedTuple):
@@ -36,7 +36,7 @@ class ExportedKind(NamedTuple):
     """
 
     structure: str
-    tensors: tuple[tuple[str, Axes, torch.dtype], ...]
+    tensors: tuple[tuple[str, Shape, torch.dtype], ...]
     constants: tuple[tuple[str, Any], ...]
 
 
@@ -114,7 +114,7 @@ def _checked(call: ExportedCall, names: tuple[str, ...]) -> ExportedCall | str:
     return call
 
 
-def _dims(shape: torch.Size, B: int, L: int) -> Axes:
+def _dims(shape: torch.Size, B: int, L: int) -> Shape:
     """Which axes of a tensor are the batch and lengths; others have one size."""
 
     def length(size: int) -> int | str:
