@@ -76,7 +76,8 @@ class AccelerationRow:
 class AccelerationReport:
     """The rows, in the order of the model's modules. Printed, it is a table.
 
-    `layers` has a row for each layer of PyTorch's encoders and decoders, which may be one artifact, or left to PyTorch.
+    `layers` has a row for each layer of PyTorch's encoders and decoders, and of models of transformers: it may be one
+    artifact, or left to PyTorch.
     `linears` has rows of its own, where linears were asked for, and of each that another tool quantised.
     `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it. `checked`: how many first calls
     of a kind were held against PyTorch's. `float32_products` is how float32 was asked to be multiplied.
@@ -171,7 +172,8 @@ def accelerate(
     """Lets the attention in `model` be computed by compiled artifacts, for inference, until `restore(model)`.
 
     Replaced are PyTorch's encoder and decoder layers, each by one artifact; every nn.MultiheadAttention elsewhere, with
-    its projections; and in models of transformers the attention of all layers that ask for an implementation by name.
+    its projections; and in models of transformers the attention of all layers that ask for an implementation by name,
+    and these layers, each by one artifact for calls without a cache.
     Parameters, names and hooks of the model stay. An artifact is compiled when a kind of call is first met.
 
     target          as in `compile`
@@ -182,8 +184,9 @@ def accelerate(
                     another word of `spec.weight_words` for blocks: with weights of four bits, an eighth of a copy, and
                     activations of eight bits, which is less exact. What `read_checkpoint` gave: with the numbers of
                     that file, wherever they stand for the weights that the layer has
-    layers          how PyTorch's encoder and decoder layers are computed. "fastest": as one artifact, linears, norms
-                    and sums included, or by PyTorch where that is faster: the first call of some sizes times both.
+    layers          how PyTorch's encoder and decoder layers, and transformers', are computed. "fastest": as one
+                    artifact, linears, norms and sums included, by PyTorch, or by their parts where that is faster: the
+                    first call of some sizes times them, with or without a mask.
                     "whole": as one artifact, unmeasured, so that results are the same bits in every run. "parts": their
                     attention alone, and linears as `linears` says. `report.layers` has a row for each
     float32_products  how what is replaced multiplies float32, as in `compile`; the report says what layers got

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.errors import MhsaError, OutputError
+from mhsa_compile.errors import MhsaError
 from mhsa_compile.integrations.attention_operator import is_recorded, wants_gradient
 from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.integrations.layer_export import (
@@ -36,6 +36,8 @@ BEFORE = "sdpa"
 """The attention that a layer has to have had: what its forward is exported and timed with."""
 LEAST_WEIGHTS = 256 * 256
 """What a layer must have for its products to take longer than what a call costs besides."""
+_MOST_KINDS = 8
+"""Of calls of one layer: more are sizes that were taken for a layer's own."""
 _Form = tuple[bool, ...] | None
 """What a layer returns: a tensor, or a tuple in which there is a tensor at these places, and None at the others."""
 
@@ -83,14 +85,14 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
 
     def _before(self, call: ExportedCall) -> Any:
         """What the layer gave before it was accelerated."""
-        state = self._looked_at()
+        state = self._state or self._looked_at()
         if self._look is None or self._look[0] is not state:
             self._look = state, plain_look(self._layer, BEFORE)
         look = self._look[1]
         return type(look).forward(look, **call.arguments)
 
     def _looked_at(self) -> LayerState:
-        """What the layer is made of now."""
+        """What the layer is made of now; what calls need of it after that, they have of `_state`."""
         if (state := self._state) is None or not state.holds():
             state = self._state = LayerState(self._layer, NAME)
         return state
@@ -123,7 +125,7 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         return self._first_calls.check((kind, ones), _tensors(result), lambda: _tensors(self._before(call)))
 
     def _by_artifact(self, call: ExportedCall) -> tuple[Any, ExportedKind] | str:
-        kind = call.kind(self._looked_at().structure)
+        kind = call.kind((self._state or self._looked_at()).structure)
         if (form := self._form(call, kind)) is not None and isinstance(form, str):
             return form
         compiled = self._compiled(kind)
@@ -139,6 +141,8 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
     def _form(self, call: ExportedCall, kind: ExportedKind) -> _Form | str:
         """What calls of a kind return, or why no artifact does: told from one call of the layer as it was before."""
         if kind not in self._forms:
+            if len(self._forms) >= _MOST_KINDS:
+                return f"more than {_MOST_KINDS} kinds of calls, each of which would be compiled"
             before = {name: x.clone() for name, x in call.tensors.items()}
             state, result = self._looked_at(), self._before(call)
             same = all(torch.equal(x.nan_to_num(), call.tensors[name].nan_to_num()) for name, x in before.items())
@@ -153,7 +157,7 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         return self._forms[kind]
 
     def _weights(self) -> tuple[Tensor | None, ...]:
-        return self._looked_at().weights()
+        return (self._state or self._looked_at()).weights()
 
     def _source(self, kind: ExportedKind) -> tuple[Any, Mapping[str, Any]]:
         named = (*self._layer.named_parameters(), *self._layer.named_buffers())
@@ -163,11 +167,12 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
     def _bound_or_why(self, kind: ExportedKind) -> CompiledAttention | str:
         with torch.inference_mode(False), torch.no_grad():
             try:
-                return super()._bound_or_why(kind)
-            except OutputError:
-                raise
+                compiled = super()._bound_or_why(kind)
             except MhsaError as error:
                 return f"{error.argument}: expected {error.expected}, got {error.got}"
+        if isinstance(compiled, CompiledAttention) and (limits := compiled.manifest.limits):
+            return f"an artifact of it takes sizes up to {', '.join(map(str, limits.values()))} alone"
+        return compiled
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -67,7 +67,7 @@ class ExportedCall(NamedTuple):
 
     def kind(self, structure: str) -> ExportedKind:
         B, L = self.sizes
-        tensors = ((name, _dims(x.shape, B, L), x.dtype) for name, x in self.tensors.items())
+        tensors = ((name, _dims(name, x, B, L), x.dtype) for name, x in self.tensors.items())
         return ExportedKind(structure, tuple(tensors), self.constants)
 
     def inputs(self) -> dict[str, Tensor]:
@@ -104,29 +104,26 @@ def call_of(names: tuple[str, ...], given: tuple[Any, ...], named: Mapping[str, 
 def _checked(call: ExportedCall, names: tuple[str, ...]) -> ExportedCall | str:
     if next(iter(call.tensors), "") != names[0] or call.x.ndim != 3 or not call.x.numel():
         return f"its {names[0]} are no sequences in a batch"
-    B = call.x.shape[0]
+    B, L = call.sizes
+    others: set[int] = set()
     for name, x in call.tensors.items():
         if x.dtype not in _DTYPES or not x.is_cpu or (x.dtype != torch.float32 and x is call.x):
             word = str(x.dtype).removeprefix("torch.")
             return f"{name} is {word} on {x.device}, not float32 in CPU memory"
         if not 1 <= x.ndim <= 4 or (x.ndim > 1 and x.shape[0] not in (1, B)):
             return f"{name} is {tuple(x.shape)}, beside a batch of {B}"
-    return call
+        others |= {size for size, dim in zip(x.shape, _dims(name, x, B, L), strict=True) if dim == "S"}
+    return call if len(others) < 2 else f"lengths of {', '.join(map(str, sorted(others)))} beside its own"
 
 
-def _dims(shape: torch.Size, B: int, L: int) -> Shape:
+def _dims(name: str, x: Tensor, B: int, L: int) -> Shape:
     """Which axes of a tensor are the batch and lengths; others have one size."""
-
-    def length(size: int) -> int | str:
-        return size if size == 1 else "L" if size == L else "S"
-
-    if len(shape) == 1:
-        return ("L" if shape[0] == L != 1 else shape[0],)
-    if len(shape) == 2:
-        return "B", length(shape[1])
-    if len(shape) == 3:
-        return "B", length(shape[1]), shape[2]
-    return "B", shape[1], length(shape[2]), length(shape[3])
+    lengths: Shape = tuple(size if size == 1 else "L" if size == L else "S" for size in x.shape)
+    if x.ndim == 1:
+        return lengths
+    if x.ndim == 3 and x.dtype != torch.bool and "mask" not in name:
+        return "B", lengths[1], x.shape[2]
+    return ("B", *lengths[1:]) if x.ndim < 4 else ("B", x.shape[1], *lengths[2:])
 
 
 def parameter_names(layer: nn.Module) -> tuple[str, ...]:
