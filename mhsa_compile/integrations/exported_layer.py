@@ -136,6 +136,8 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         if form is None:
             return result, kind
         results = iter(result if isinstance(result, tuple) else (result,))
+        if sum(form) != len(compiled.manifest.outputs):
+            return "it returns one tensor twice"
         return tuple(next(results) if is_tensor else None for is_tensor in form), kind
 
     def _form(self, call: ExportedCall, kind: ExportedKind) -> _Form | str:
@@ -145,8 +147,10 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
                 return f"more than {_MOST_KINDS} kinds of calls, each of which would be compiled"
             before = {name: x.clone() for name, x in call.tensors.items()}
             state, result = self._looked_at(), self._before(call)
-            same = all(torch.equal(x.nan_to_num(), call.tensors[name].nan_to_num()) for name, x in before.items())
-            if not same or not state.holds():
+            written = [name for name, x in before.items() if not _equal(x, call.tensors[name])]
+            for name in written:
+                call.tensors[name].copy_(before[name])
+            if written or not state.holds():
                 self._forms[kind] = "its forward writes into what it is given, or into the layer"
             elif isinstance(result, Tensor):
                 self._forms[kind] = None
@@ -173,6 +177,10 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         if isinstance(compiled, CompiledAttention) and (limits := compiled.manifest.limits):
             return f"an artifact of it takes sizes up to {', '.join(map(str, limits.values()))} alone"
         return compiled
+
+
+def _equal(x: Tensor, other: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), other.nan_to_num())
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -372,6 +372,33 @@ def test_other_numbers_and_compilers(pair: tuple[Any, Any, AccelerationReport]) 
         assert torch.allclose(model(IDS)[0], plain(IDS)[0], atol=1e-4)
 
 
+class Writes(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
+    """A layer that writes into what it is given."""
+
+    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+        hidden_states.mul_(2)
+        return super().forward(hidden_states, *given, **named)
+
+
+class Remembers(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
+    """A layer that writes into itself."""
+
+    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+        self.last = hidden_states.shape[1]
+        return super().forward(hidden_states, *given, **named)
+
+
+@pytest.mark.parametrize("kind", [Writes, Remembers])
+def test_a_layer_that_writes_is_called_by_its_parts(kind: type[nn.Module]) -> None:
+    plain = model_of(bert)
+    plain.encoder.layer[0].__class__ = kind
+    model, report = accelerated(plain)
+    for _ in range(2):
+        assert excess(plain, model, IDS) <= 1
+    assert list(report.layers[0].parts) == ["its forward writes into what it is given, or into the layer"]
+    assert report.layers[1].is_whole
+
+
 def test_several_threads_call_and_bind_at_once(pair: tuple[Any, Any, AccelerationReport]) -> None:
     plain, model = pair[0], copy.deepcopy(pair[1])
     inputs = [IDS[:, : 3 + number] for number in range(4)]
