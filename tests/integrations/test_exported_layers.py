@@ -375,17 +375,17 @@ def test_other_numbers_and_compilers(pair: tuple[Any, Any, AccelerationReport]) 
 class Writes(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
     """A layer that writes into what it is given."""
 
-    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+    def forward(self, hidden_states: Tensor, attention_mask: Any, encoder_hidden_states: Any, **named: Any) -> Any:
         hidden_states.mul_(2)
-        return super().forward(hidden_states, *given, **named)
+        return super().forward(hidden_states, attention_mask, encoder_hidden_states, **named)
 
 
 class Remembers(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
     """A layer that writes into itself."""
 
-    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
-        self.last = hidden_states.shape[1]
-        return super().forward(hidden_states, *given, **named)
+    def forward(self, hidden_states: Tensor, attention_mask: Any, encoder_hidden_states: Any, **named: Any) -> Any:
+        self.last = vars(self).get("last", 0) + 1
+        return super().forward(hidden_states, attention_mask, encoder_hidden_states, **named)
 
 
 @pytest.mark.parametrize("kind", [Writes, Remembers])
