@@ -146,11 +146,13 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
             if len(self._forms) >= _MOST_KINDS:
                 return f"more than {_MOST_KINDS} kinds of calls, each of which would be compiled"
             before = {name: x.clone() for name, x in call.tensors.items()}
-            state, result = self._looked_at(), self._before(call)
+            look = plain_look(self._layer, BEFORE)
+            fields = [(vars(part), dict(vars(part))) for part in look.modules()]
+            result = type(look).forward(look, **call.arguments)
             written = [name for name, x in before.items() if not _equal(x, call.tensors[name])]
             for name in written:
                 call.tensors[name].copy_(before[name])
-            if written or not state.holds():
+            if written or not all(_same(now, then) for now, then in fields):
                 self._forms[kind] = "its forward writes into what it is given, or into the layer"
             elif isinstance(result, Tensor):
                 self._forms[kind] = None
@@ -177,6 +179,11 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         if isinstance(compiled, CompiledAttention) and (limits := compiled.manifest.limits):
             return f"an artifact of it takes sizes up to {', '.join(map(str, limits.values()))} alone"
         return compiled
+
+
+def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Whether fields are the very same objects."""
+    return now.keys() == then.keys() and all(now[name] is value for name, value in then.items())
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:
