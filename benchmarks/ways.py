@@ -30,7 +30,7 @@ SETS = 4
 """How many sets of inputs calls take in turn."""
 WRONG = 1e-3
 """A share of the largest value: who is farther from the plain model computes something else, and is not timed."""
-FIRST_RESULT, ARTIFACT, MODEL, PROGRAM = "first.npy", "model.mhsa", "model.onnx", "program"
+FIRST_RESULT, ARTIFACT, MODEL, PROGRAM, NOTE = "first.npy", "model.mhsa", "model.onnx", "program", "accelerate.txt"
 
 
 class Size(NamedTuple):
@@ -53,7 +53,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Figures(TurnFigures):
-    """By size and candidate; `notes` has lines of our reports."""
+    """By size and candidate; `notes` is what reports of ours said, of a plain model and a size."""
 
     notes: dict[str, str] = field(default_factory=dict, kw_only=True)
 
@@ -136,14 +136,14 @@ def accelerated(model: Any, sets: list[Any], folder: Path, threads: int) -> list
     report = mhsa.accelerate(model)
     calls = by_pytorch(model, sets, folder, threads)
     calls[0]()
-    (folder / "accelerate.txt").write_text(report.layers[0].outcome())
+    (folder / NOTE).write_text(report.layers[0].outcome())
     return calls
 
 
 def accelerated_linears(model: Any, sets: list[Any], folder: Path, threads: int) -> list[Callable[[], Any]]:
     import mhsa_compile as mhsa
 
-    mhsa.accelerate(model, linears=True)
+    mhsa.accelerate(model, linears=True, layers="parts")
     return by_pytorch(model, sets, folder, threads)
 
 
@@ -166,7 +166,8 @@ PLAIN_WAY = "plain"
 WAYS = {
     "spec": Way("attention", by_artifact),
     "accelerate": Way("encoder", accelerated),
-    "accelerate, linears": Way("bert", accelerated_linears),
+    "accelerate, transformers": Way("bert", accelerated),
+    'accelerate, linears, layers="parts"': Way("bert", accelerated_linears),
     'attn_implementation="mhsa"': Way("bert", by_interface),
     'torch.compile(backend="mhsa")': Way("bert", by_backend),
     "ONNX file": Way("bert", by_artifact),
@@ -247,8 +248,8 @@ def measure(plain: str, size: str, figures: Figures, candidates: Sequence[str], 
         row = figures.seconds.setdefault(size, {})
         for name, times in rounds(ready, Turn("alone", 0.2), turns):
             row.setdefault(f"{name}, {plain}" if name == PLAIN_WAY else name, []).append(median(times.calls))
-        if (note := Path(place, "accelerate.txt")).exists():
-            figures.notes[size] = note.read_text()
+        if (note := Path(place, NOTE)).exists():
+            figures.notes[f"{plain}, {size}"] = note.read_text()
 
 
 def ratio(row: dict[str, list[float]], way: str) -> float:
@@ -292,8 +293,8 @@ def main() -> int:
     every = [one for row in figures.seconds.values() for way in WAYS if not math.isnan(one := ratio(row, way))]
     if every:
         print(f"geometric mean of all: {geometric_mean(every):.2f}, the least {min(every):.2f}")
-    for size, note in figures.notes.items():
-        print(f"accelerate, {size}: {note}")
+    for model, note in figures.notes.items():
+        print(f"accelerate, {model}: {note}")
     return 0
 
 

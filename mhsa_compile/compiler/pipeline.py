@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, O
 from mhsa_compile.files import atomic_write, places, user_folders
 from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.files.foreign_errors import entry_point, reading
+from mhsa_compile.files.patience import shown_stages
 from mhsa_compile.files.room import NO_ROOM, number_of
 from mhsa_compile.frontend.export.input_dims import check_dims
 from mhsa_compile.frontend.export.source import Source, as_module, read_source, with_outputs
@@ -91,7 +92,7 @@ def compile(
     without_attention  what becomes of a model that holds no attention, which other compilers are made for: "warn"
                     compiles it and warns, "accept" compiles it, "refuse" is a ModelError
     records         tuned records: a file, or some at hand; by default the user's and those shipped for this target
-    progress        is told the name of each stage as it begins
+    progress        is told the name of each stage as it begins; by default a terminal is, from two seconds on
     dump            a folder for what passes between the stages
     cache           whether the same thing, compiled before, is taken from the user's cache folder, and kept there; the
                     bytes are those of a compilation. MHSA_CACHE=0 switches it off everywhere, `dump` this once
@@ -108,7 +109,6 @@ def compile(
     >>> [op.kernel for op in artifact.manifest.ops]
     ['cpu.linear', 'cpu.attention', 'cpu.linear']
     """
-    tell = progress or (lambda stage: None)
     _check_words(weights, without_attention)
     products = float32_request(float32_products)
     profile = _able_target(target)
@@ -117,12 +117,13 @@ def compile(
         places.make_folder(dump, OutputError, "dump")
     use_cache = cache and dump is None and artifact_store.is_on()
     is_checked = proof.is_on(check)
-    tell("export")
     source, extra_outputs = with_outputs(as_module(source, example_inputs), outputs)
     if in_place:
         source = _in_place(source)
     request = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked, products)
-    with CacheLookup(request if use_cache else None) as before:
+    stages = shown_stages("mhsa.compile") if progress is None else nullcontext(progress)
+    with stages as tell, CacheLookup(request if use_cache else None) as before:
+        tell("export")
         if example_inputs is None and dynamic_shapes is None:
             check_dims(dims)
             if (entry := before.of_module(source, dims)) is not None:

@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
 
 from mhsa_compile.compiler import pipeline
 from mhsa_compile.conversion.checkpoints.checkpoint import Checkpoint
-from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
@@ -29,8 +29,11 @@ from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.call_table import TABLE
 from mhsa_compile.integrations.decoder_layer import DecoderLayerForward
 from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayerForward, is_plain
+from mhsa_compile.integrations.exported_layer import BEFORE, ExportedLayerForward, layers_of, why_kept
 from mhsa_compile.integrations.first_calls import FirstCalls
+from mhsa_compile.integrations.layer_export import ExportedKind, check_bound
 from mhsa_compile.integrations.layer_graph import ATTENTIONS, WholeLayerKind, graph_of
+from mhsa_compile.integrations.layer_state import ATTENTION
 from mhsa_compile.integrations.layer_ways import LayerChoice, LayerRow, WayTimings
 from mhsa_compile.integrations.quantised_layers import quantiser_of
 from mhsa_compile.integrations.torch_attention import LayerForward
@@ -45,6 +48,9 @@ from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.float32_products import Float32Request, float32_request
 from mhsa_compile.spec.weight_words import BlockForm, block_form
+
+if TYPE_CHECKING:
+    import onnx
 
 NAME = "_mhsa_acceleration"
 """The attribute of an accelerated model that holds its report."""
@@ -70,7 +76,8 @@ class AccelerationRow:
 class AccelerationReport:
     """The rows, in the order of the model's modules. Printed, it is a table.
 
-    `layers` has a row for each layer of PyTorch's encoders and decoders, which may be one artifact, or left to PyTorch.
+    `layers` has a row for each layer of PyTorch's encoders and decoders, and of models of transformers: it may be one
+    artifact, or left to PyTorch.
     `linears` has rows of its own, where linears were asked for, and of each that another tool quantised.
     `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it. `checked`: how many first calls
     of a kind were held against PyTorch's. `float32_products` is how float32 was asked to be multiplied.
@@ -165,7 +172,8 @@ def accelerate(
     """Lets the attention in `model` be computed by compiled artifacts, for inference, until `restore(model)`.
 
     Replaced are PyTorch's encoder and decoder layers, each by one artifact; every nn.MultiheadAttention elsewhere, with
-    its projections; and in models of transformers the attention of all layers that ask for an implementation by name.
+    its projections; and in models of transformers the attention of all layers that ask for an implementation by name,
+    and these layers, each by one artifact for calls without a cache.
     Parameters, names and hooks of the model stay. An artifact is compiled when a kind of call is first met.
 
     target          as in `compile`
@@ -176,8 +184,9 @@ def accelerate(
                     another word of `spec.weight_words` for blocks: with weights of four bits, an eighth of a copy, and
                     activations of eight bits, which is less exact. What `read_checkpoint` gave: with the numbers of
                     that file, wherever they stand for the weights that the layer has
-    layers          how PyTorch's encoder and decoder layers are computed. "fastest": as one artifact, linears, norms
-                    and sums included, or by PyTorch where that is faster: the first call of some sizes times both.
+    layers          how PyTorch's encoder and decoder layers, and transformers', are computed. "fastest": as one
+                    artifact, linears, norms and sums included, by PyTorch, or by their parts where that is faster: the
+                    first call of some sizes times them, with or without a mask.
                     "whole": as one artifact, unmeasured, so that results are the same bits in every run. "parts": their
                     attention alone, and linears as `linears` says. `report.layers` has a row for each
     float32_products  how what is replaced multiplies float32, as in `compile`; the report says what layers got
@@ -208,9 +217,10 @@ def accelerate(
     report = AccelerationReport(float32_request(float32_products))
     try:
         with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
-            _replace_in_transformers(model, profile, report, check)
+            of_layers = _Layers(layers, choice, check)
+            _replace_in_transformers(model, profile, report, of_layers)
             _replace_attentions(model, profile, report, check)
-            _replace_layers(model, profile, report, _Layers(layers, choice, check))
+            _replace_layers(model, profile, report, of_layers)
             report.rows += _others(model, report)
             _replace_linears(model, profile, report, choice, check)
         if on_unsupported == "raise" and report.kept:
@@ -259,30 +269,44 @@ def _check(model: nn.Module, on_unsupported: str) -> None:
             raise InputError("model", "eval mode: compiled attention is for inference", got, "Call model.eval() first.")
 
 
+_What: TypeAlias = AttentionSpec | LinearKind | WholeLayerKind | ExportedKind
+"""What is compiled once, whatever the number of layers."""
+
+
 class _Artifacts:
     """The artifacts of this process: one for each spec or kind of linear, target and word of `float32_products`,
     whatever the number of layers and models; weights are bound at load."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[tuple[str, Float32Request, AttentionSpec | LinearKind | WholeLayerKind], Artifact] = {}
+        self._found: dict[tuple[str, Float32Request, _What], Artifact | MhsaError] = {}
 
     def get(
         self,
         profile: TargetProfile,
         products: Float32Request,
-        what: AttentionSpec | LinearKind | WholeLayerKind,
+        what: _What,
         source: Callable[[], Any],
         weights: str | None,
         check: bool | None,
     ) -> Artifact:
-        """That of what a source is; it is compiled where it is new."""
+        """That of what a source is; it is compiled where it is new. Raises MhsaError, the same again for what has no
+        artifact."""
         key = (profile.to_toml(), products, what)
         with self._lock:
             if key not in self._found:
                 options: dict[str, Any] = {"weights": weights, "float32_products": products, "check": check}
-                self._found[key] = pipeline.compile(source(), profile, without_attention="accept", **options)
-            return self._found[key]
+                try:
+                    graph = source()
+                    artifact = pipeline.compile(graph, profile, without_attention="accept", **options)
+                    if isinstance(what, ExportedKind):
+                        check_bound(graph, artifact.manifest)
+                    self._found[key] = artifact
+                except (ModelError, BuildError) as error:
+                    self._found[key] = error
+            if isinstance(found := self._found[key], MhsaError):
+                raise found
+            return found
 
     def __reduce__(self) -> str:  # a copy of a model, here or in another process, shares what is compiled there
         return "_ARTIFACTS"
@@ -310,9 +334,16 @@ class _Loader:
         """A whole layer of a kind, with these weights. Its first calls are held against PyTorch's, not its graph."""
         return self._load(kind, lambda: graph_of(kind), weights, check=False)
 
+    def exported(
+        self, what: tuple[ExportedKind, Callable[[], onnx.ModelProto]], weights: Mapping[str, Any]
+    ) -> CompiledAttention:
+        """A layer of transformers, with those of these weights that its graph has."""
+        kind, source = what
+        return self._load(kind, source, weights, check=False)
+
     def _load(
         self,
-        what: AttentionSpec | LinearKind | WholeLayerKind,
+        what: _What,
         source: Callable[[], Any],
         weights: Mapping[str, Any],
         word: str | None = None,
@@ -320,6 +351,8 @@ class _Loader:
     ) -> CompiledAttention:
         artifact = self._artifacts.get(self._profile, self._report.float32_products, what, source, word, check)
         self._report.count_outcome(artifact.manifest)
+        if isinstance(what, ExportedKind):
+            weights = {info.name: weights[info.name] for info in artifact.manifest.weights}
         return load(artifact, weights=weights)
 
 
@@ -351,13 +384,11 @@ class _Layers(NamedTuple):
     linears: _Choice
     check: bool
 
-    def why_parts(self, layer: nn.Module) -> str:
-        """Why none of a layer's calls is to be one artifact; "" if they may be."""
+    def why_all_parts(self) -> str:
+        """Why no layer's calls are to be one artifact; "" if they may be."""
         if self.choice == "parts":
             return 'layers="parts"'
-        if not isinstance(self.linears, bool):
-            return "its linears have few bits"
-        return why_parts(layer)
+        return "" if isinstance(self.linears, bool) else "its linears have few bits"
 
 
 def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, layers: _Layers) -> None:
@@ -369,7 +400,7 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
         if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             continue
         attentions = [layer._modules[one] for one in ATTENTIONS if one in layer._modules]
-        why = layers.why_parts(layer) if _is_layer(layer) else "it has a forward of its own"
+        why = (layers.why_all_parts() or why_parts(layer)) if _is_layer(layer) else "it has a forward of its own"
         is_replaced = replaced.issuperset(attentions)
         row = LayerRow(name, type(layer).__name__, why if is_replaced else "attention in it is kept")
         report.layers.append(row)
@@ -469,14 +500,21 @@ def _set_nested(encoder: nn.TransformerEncoder, use: bool) -> None:
     encoder.use_nested_tensor = use
 
 
-def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
-    """Replaces attention in the outermost models of transformers: what asks for it by name gets ours."""
+def _replace_in_transformers(
+    model: nn.Module, profile: TargetProfile, report: AccelerationReport, layers: _Layers
+) -> None:
+    """Replaces attention in the outermost models of transformers, what asks for it by name gets ours, and the forward
+    of the layers around it."""
+    timings = WayTimings() if layers.choice == "fastest" else None
     for name, submodel in _outermost(model):
         configs = {id(config): config for part in submodel.modules() for config in _configs(part)}
-        undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]
+        before = [(config, getattr(config, ATTENTION)) for config in configs.values()]
         why = _why_not_here(submodel)
         if not why:
-            report.registered.append(transformers_attention.Registration(profile, check, report.float32_products))
+            report.registered.append(
+                transformers_attention.Registration(profile, layers.check, report.float32_products)
+            )
+            undo = [partial(setattr, config, ATTENTION, implementation) for config, implementation in before]
             report.undo += undo
             try:
                 submodel.set_attn_implementation(transformers_attention.NAME)
@@ -485,6 +523,30 @@ def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: A
                 for put_back in undo:
                     put_back()
         report.rows.append(AccelerationRow(name, type(submodel).__name__, why))
+        if not why:
+            others = sorted({str(implementation) for _, implementation in before if implementation != BEFORE})
+            hint = f'load the model with attn_implementation="{BEFORE}"'
+            why_parts = f"the model's attention was {' and '.join(others)}: {hint}" if others else ""
+            for place, layer in layers_of(submodel):
+                row = LayerRow(f"{name}.{place}".strip("."), type(layer).__name__, why_parts)
+                _replace_exported(layer, row, profile, report, layers, timings)
+
+
+def _replace_exported(
+    layer: nn.Module,
+    row: LayerRow,
+    profile: TargetProfile,
+    report: AccelerationReport,
+    layers: _Layers,
+    timings: WayTimings | None,
+) -> None:
+    """Replaces the forward of a layer of transformers, unless the row says why not."""
+    report.layers.append(row)
+    row.why_parts = layers.why_all_parts() or row.why_parts or why_kept(layer, whatever_its_size=timings is None)
+    if not row.why_parts:
+        first_calls = FirstCalls(row.name, layers.check, report.count_check)
+        load = _Loader(profile, report).exported
+        _put_forward(layer, ExportedLayerForward(layer, load, report.count, first_calls, row, timings), report)
 
 
 def _why_not_here(model: Any) -> str:
@@ -511,13 +573,9 @@ def _configs(module: nn.Module) -> Iterator[Any]:
     waiting = [getattr(module, "config", None)]
     while waiting:
         config = waiting.pop()
-        if hasattr(config, "_attn_implementation_internal"):
+        if hasattr(config, ATTENTION):
             yield config
             waiting += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
-
-
-def _set_attention(config: Any, implementation: str | None) -> None:
-    config._attn_implementation_internal = implementation
 
 
 def _others(model: nn.Module, report: AccelerationReport) -> list[AccelerationRow]:

@@ -31,5 +31,5 @@ class DecoderLayerForward(WholeLayerForward):
         if is_recorded():  # what PyTorch does is as right
             return self._by_pytorch(*arguments)
         attended = (Attended(tgt_mask, padding[0], tgt_is_causal), Attended(memory_mask, padding[1], memory_is_causal))
-        whole = self._whole(arguments, WholeCall((tgt, memory), attended))
-        return self._by_parts(*arguments) if whole is None else whole
+        result = self._fastest(WholeCall(arguments, (tgt, memory), attended))
+        return self._by_parts(*arguments) if result is None else result

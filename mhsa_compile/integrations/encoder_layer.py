@@ -49,8 +49,9 @@ class EncoderLayerForward(WholeLayerForward):
             return self._by_pytorch(*arguments)
         if src_mask is None and src_key_padding_mask is None and self._is_small(src):
             return self._by_pytorch(*arguments, why=_WHY)
-        whole = self._whole(arguments, WholeCall((src,), (Attended(src_mask, src_key_padding_mask, is_causal),)))
-        return self._by_parts(*arguments) if whole is None else whole
+        attended = (Attended(src_mask, src_key_padding_mask, is_causal),)
+        result = self._fastest(WholeCall(arguments, (src,), attended))
+        return self._by_parts(*arguments) if result is None else result
 
     def _by_parts(self, *arguments: Any) -> Tensor:
         layer = self._layer

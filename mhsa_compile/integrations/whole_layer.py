@@ -1,15 +1,15 @@
 """A whole layer of PyTorch's transformers as one artifact: attention, linears, norms, activation and sums.
 
 PyTorch has one operator for an encoder's layer at inference, which an attention that is replaced alone would not beat.
-A call is one artifact's where the layer is as its class makes it; else its parts are called, of which attention and
-linears may be replaced each. Where `WayTimings` are wanted, both ways are timed and the faster one is taken.
+A call is one artifact's where the layer is as its class makes it and that is the fastest way; else its parts are
+called, of which attention and linears may be replaced each, or PyTorch's own layer.
 
 Notation: B batch, L query length, S key length, D embed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,11 +21,10 @@ from mhsa_compile.conversion.from_torch import join_masks
 from mhsa_compile.integrations import torch_attention
 from mhsa_compile.integrations.attention_operator import check_inference
 from mhsa_compile.integrations.call_context import why_not_numbers
-from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.layer_graph import ATTENTIONS, MASKS, MaskKind, WholeLayerKind
-from mhsa_compile.integrations.layer_ways import LayerRow, WayTimings
+from mhsa_compile.integrations.layer_ways import LayerWay
+from mhsa_compile.integrations.measured_layer import MeasuredForward
 from mhsa_compile.integrations.weight_state import ReplacedForward
-from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 _LINEARS = {"linear1": nn.Linear, "linear2": nn.Linear, "dropout": nn.Dropout, "dropout1": nn.Dropout,
             "dropout2": nn.Dropout, "norm1": nn.LayerNorm, "norm2": nn.LayerNorm}  # fmt: skip
@@ -55,20 +54,28 @@ class Attended(NamedTuple):
 
 
 class WholeCall(NamedTuple):
-    """A call of a layer: its inputs, x and perhaps a memory, and what each of its attentions sees."""
+    """A call of a layer: all arguments, the inputs among them, x and perhaps a memory, and what its attentions see."""
 
+    arguments: tuple[Any, ...]
     inputs: tuple[Tensor, ...]
     attended: tuple[Attended, ...]
 
     @property
     def is_masked(self) -> bool:
-        """Whether anything is hidden that no hint says to be the future."""
         return any(one.is_masked for one in self.attended)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of the inputs, and which attentions are causal, which decide how fast a call without a mask is."""
-        return (*(size for x in self.inputs for size in x.shape[:2]), *(one.is_causal for one in self.attended))
+    def adds_mask(self) -> bool:
+        """Whether a mask is of floats, which are added to the scores."""
+        masks = (mask for one in self.attended if one.is_masked for mask in (one.attn_mask, one.padding))
+        return any(mask is not None and mask.is_floating_point() for mask in masks)
+
+    @property
+    def form(self) -> Hashable:
+        sizes = tuple(size for x in self.inputs for size in x.shape[:2])
+        masks = tuple(mask for one in self.attended for mask in (one.attn_mask, one.padding))
+        kinds = tuple(None if mask is None else (mask.shape, mask.dtype) for mask in masks)
+        return sizes, kinds, tuple(one.is_causal for one in self.attended)
 
 
 def why_parts(layer: nn.Module) -> str:
@@ -115,26 +122,8 @@ def _activation(layer: nn.Module) -> Literal["relu", "gelu"] | None:
     return "gelu" if function is F.gelu or exact else None
 
 
-class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
-    """The forward of a layer. `row` is told how calls went; `timings` decide between an artifact and PyTorch's own
-    layer, None: an artifact is taken wherever it can be. A subclass knows the arguments, and what calls its parts."""
-
-    def __init__(
-        self,
-        layer: Any,
-        load: Callable[..., CompiledAttention],
-        left: Callable[[str], None],
-        first_calls: FirstCalls,
-        row: LayerRow,
-        timings: WayTimings | None,
-    ) -> None:
-        super().__init__(layer, load, left, first_calls)
-        self._row, self._timings = row, timings
-        self._left_sizes = set[tuple[int, ...]]()  # of calls that PyTorch's own layer computes faster
-
-    def __reduce__(self) -> Any:
-        forward, arguments = super().__reduce__()
-        return forward, (*arguments, self._row, self._timings)
+class WholeLayerForward(MeasuredForward[WholeLayerKind, Tensor, WholeCall]):
+    """The forward of one of PyTorch's layers. A subclass knows the arguments, and what calls its parts."""
 
     def _by_parts(self, *arguments: Any) -> Tensor:
         """What the layer's parts give, attention replaced among them."""
@@ -145,80 +134,65 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         forward: Callable[..., Tensor] = self._class.forward
         return forward(_bare(self._layer), *arguments)
 
-    def _whole(self, arguments: tuple[Any, ...], call: WholeCall) -> Tensor | None:
-        """The result as one artifact, or as PyTorch's layer alone where that is faster; None: the parts' is wanted."""
-        if self._row.why_parts:
-            return None
-        if self._left_sizes and self._is_left(call):
-            return self._alone(*arguments)
-        result = self._computed(arguments, call)
-        if isinstance(result, str):
-            self._row.count_parts(result)
-            return None
-        return result
-
-    def _computed(self, arguments: tuple[Any, ...], call: WholeCall) -> Tensor | str:
-        """The result; or why the parts' is wanted. With a mask it is always an artifact's: where a query sees no key
-        PyTorch's layers give NaN."""
-        if why := self._why_not(call):
+    def _why_not(self, call: WholeCall) -> str:
+        if why := self._why_changed() or why_parts(self._layer) or _why_not_call(call):
             return why
         check_inference(self._layer, "src", *call.inputs, *(self._weights() if torch.is_grad_enabled() else ()))
-        B, L = self._batch_first(call).inputs[0].shape[:2]
+        return ""
+
+    def _may_go_unasked(self, call: WholeCall) -> bool:
+        return not (torch.is_grad_enabled() or self._layer.training or call.inputs[0].is_nested)
+
+    def _sizes(self, call: WholeCall) -> tuple[int, int]:
+        B, L = call.inputs[0].shape[:2]
+        return (B, L) if self._layer.self_attn.batch_first else (L, B)
+
+    def _why_wrong(self, call: WholeCall, kind: WholeLayerKind, result: Tensor) -> str:
+        B, L = self._sizes(call)
+        return self._first_calls.check((kind, B == 1, L == 1), [result], lambda: [self._alone(*call.arguments)])
+
+    def _others(self, call: WholeCall) -> dict[LayerWay, Callable[[], Tensor]]:
+        """PyTorch's own layer; the parts where its operator would take a mask of floats for a boolean one."""
+        if call.adds_mask and isinstance(self._layer, nn.TransformerEncoderLayer):
+            return {"parts": lambda: self._by_parts(*call.arguments)}
+        if call.is_masked:
+            return {"pytorch": lambda: self._alone_but_for_nan(call)}
+        return {"pytorch": lambda: self._alone(*call.arguments)}
+
+    def _alone_but_for_nan(self, call: WholeCall) -> Tensor:
+        """What PyTorch's own layer gives; an artifact's result where that has NaN, as of queries that see no key."""
+        y = self._alone(*call.arguments)
         with torch.no_grad():
+            if not y.sum().isnan() or self._why_not(call):
+                return y
             result = self._by_artifact(call)
-            if isinstance(result, str):
-                return result
-            y, kind = result
-            if why := self._first_calls.check((kind, B == 1, L == 1), [y], lambda: [self._alone(*arguments)]):
-                return why
-            timing = None
-            if self._timings is not None and not call.is_masked:
-                ours = (self._why_not, self._by_artifact)
-                timing = self._timings.of(
-                    kind, B, L, lambda: [one(call) for one in ours], lambda: self._alone(*arguments)
-                )
-        self._row.note(timing)
-        if timing is None or timing.is_whole:
-            return y
-        self._left_sizes.add(call.sizes)
-        return self._alone(*arguments)
-
-    def _is_left(self, call: WholeCall) -> bool:
-        """Whether a call is of sizes at which PyTorch's own layer was measured to be faster."""
-        if call.is_masked or torch.is_grad_enabled() or self._layer.training or call.inputs[0].is_nested:
-            return False
-        return call.sizes in self._left_sizes
-
-    def _why_not(self, call: WholeCall) -> str:
-        """Why the parts' result is wanted; "" if an artifact has a form for the call."""
-        return self._why_changed() or why_parts(self._layer) or _why_not_call(call)
+        return y if isinstance(result, str) else result[0]
 
     def _by_artifact(self, call: WholeCall) -> tuple[Tensor, WholeLayerKind] | str:
-        """The result as one artifact, and of which kind; or why none can have the layer's weights."""
-        call = self._batch_first(call)
-        masks = self._masks(call)
+        inputs = self._batch_first(call)
+        masks = self._masks(call, inputs)
         kind = self._kind(tuple(mask for mask, _ in masks))
         compiled = self._compiled(kind)
         if isinstance(compiled, str):
             return compiled
-        inputs = {"x": call.inputs[0]} | dict(zip(("memory",), call.inputs[1:], strict=False))
-        inputs |= {name: mask for name, (_, mask) in zip(MASKS, masks, strict=False) if mask is not None}
-        y: Tensor = compiled(**inputs)
+        named = {"x": inputs[0]} | dict(zip(("memory",), inputs[1:], strict=False))
+        named |= {name: mask for name, (_, mask) in zip(MASKS, masks, strict=False) if mask is not None}
+        y: Tensor = compiled(**named)
         return y if self._layer.self_attn.batch_first else y.transpose(0, 1), kind
 
-    def _batch_first(self, call: WholeCall) -> WholeCall:
+    def _batch_first(self, call: WholeCall) -> tuple[Tensor, ...]:
         if self._layer.self_attn.batch_first:
-            return call
-        return call._replace(inputs=tuple(x.transpose(0, 1) for x in call.inputs))
+            return call.inputs
+        return tuple(x.transpose(0, 1) for x in call.inputs)
 
-    def _masks(self, call: WholeCall) -> list[tuple[MaskKind, Tensor | None]]:
-        """Of each attention, how its mask comes, and the mask. Raises InputError for one of another shape."""
-        x, masks = call.inputs[0], list[tuple[MaskKind, Tensor | None]]()
+    def _masks(self, call: WholeCall, inputs: tuple[Tensor, ...]) -> list[tuple[MaskKind, Tensor | None]]:
+        """How the mask of each attention comes, and the mask. Raises InputError for one of another shape."""
+        x, masks = inputs[0], list[tuple[MaskKind, Tensor | None]]()
         for number, one in enumerate(call.attended):
             if one.is_causal_alone:
                 masks.append(("causal", None))
                 continue
-            full = (x.shape[0], self._layer.self_attn.num_heads, x.shape[1], call.inputs[number].shape[1])
+            full = (x.shape[0], self._layer.self_attn.num_heads, x.shape[1], inputs[number].shape[1])
             mask = join_masks(one.attn_mask, one.padding, full, x.dtype)
             masks.append(("none" if mask is None else "bool" if mask.dtype == torch.bool else "additive", mask))
         return masks
@@ -226,7 +200,6 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
     def _kind(self, masks: tuple[MaskKind, ...]) -> WholeLayerKind:
         layer, attention = self._layer, self._layer.self_attn
         norms = [layer._modules[f"norm{number + 1}"] for number in range(len(masks) + 1)]
-        weights = zip(_NAMES[self._class], self._weights(), strict=True)
         return WholeLayerKind(
             D=attention.embed_dim,
             H=attention.num_heads,
@@ -234,21 +207,19 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
             activation=_activation(layer) or "relu",
             norm_first=bool(layer.norm_first),
             epsilons=tuple(norm.eps for norm in norms),
-            weights=frozenset(name for name, weight in weights if weight is not None),
+            weights=frozenset(name for name, weight in self._named_weights() if weight is not None),
             masks=masks,
         )
 
     def _weights(self) -> tuple[Tensor | None, ...]:
-        modules = self._layer._modules
-        weights: list[Tensor | None] = []
-        for name, kind in _PARTS[self._class].items():
-            part = modules[name]
-            if kind is nn.MultiheadAttention:
-                own, outer = part._parameters, getattr(part._modules["out_proj"], "_parameters", {})
-                weights += [own.get("in_proj_weight"), own.get("in_proj_bias"), outer.get("weight"), outer.get("bias")]
-            elif kind is not nn.Dropout:
-                weights += [part._parameters.get("weight"), part._parameters.get("bias")]
-        return tuple(weights)
+        return tuple(weight for _, weight in self._named_weights())
+
+    def _named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Each weight that a layer of this class may have, and it as it is now; None where the layer lacks it."""
+        modules: dict[str, Any] = self._layer._modules
+        for name, part, inner, weight in _PLACES[self._class]:
+            module = modules[part]._modules[inner] if inner else modules[part]
+            yield name, getattr(module, "_parameters", {}).get(weight)
 
     def _why_unbound(self) -> str:
         """Why an artifact cannot have the layer's weights as they are now; "" if it can."""
@@ -256,7 +227,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         for attention in attentions:
             if why := torch_attention.why_not_weights(attention):
                 return why
-        weights = dict(zip(_NAMES[self._class], self._weights(), strict=True))
+        weights = dict(self._named_weights())
         unmasked: list[MaskKind] = ["none" for _ in attentions]
         for name, shape in self._kind(tuple(unmasked)).shapes().items():
             weight = weights[name]
@@ -268,8 +239,7 @@ class WholeLayerForward(ReplacedForward[WholeLayerKind, Tensor]):
         return f"it has no {lacking[0]}" if lacking else ""
 
     def _source(self, kind: WholeLayerKind) -> tuple[WholeLayerKind, dict[str, Tensor]]:
-        weights = zip(_NAMES[self._class], self._weights(), strict=True)
-        return kind, {name: weight.detach() for name, weight in weights if weight is not None}
+        return kind, {name: weight.detach() for name, weight in self._named_weights() if weight is not None}
 
 
 def _why_not_call(call: WholeCall) -> str:
@@ -290,18 +260,19 @@ def _why_not_call(call: WholeCall) -> str:
     return ""
 
 
-def _names(parts: Mapping[str, type[nn.Module]]) -> tuple[str, ...]:
-    """The names of the weights that a layer of these parts may have."""
-    names: list[str] = []
-    for name, part in parts.items():
-        if part is nn.MultiheadAttention:
-            names += [f"{name}.{end}" for end in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
-        elif part is not nn.Dropout:
-            names += [f"{name}.weight", f"{name}.bias"]
-    return tuple(names)
+def _places(parts: Mapping[str, type[nn.Module]]) -> tuple[tuple[str, str, str, str], ...]:
+    """(name, part, module inside of it or "", weight there) of each weight that a layer of these parts may have."""
+    places: list[tuple[str, str, str, str]] = []
+    for part, kind in parts.items():
+        if kind is nn.MultiheadAttention:
+            places += [(f"{part}.{weight}", part, "", weight) for weight in ("in_proj_weight", "in_proj_bias")]
+            places += [(f"{part}.out_proj.{weight}", part, "out_proj", weight) for weight in ("weight", "bias")]
+        elif kind is not nn.Dropout:
+            places += [(f"{part}.{weight}", part, "", weight) for weight in ("weight", "bias")]
+    return tuple(places)
 
 
-_NAMES = {kind: _names(parts) for kind, parts in _PARTS.items()}
+_PLACES = {kind: _places(parts) for kind, parts in _PARTS.items()}
 
 
 def _bare(layer: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
 from mhsa_compile.frontend.export.torch_layers import slow_path
-from mhsa_compile.integrations import encoder_layer, layer_ways, weight_state
+from mhsa_compile.integrations import encoder_layer, layer_ways, timed_turns, weight_state
 from mhsa_compile.integrations.accelerate import AccelerationReport
 from mhsa_compile.integrations.layer_graph import WholeLayerKind
 from mhsa_compile.integrations.whole_layer import WholeLayerForward
@@ -44,7 +44,7 @@ def layer_of(kind: type[nn.Module] = nn.TransformerEncoderLayer, **fields: Any) 
     return layer
 
 
-def excess(layer: nn.Module, model: nn.Module, *inputs: Tensor, **given: Any) -> float:
+def excess(layer: nn.Module, model: Callable[..., Tensor], *inputs: Tensor, **given: Any) -> float:
     """The largest error of a model's result, as a part of float32's budget around the layer's in float64."""
 
     def exact(value: Any) -> Any:
@@ -340,15 +340,62 @@ def test_the_faster_way_is_taken_and_reported(
     assert way in repr(report)
 
 
+MASKED = torch.zeros(L, L).bool()
+MASKED[2] = True
+
+
 @pytest.mark.thorough
-def test_calls_with_a_mask_are_ours_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_ways, "in_turns", lambda one, other: (2.0, 1.0))
-    model, report = accelerated(layer_of(), layers="fastest")
+@pytest.mark.parametrize("ours", [1.0, 3.0])
+def test_calls_with_a_mask_are_measured_by_themselves(ours: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ways of a call with a mask, too, the faster one; and a query that sees no key is NaN in neither."""
+    layer, x = layer_of(), drawn(B, L, D)
+    model, report = accelerated(layer, layers="fastest")
     with torch.no_grad():
-        model(drawn(B, L, D), src_key_padding_mask=PADDING)
-        assert_whole(report)
-        model(drawn(B, L, D))
-    assert [timing.is_whole for timing in report.layers[0].timings] == [False]
+        monkeypatch.setattr(layer_ways, "in_turns", lambda one, other: (ours, 2.0))
+        hidden = [model(x, src_mask=MASKED, src_key_padding_mask=PADDING) for _ in range(2)]
+        some = [model(x, src_mask=CAUSAL, src_key_padding_mask=PADDING) for _ in range(2)]
+        plain = layer(x, src_mask=CAUSAL, src_key_padding_mask=PADDING)
+        assert layer(x, src_mask=MASKED, src_key_padding_mask=PADDING)[:, 2].isnan().all(), "PyTorch's has NaN there"
+        monkeypatch.setattr(layer_ways, "in_turns", lambda one, other: (2.0, 1.0))
+        added = model(x, src_mask=drawn(L, L))
+        model(x)
+    assert not any(y.isnan().any() for y in hidden)
+    assert torch.equal(some[1], plain) == (ours > 2), "PyTorch's bits where it was faster"
+    assert (
+        torch.allclose(some[1], plain, atol=1e-5) and excess(layer, lambda x, **_: added, x, src_mask=drawn(L, L)) <= 1
+    )
+    ways = [(timing.way, ", masked" in str(timing)) for timing in report.layers[0].timings]
+    assert ways == [("whole" if ours < 2 else "pytorch", True), ("parts", True), ("pytorch", False)]
+
+
+def test_later_calls_that_contradict_a_measurement_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call on a busy machine decided wrongly: what PyTorch's layer takes later is more than ours did."""
+    turns = iter([(1e-5, 1e-6), (0.5, 1.0)])
+    monkeypatch.setattr(layer_ways, "in_turns", lambda one, other: next(turns))
+    layer, x = layer_of(), drawn(B, L, D)
+    model, report = accelerated(layer, layers="fastest")
+    with torch.no_grad():
+        model(x)
+        (timing,) = report.layers[0].timings
+        assert (timing.way, timing.measurements) == ("pytorch", 1)
+        for _ in range(layer_ways._LATER - 1):
+            assert not timing.is_due and torch.equal(model(x), layer(x))
+        assert timing.is_due
+        model(x)
+        assert (timing.way, timing.measurements) == ("whole", 2) and "measured 2 times" in repr(report)
+        for _ in range(3 * layer_ways._LATER):
+            model(x)
+        assert timing.measurements == 2, "calls that take less than the other way's time contradict nothing"
+
+
+def test_turns_that_contradict_each_other_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = {"one": iter([1.0, 3.0, 1.0, 3.0, 1.0, *[1.0] * 10]), "other": iter([2.0] * 15)}
+    monkeypatch.setattr(timed_turns, "_seconds", lambda call: next(call()))
+    assert timed_turns.in_turns(lambda: turns["one"], lambda: turns["other"]) == (1.0, 2.0)
+    assert len(list(turns["one"])) == 15 - 10, "from ten turns on, eight agreed"
+    clear = iter([1.0] * 15)
+    timed_turns.in_turns(lambda: clear, lambda: iter([2.0]))
+    assert len(list(clear)) == 10, "five turns do where all agree"
 
 
 def test_what_is_not_taken_whole_says_why() -> None:

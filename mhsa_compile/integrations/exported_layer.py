@@ -1,0 +1,194 @@
+"""A layer of transformers as one artifact: whatever its own forward computes, exported, for calls without a cache.
+
+Where the forward cannot be exported, where a call asks for more than numbers, and where it is faster, the layer's parts
+are called, of which attention and linears may be replaced each, or the layer as it was before.
+
+Notation: B batch, L query length.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.errors import MhsaError
+from mhsa_compile.integrations.attention_operator import is_recorded, wants_gradient
+from mhsa_compile.integrations.call_context import why_not_numbers
+from mhsa_compile.integrations.layer_export import (
+    PREFIX,
+    ExportedCall,
+    ExportedKind,
+    call_of,
+    graph_of,
+    parameter_names,
+)
+from mhsa_compile.integrations.layer_state import LayerState, has_global_hooks, is_captured, plain_look
+from mhsa_compile.integrations.layer_ways import LayerWay
+from mhsa_compile.integrations.measured_layer import MeasuredForward
+from mhsa_compile.integrations.transformers import NAME
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
+
+BEFORE = "sdpa"
+"""The attention that a layer has to have had: what its forward is exported and timed with."""
+LEAST_WEIGHTS = 256 * 256
+"""What a layer must have for its products to take longer than what a call costs besides."""
+_MOST_KINDS = 8
+"""Of calls of one layer: more are sizes that were taken for a layer's own."""
+_Form = tuple[bool, ...] | None
+"""What a layer returns: a tensor, or a tuple in which there is a tensor at these places, and None at the others."""
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a model of transformers that hold no other ones, by name."""
+    library: Any = sys.modules.get("transformers.modeling_layers")
+    kind: type[nn.Module] | tuple[()] = () if library is None else library.GradientCheckpointingLayer
+    for name, part in model.named_modules():
+        if isinstance(part, kind) and not any(isinstance(one, kind) for one in part.modules() if one is not part):
+            yield name, part
+
+
+def why_kept(layer: nn.Module, *, whatever_its_size: bool) -> str:
+    """Why a layer's parts are called, always; "" if its calls may be one artifact each."""
+    if "forward" in vars(layer):
+        return "it has a forward of its own"
+    if not whatever_its_size and sum(weight.numel() for weight in layer.parameters()) < LEAST_WEIGHTS:
+        return f'it has fewer than {LEAST_WEIGHTS} weights; layers="whole" takes it, too'
+    return ""
+
+
+class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
+    """The forward of a layer of transformers whose attention is ours."""
+
+    def __init__(self, layer: Any, *others: Any) -> None:
+        super().__init__(layer, *others)
+        self._names = parameter_names(layer)
+        self._state: LayerState | None = None
+        self._look: tuple[LayerState, Any] | None = None
+        self._forms: dict[ExportedKind, _Form | str] = {}  # what calls of a kind return; why no artifact returns it
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if is_recorded() or self._row.why_parts:  # what PyTorch does is as right
+            return self._parts(*given, **named)
+        call = call_of(self._names, given, named)
+        if isinstance(call, str):
+            self._row.count_parts(call)
+            return self._parts(*given, **named)
+        result = self._fastest(call)
+        return self._parts(*given, **named) if result is None else result
+
+    def _parts(self, *given: Any, **named: Any) -> Any:
+        return type(self._layer).forward(self._layer, *given, **named)
+
+    def _before(self, call: ExportedCall) -> Any:
+        """What the layer gave before it was accelerated."""
+        state = self._state or self._looked_at()
+        if self._look is None or self._look[0] is not state:
+            self._look = state, plain_look(self._layer, BEFORE)
+        look = self._look[1]
+        return type(look).forward(look, **call.arguments)
+
+    def _looked_at(self) -> LayerState:
+        """What the layer is made of now; what calls need of it after that, they have of `_state`."""
+        if (state := self._state) is None or not state.holds():
+            state = self._state = LayerState(self._layer, NAME)
+        return state
+
+    def _why_not(self, call: ExportedCall) -> str:
+        if why := self._why_changed() or why_not_numbers(*call.tensors.values()):
+            return why
+        state = self._looked_at()
+        if state.why:
+            return state.why
+        if has_global_hooks():
+            return "hooks of all modules, which would not run"
+        if state.captures and is_captured():
+            return "transformers collects what its parts return: hidden states, or weights of attention"
+        if torch.is_grad_enabled() and wants_gradient(*call.tensors.values(), *state.weights()):
+            return "a gradient is wanted: call under torch.no_grad()"
+        return ""
+
+    def _may_go_unasked(self, call: ExportedCall) -> bool:
+        return not self._why_not(call)
+
+    def _sizes(self, call: ExportedCall) -> tuple[int, int]:
+        return call.sizes
+
+    def _others(self, call: ExportedCall) -> dict[LayerWay, Callable[[], Any]]:
+        return {"pytorch": lambda: self._before(call), "parts": lambda: self._parts(**call.arguments)}
+
+    def _why_wrong(self, call: ExportedCall, kind: ExportedKind, result: Any) -> str:
+        ones = tuple(size == 1 for size in call.sizes)
+        return self._first_calls.check((kind, ones), _tensors(result), lambda: _tensors(self._before(call)))
+
+    def _by_artifact(self, call: ExportedCall) -> tuple[Any, ExportedKind] | str:
+        kind = call.kind((self._state or self._looked_at()).structure)
+        if (form := self._form(call, kind)) is not None and isinstance(form, str):
+            return form
+        compiled = self._compiled(kind)
+        if isinstance(compiled, str):
+            return compiled
+        inputs = call.inputs()
+        result = compiled(**{info.name: inputs[info.name] for info in compiled.manifest.inputs})
+        if form is None:
+            return result, kind
+        results = iter(result if isinstance(result, tuple) else (result,))
+        if sum(form) != len(compiled.manifest.outputs):
+            return "it returns one tensor twice"
+        return tuple(next(results) if is_tensor else None for is_tensor in form), kind
+
+    def _form(self, call: ExportedCall, kind: ExportedKind) -> _Form | str:
+        """What calls of a kind return, or why no artifact does: told from one call of the layer as it was before."""
+        if kind not in self._forms:
+            if len(self._forms) >= _MOST_KINDS:
+                return f"more than {_MOST_KINDS} kinds of calls, each of which would be compiled"
+            before = {name: x.clone() for name, x in call.tensors.items()}
+            look = plain_look(self._layer, BEFORE)
+            fields = [(vars(part), dict(vars(part))) for part in look.modules()]
+            result = type(look).forward(look, **call.arguments)
+            written = [name for name, x in before.items() if not _equal(x, call.tensors[name])]
+            for name in written:
+                call.tensors[name].copy_(before[name])
+            if written or not all(_same(now, then) for now, then in fields):
+                self._forms[kind] = "its forward writes into what it is given, or into the layer"
+            elif isinstance(result, Tensor):
+                self._forms[kind] = None
+            elif type(result) is tuple and all(one is None or isinstance(one, Tensor) for one in result):
+                self._forms[kind] = tuple(one is not None for one in result)
+            else:
+                self._forms[kind] = f"it returns a {type(result).__name__}"
+        return self._forms[kind]
+
+    def _weights(self) -> tuple[Tensor | None, ...]:
+        return (self._state or self._looked_at()).weights()
+
+    def _source(self, kind: ExportedKind) -> tuple[Any, Mapping[str, Any]]:
+        named = (*self._layer.named_parameters(), *self._layer.named_buffers())
+        weights = {PREFIX + name: weight.detach() for name, weight in named}
+        return (kind, lambda: graph_of(self._layer, kind)), weights
+
+    def _bound_or_why(self, kind: ExportedKind) -> CompiledAttention | str:
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                compiled = super()._bound_or_why(kind)
+            except MhsaError as error:
+                return f"{error.argument}: expected {error.expected}, got {error.got}"
+        if isinstance(compiled, CompiledAttention) and (limits := compiled.manifest.limits):
+            return f"an artifact of it takes sizes up to {', '.join(map(str, limits.values()))} alone"
+        return compiled
+
+
+def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Whether fields are the very same objects."""
+    return now.keys() == then.keys() and all(now[name] is value for name, value in then.items())
+
+
+def _equal(x: Tensor, other: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), other.nan_to_num())
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [one for one in (result if isinstance(result, tuple) else (result,)) if one is not None]

@@ -1,0 +1,198 @@
+"""What a layer of transformers is made of, and whether it is that still: asked in each call, answered in microseconds.
+
+Its parts, their classes, fields and configs, and the hooks on them. The numbers of its weights: `weight_state`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Hashable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from mhsa_compile.integrations.weight_state import ReplacedForward
+
+ATTENTION = "_attn_implementation_internal"
+"""The field of a config that names its model's attention."""
+INDEX = "layer_idx"
+"""The field that says which layer of a model it is: all that layers of a model differ in beside their weights."""
+_CAPTURES = "transformers.utils.output_capturing"
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+
+
+class LayerState:
+    """A layer as it was looked at.
+
+    why        why no artifact can be the layer as it is; "" if one may
+    structure  equal for layers whose artifacts may be one
+    captures   whether hooks are there by which transformers collects what parts return
+    """
+
+    def __init__(self, layer: nn.Module, implementation: str) -> None:
+        self._layer, modules = layer, list(layer.modules())
+        self._modules = [(part, type(part), type(part).forward, vars(part)) for part in modules]
+        self._fields = [dict(vars(part)) for part in modules]
+        self._children = [dict(part._modules) for part in modules]
+        self._hooks = [_hooks(part) for part in modules]
+        configs = {id(config): config for part in modules for config in _configs(part)}
+        self._configs = [(config, dict(vars(config))) for config in configs.values()]
+        self._weights = [values for part in modules for values in (part._parameters, part._buffers)]
+        self.captures = any(map(_is_capture, chain.from_iterable(hooks for _, hooks in self._hooks[1:])))
+        self.why = self._why_not(implementation)
+        self.structure = "" if self.why else _number(tuple(_structure(layer)))
+
+    def holds(self) -> bool:
+        """Whether the layer is what it was but for the numbers of its weights."""
+        try:
+            for (part, kind, forward, fields), before, children, hooks in zip(
+                self._modules, self._fields, self._children, self._hooks, strict=True
+            ):
+                if type(part) is not kind or kind.forward is not forward or fields != before:
+                    return False
+                if part._modules != children or _hook_ids(fields) != hooks[0]:
+                    return False
+            return all(vars(config) == before for config, before in self._configs)
+        except (RuntimeError, ValueError):  # two tensors or arrays, which have no one truth
+            return False
+
+    def weights(self) -> tuple[Tensor | None, ...]:
+        """The parameters and buffers as they are now."""
+        return tuple(chain.from_iterable(values.values() for values in self._weights))
+
+    def _why_not(self, implementation: str) -> str:
+        names = {part: name for name, part in self._layer.named_modules()}
+        for config, _ in self._configs:
+            if (attention := getattr(config, ATTENTION)) != implementation:
+                return f"its attention became {attention!r}"
+        for (part, *_, fields), (_, hooks) in zip(self._modules[1:], self._hooks[1:], strict=True):
+            if not all(map(_is_capture, hooks)):
+                return f"its {names[part]} has hooks, which would not run: remove them"
+            if "forward" in fields and not isinstance(fields["forward"], ReplacedForward):
+                return f"its {names[part]} has a forward of its own"
+        for part, *_ in self._modules:
+            if part.training:
+                return f"its {names[part] or 'layer'} is in training mode: call model.eval()"
+            if odd := [name for name, value in _own_fields(part) if _word(value) is None]:
+                return f"its {names[part] or 'layer'} has {odd[0]}, of which an artifact would see no change"
+        return _why_not_weights(self._layer)
+
+
+def _why_not_weights(layer: nn.Module) -> str:
+    for name, weight in layer.named_parameters():
+        if type(weight) is not nn.Parameter or weight.dtype != torch.float32 or not weight.is_cpu:
+            word = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
+            return f"its {name} is a {type(weight).__name__} of {word}, not a parameter of float32 in CPU memory"
+    for name, value in layer.named_buffers():
+        if type(value) is not Tensor or not value.is_cpu:
+            return f"its buffer {name} is a {type(value).__name__} on {value.device}, not a tensor in CPU memory"
+    return ""
+
+
+def _hook_ids(fields: dict[str, Any]) -> tuple[int, ...]:
+    return (*fields["_forward_hooks"], *fields["_forward_pre_hooks"])
+
+
+def _hooks(part: nn.Module) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """(what tells hooks on a part from others later, the hooks)."""
+    return _hook_ids(vars(part)), (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+
+
+def _is_capture(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == _CAPTURES
+
+
+def is_captured() -> bool:
+    """Whether transformers collects hidden states or weights of attention from this thread's call."""
+    library: Any = sys.modules.get(_CAPTURES)
+    return library is not None and bool(library._active_collector.get())
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks of all modules are there, which would not run for parts."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _own_fields(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a part's class made it with."""
+    return ((name, value) for name, value in vars(part).items() if name not in _OF_MODULES and name != INDEX)
+
+
+def _configs(part: nn.Module) -> Iterator[Any]:
+    return (value for value in vars(part).values() if hasattr(value, ATTENTION))
+
+
+def _structure(layer: nn.Module) -> Iterator[Hashable]:
+    """All that an artifact of a layer depends on, but for the numbers of its weights."""
+    for name, part in layer.named_modules(remove_duplicate=False):
+        yield name, type(part), tuple((field, _word(value)) for field, value in _own_fields(part))
+        for values in (part._parameters, part._buffers):
+            yield tuple((key, None if x is None else (x.shape, x.dtype)) for key, x in values.items())
+
+
+def _word(value: Any) -> Hashable | None:
+    """What tells a field's value from another; None where nothing does."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if hasattr(value, ATTENTION):
+        return repr(sorted((name, str(field)) for name, field in vars(value).items() if not _is_of_models(name)))
+    if isinstance(value, list | tuple | set | frozenset):
+        words = tuple(map(_word, value))
+        return None if None in words else (type(value), words)
+    if isinstance(value, dict):
+        return _word(list(value.items()))
+    return value if callable(value) and isinstance(value, Hashable) and not isinstance(value, nn.Module) else None
+
+
+def _is_of_models(field: str) -> bool:
+    """Whether a config's field says what a model returns, which its layers do not ask."""
+    return field.lstrip("_").startswith(("output_", "return_dict", "use_cache", "name_or_path"))
+
+
+_NUMBERS: dict[Hashable, str] = {}
+
+
+def _number(structure: Hashable) -> str:
+    """A short name for a structure, in this process."""
+    return _NUMBERS.setdefault(structure, f"structure {len(_NUMBERS) + 1}")
+
+
+class _NoIndex:
+    """Stands for a layer's index while it is exported: a forward that computes with it is no other layer's."""
+
+    def _raise(self, *others: Any) -> Any:
+        raise TypeError(f"its forward computes with its {INDEX}")
+
+    __eq__ = __bool__ = __index__ = __int__ = __float__ = __add__ = __radd__ = __sub__ = __mod__ = __lt__ = _raise
+    __gt__ = __le__ = __ge__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __str__ = __format__ = _raise
+    __hash__ = _raise
+
+
+def plain_look(layer: nn.Module, implementation: str, *, has_index: bool = True) -> Any:
+    """A look at a layer, with its weights, without what replaces its forwards, and with an attention of PyTorch's."""
+    looks: dict[int, Any] = {}
+
+    def look(value: Any) -> Any:
+        if id(value) in looks:
+            return looks[id(value)]
+        if hasattr(value, ATTENTION):
+            looks[id(value)] = config = copy.copy(value)
+            vars(config)[ATTENTION] = implementation
+            return config
+        looks[id(value)] = module = object.__new__(type(value))
+        fields = dict(vars(value))
+        if isinstance(fields.get("forward"), ReplacedForward):
+            del fields["forward"]
+        fields |= {name: look(field) for name, field in fields.items() if hasattr(field, ATTENTION)}
+        fields["_modules"] = {name: None if part is None else look(part) for name, part in value._modules.items()}
+        if INDEX in fields and not has_index:
+            fields[INDEX] = _NoIndex()
+        vars(module).update(fields)
+        return module
+
+    return look(layer)
