@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from support.page_blocks import Block, blocks, run_python, sections, split_at, with_needed
+from support.page_blocks import Block, blocks, run_python, sections, split_at, with_sources
 
 import mhsa_compile as mhsa
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
@@ -172,7 +172,10 @@ def measured_rows(*, quick: bool = False, only: str | None = None) -> Rows:
     """Rows of the page, of what takes no longer than a test may, or of a section. A terminal shows how far it is."""
     rows = Rows()
     every = list(blocks(PAGE))
-    code = split_at(LONGER, PAGE)[0] if quick else every if only is None else with_needed(sections(PAGE)[only], every)
+    if only is not None:
+        code = with_sources(sections(PAGE)[only], every)
+    else:
+        code = split_at(LONGER, PAGE)[0] if quick else every
     minutes = MINUTES["quick" if quick else "whole"]
     console = Console(stderr=True)
     long = "" if only is not None else f": about {minutes} minutes"
@@ -190,7 +193,7 @@ def points(page: Path = POINTS) -> dict[str, list[str]]:
     return {line[1]: re.findall(r"`([^`]+)`", line[2]) for line in lines}
 
 
-def named(name: str, rows: Iterable[Row]) -> list[Row]:
+def rows_called(name: str, rows: Iterable[Row]) -> list[Row]:
     """The rows of this name."""
     pattern = re.compile(".*".join(map(re.escape, name.split("*"))))
     return [row for row in rows if pattern.fullmatch(row.what)]
@@ -198,7 +201,7 @@ def named(name: str, rows: Iterable[Row]) -> list[Row]:
 
 def points_off(rows: Rows, page: Path = POINTS) -> list[str]:
     """The points of which a row is off or missing."""
-    shown = {point: [named(name, rows) for name in names] for point, names in points(page).items()}
+    shown = {point: [rows_called(name, rows) for name in names] for point, names in points(page).items()}
     return [point for point, by_name in shown.items() if not all(of and all(row.ok for row in of) for of in by_name)]
 
 
@@ -229,11 +232,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "as they must"
     )
     whole = not given.quick and given.only is None
-    astray = points_off(rows) if whole else []
+    points_wrong = points_off(rows) if whole else []
     if whole:
-        wrong = f"off: {', '.join(astray)}" if astray else "none off"
+        wrong = f"off: {', '.join(points_wrong)}" if points_wrong else "none off"
         console.print(f"{len(points())} points of the texts ({POINTS.name}), {wrong}")
-    return 1 if off or astray else 0
+    return 1 if off or points_wrong else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from support.page_blocks import blocks, run_python, sections, with_needed
+from support.page_blocks import blocks, run_python, sections, with_sources
 
 import mhsa_compile as mhsa
 
@@ -176,14 +176,14 @@ def test_a_section_takes_the_snippets_whose_names_it_uses(tmp_path: Path) -> Non
     assert [*by_title] == [*codes]
 
     def taken(title: str) -> list[str]:
-        lines = [block.line for block in with_needed(by_title[title], list(blocks(page)))]
+        lines = [block.line for block in with_sources(by_title[title], list(blocks(page)))]
         return [name for name, below in by_title.items() if below[0].line in lines]
 
     assert taken("Two") == ["Two"]
     assert taken("Three") == ["One", "Three"]  # its own a, c and b are no others'
     assert taken("Four") == ["One", "Three", "Four"]
     assert taken("Five") == ["One", "Two", "Five"]  # the last `a` before it
-    assert [*sections(PAGE)][-1] == "GPT-3" and len(with_needed(sections(PAGE)["GPT-3"], list(blocks(PAGE)))) < 5
+    assert [*sections(PAGE)][-1] == "GPT-3" and len(with_sources(sections(PAGE)["GPT-3"], list(blocks(PAGE)))) < 5
 
 
 def test_packages_that_are_missing_are_said(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,16 +49,16 @@ def sections(page: Path) -> dict[str, list[Block]]:
     return {lines[i - 1][3:]: [block for block in every if i < block.line < j] for i, j in below}
 
 
-def with_needed(chosen: Iterable[Block], every: list[Block]) -> list[Block]:
+def with_sources(chosen: Iterable[Block], every: list[Block]) -> list[Block]:
     """The chosen blocks of Python and, of those before them, each that binds a name which one of them reads."""
-    needed, waiting = set(), [every.index(block) for block in chosen]
+    sources, waiting = set(), [every.index(block) for block in chosen]
     names = [_names(block) for block in every]
     while waiting:
-        needed.add(here := waiting.pop())
+        sources.add(here := waiting.pop())
         for name in names[here][0]:
             makers = [i for i in range(here) if name in names[i][1]]
-            waiting += [i for i in makers[-1:] if i not in needed]
-    return [every[i] for i in sorted(needed)]
+            waiting += [i for i in makers[-1:] if i not in sources]
+    return [every[i] for i in sorted(sources)]
 
 
 def _names(block: Block) -> tuple[set[str], set[str]]:
