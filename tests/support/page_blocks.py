@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import symtable
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +38,54 @@ def split_at(title: str, page: Path) -> tuple[list[Block], list[Block]]:
     assert heading, f"{page} has no heading {title!r}"
     line, every = before.count("\n") + 2, list(blocks(page))
     return [block for block in every if block.line < line], [block for block in every if block.line > line]
+
+
+def sections(page: Path) -> dict[str, list[Block]]:
+    """The blocks below each heading of the second level, by its words."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    heads = [number for number, line in enumerate(lines, 1) if line.startswith("## ")]
+    every = list(blocks(page))
+    below = zip(heads, [*heads[1:], len(lines) + 1], strict=True)
+    return {lines[i - 1][3:]: [block for block in every if i < block.line < j] for i, j in below}
+
+
+def with_sources(chosen: Iterable[Block], every: list[Block]) -> list[Block]:
+    """The chosen blocks of Python and, of those before them, each that binds a name which one of them reads."""
+    sources, waiting = set(), [every.index(block) for block in chosen]
+    names = [_names(block) for block in every]
+    while waiting:
+        sources.add(here := waiting.pop())
+        for name in names[here][0]:
+            makers = [i for i in range(here) if name in names[i][1]]
+            waiting += [i for i in makers[-1:] if i not in sources]
+    return [every[i] for i in sorted(sources)]
+
+
+def _names(block: Block) -> tuple[set[str], set[str]]:
+    """(read before the block binds them, bound): of its statements, one after another."""
+    read: set[str] = set()
+    in_functions: set[str] = set()  # which are called later, when the whole block has run
+    bound: set[str] = set()
+    for statement in ast.parse(block.code).body:
+        table = symtable.symtable(ast.unparse(statement), str(block.page), "exec")
+        stored = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+        loaded = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+        inner = _globals(table)
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            in_functions |= inner
+        else:
+            loaded |= inner
+        read |= loaded - bound - (stored if isinstance(statement, ast.For | ast.With) else set())
+        bound |= stored
+    return read | (in_functions - bound), bound
+
+
+def _globals(table: symtable.SymbolTable) -> set[str]:
+    """The names of the module that scopes within this one read."""
+    names = {
+        symbol.get_name() for child in table.get_children() for symbol in child.get_symbols() if symbol.is_global()
+    }
+    return names.union(*map(_globals, table.get_children()))
 
 
 def run_python(code: Iterable[Block], names: dict[str, Any]) -> dict[str, Any]:
