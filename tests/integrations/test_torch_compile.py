@@ -246,7 +246,7 @@ def test_both_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(timed_turns, "_TURN", 1e-9)
     assert torch_compile._time_by_eager(graph, ours, [torch.randn(3)]) > 0
-    assert len(called) == 2 * timed_turns._TURNS
+    assert 2 * timed_turns._LEAST_TURNS <= len(called) <= 2 * timed_turns._MOST_TURNS
     monkeypatch.setattr(timed_turns, "_seconds", lambda call: 6.0 if call.func is ours else 2.0)
     assert torch_compile._time_by_eager(graph, ours, []) == 3.0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -252,6 +252,8 @@ def _round(layout: BlockLayout, x: Expr, rows: PackedRows, row: Expr, block: Exp
 
 @dataclass(frozen=True)
 class _BlockProduct(Product):
+    sums_few_apart: ClassVar[bool] = False
+
     @property
     def _layout(self) -> BlockLayout:
         assert isinstance(self.layout, BlockLayout)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
+from typing import ClassVar
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -48,6 +49,8 @@ class Product:
     count: Expr
     lines: Expr
     operands: list[Expr]
+    sums_few_apart: ClassVar[bool] = True
+    """Whether FEW_ROWS are summed in more chains; else a row has the same bits whatever their number."""
 
     def row(self, line: Expr, number: int) -> Expr:
         """The index of row `number` of a line in x and y; that of the last row where there is no such row."""
@@ -268,7 +271,7 @@ def _depth_parts(task: Product, most: int, rows: int) -> _DepthParts:
         return wanted, -(-steps // wanted // turn) * turn
 
     many = few = parts(most)
-    if task.layout.unit.group == 1 and (count is None or count <= FEW_ROWS):
+    if task.sums_few_apart and task.layout.unit.group == 1 and (count is None or count <= FEW_ROWS):
         few = parts(min(most, max(16, min(32, steps // CHAINS))))
     levels = int(few[0] > 1) + int(few[0] > max(FOLDED, many[0]))
     if count is not None or few == many:
