@@ -19,7 +19,7 @@ from mhsa_compile.verification.verify import verify_run
 pytestmark = pytest.mark.arm
 
 TARGETS = [
-    name for name in profile_names() if name != "native" and load_profile(name).tvm.mtriple.startswith("aarch64")
+    name for name in profile_names() if name != "native" and load_profile(name).tvm.mtriple.startswith("aarch64-linux")
 ]
 PLAIN, ALL = "neoverse-n1", "neoverse-v1"
 """The matrix is compiled for the first; what is not float32 throughout for the second too, which has more of it."""
