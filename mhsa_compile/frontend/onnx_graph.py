@@ -202,22 +202,23 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def in_order(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """The nodes, each behind those that make what it reads; where nothing else is needed, as they stand."""
+    """The nodes, each behind those that make what it reads; where nothing else is needed, as they stand. Those of a
+    circle come in some order."""
     unsorted = list(nodes)
     makers = {name: node for node in unsorted for name in node.output if name}
-    placed: set[int] = set()
+    visited: set[int] = set()
     result: list[onnx.NodeProto] = []
-
-    def place(node: onnx.NodeProto) -> None:
-        if id(node) not in placed:
-            placed.add(id(node))
-            for name in reads(node):
-                if name in makers:
-                    place(makers[name])
-            result.append(node)
-
-    for node in unsorted:
-        place(node)
+    for first in unsorted:
+        waiting = [] if id(first) in visited else [(first, reads(first))]
+        visited.add(id(first))
+        while waiting:
+            names = waiting[-1][1]
+            before = next((makers[name] for name in names if name in makers and id(makers[name]) not in visited), None)
+            if before is None:
+                result.append(waiting.pop()[0])
+            else:
+                visited.add(id(before))
+                waiting.append((before, reads(before)))
     return result
 
 

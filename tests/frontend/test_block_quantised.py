@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -183,6 +184,35 @@ def test_rows_of_tables(bits: int, words: dict[str, Any]) -> None:
     check(table(bits, **words), ids, 2e-3 if words.get("dtype") == "float16" else 1e-6)
 
 
+@pytest.mark.thorough_but("int4", "uint4, zero points")
+@pytest.mark.parametrize(
+    ("kind", "zeros", "axis"),
+    [("int4", False, 1), ("int4", True, -1), ("uint4", False, 1), ("uint4", True, 1)],
+    ids=["int4", "int4, zero points", "uint4", "uint4, zero points"],
+)
+def test_rows_of_tables_of_four_bits(kind: str, zeros: bool, axis: int) -> None:
+    """As MatMulNBitsQuantizer writes a Gather: of INT4 and of UINT4, both of which have 0 at 0."""
+    check(table_of_four_bits(kind, zeros, quantize_axis=axis), np.random.default_rng(4).integers(0, V, (2, 3)), 1e-6)
+
+
+def table_of_four_bits(kind: str, zeros: bool, points: str = "", **attributes: Any) -> onnx.ModelProto:
+    """The table of `table` with its numbers, and zero points, of another dtype; `points` is that of zero points."""
+    model, rng = table(zeros=zeros, **attributes), np.random.default_rng(5)
+    dtypes, sizes = {"q": kind, "z": points or kind}, {"q": D, "z": D // 16}
+    for tensor in model.graph.initializer:
+        if tensor.name in sizes:
+            dtype = getattr(ml_dtypes, dtypes[tensor.name])
+            numbers = rng.integers(-8, 8, (V, sizes[tensor.name])) + 8 * dtypes[tensor.name].startswith("u")
+            tensor.CopyFrom(numpy_helper.from_array(numbers.astype(dtype), tensor.name))
+    return model
+
+
+def other_blocks(model: onnx.ModelProto, block: int) -> onnx.ModelProto:
+    """The model, whose scales are then too many or too few."""
+    next(word for word in model.graph.node[0].attribute if word.name == "block_size").i = block
+    return model
+
+
 def test_what_is_stored_is_the_files_bytes(tmp_path) -> None:
     """Float weights are made when they are bound; the artifact holds those of the file."""
     model = product(K=256, N=256, block=32)
@@ -198,8 +228,10 @@ def test_what_is_stored_is_the_files_bytes(tmp_path) -> None:
         (product(block=24), "a power of two"),
         (table(gather_axis=1), "gather_axis"),
         (table(quantize_axis=0), "quantize_axis"),
+        (table_of_four_bits("int4", True, points="uint4"), "the zero points 'z' of int4, as 'q', got uint4"),
+        (other_blocks(table_of_four_bits("int4", False), 32), r"'s' of \(50, 2\), got \(50, 4\)"),
     ],
-    ids=["unknown", "prepacked", "blocks of 24", "gathered by columns", "scales by columns"],
+    ids=["unknown", "prepacked", "blocks of 24", "gathered by columns", "scales by columns", "two dtypes", "scales"],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused(model: onnx.ModelProto, message: str) -> None:
     with pytest.raises(ModelError, match=message):

@@ -15,8 +15,7 @@ HEADER = '<ir_version: 9, opset_import: ["" : 21]> g '
 CASES = {
     "nobody makes it": ("(float[3] a) => (float[3] y) { [odd] y = Add (a, z) }",
                         "Add node 'odd'.*'z', which nothing makes"),
-    "circle": ("(float[3] a) => (float[3] y) { [odd] y = Add (a, z) z = Relu (y) }", "Add node 'odd'.*a circle"),
-    "order": ("(float[3] a) => (float[3] y) { [odd] y = Add (a, z) z = Relu (a) }", "Relu node 'z', behind it, makes"),
+    "circle": ("(float[3] a) => (float[3] y) { y = Add (a, z) [odd] z = Relu (y) }", "Relu node 'odd'.*a circle"),
     "made twice": ("(float[3] a) => (float[3] y) { [one] y = Relu (a) [odd] y = Abs (a) }",
                     "Abs node 'odd'.*Relu node 'one'"),
     "no output": ("(float[3] a) => (float[3] q) { y = Relu (a) }", "output 'q'.*no node makes"),

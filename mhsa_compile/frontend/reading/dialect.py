@@ -5,6 +5,8 @@
 - Operators that ONNX Runtime has in the standard's domain, and ONNX not (yet), are ONNX Runtime's.
 - A tensor that is listed twice among the outputs is two: the second one, "y_2" of "y", is an Identity of it.
 - A STFT says whether it is onesided: where it leaves that out it is, but onnx infers the shape of one that is not.
+- Nodes stand behind those that make what they read. ONNX asks for that; ONNX Runtime reads files without, and its own
+  converter to float16 writes such.
 - An initializer that is also listed among the inputs is a weight. Before version 4 of the format they all were.
 """
 
@@ -17,7 +19,7 @@ from onnx import helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import light, whole
-from mhsa_compile.frontend.onnx_graph import add_import, inner_nodes, replace
+from mhsa_compile.frontend.onnx_graph import add_import, branches, in_order, inner_nodes, replace
 from mhsa_compile.frontend.reading.microsoft import DOMAIN
 
 _LONG = "ai.onnx"
@@ -36,7 +38,9 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
     outputs = [value.name for value in model.graph.output]
     repeated = len(set(outputs)) < len(outputs)
     unstated = any(map(_leaves_onesided_out, _nodes(model)))
-    if not (unstated or listed or long or renamed or repeated or (runtimes and DOMAIN not in imports)):
+    unsorted = any(list(map(id, owner.node)) != list(map(id, in_order(owner.node))) for owner in _owners(model))
+    others = unstated or unsorted or listed or long or renamed or repeated
+    if not (others or (runtimes and DOMAIN not in imports)):
         return model
     result, tensors = light(model)
     opset = _opset(model)
@@ -50,6 +54,8 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
         add_import(result, DOMAIN)
     replace(result.graph.input, (value for value in result.graph.input if value.name not in weights))
     result.ir_version = max(result.ir_version, 4)  # before, initializers must be inputs
+    for owner in reversed(_owners(result) if unsorted else ()):  # inner graphs first: their nodes are copied then
+        replace(owner.node, in_order(owner.node))
     _list_once(result.graph)
     return whole(result, tensors)
 
@@ -82,6 +88,12 @@ def _domain(node: onnx.NodeProto, opset: int) -> str:
 
 def _opset(model: onnx.ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in ("", _LONG)), default=0)
+
+
+def _owners(model: onnx.ModelProto) -> list[onnx.GraphProto | onnx.FunctionProto]:
+    """What has nodes: the graph, functions, and the graphs in nodes."""
+    inner = (graph for node in _nodes(model) for graph in branches(node))
+    return [model.graph, *model.functions, *inner]
 
 
 def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

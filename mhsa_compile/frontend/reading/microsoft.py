@@ -47,8 +47,28 @@ def _grouped(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
 
 
 def _bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """GatherBlockQuantized: numbers of few bits packed into bytes."""
-    return _not_bytes(graph, node.input[0])
+    """GatherBlockQuantized: numbers of few bits packed into bytes; or a matrix of the file of INT4 or UINT4, with zero
+    points of that same dtype, of rows of whole blocks."""
+    table, scales, points = node.input[0], *[*node.input[2:], "", ""][:2]
+    dtype, dims = graph.dtype(table), graph.shape(table)
+    if dtype not in ("int4", "uint4"):
+        return _not_bytes(graph, table)
+    stored = [name for name in (table, scales, points) if name and name not in graph.initializers]
+    if stored or dims is None or len(dims) != 2:
+        return f"{table!r}, its scales and its zero points as a matrix each, of the file", f"{stored or dims}"
+    block = attributes(node).get("block_size", 128)
+    if (width := int(dims[1] or 0)) % block:
+        return f"rows of whole blocks of {block}", f"rows of {width}"
+    if points and graph.dtype(points) != dtype:
+        return f"the zero points {points!r} of {dtype}, as {table!r}", str(graph.dtype(points))
+    shape = (dims[0], width // block)
+    wrong = next((name for name in (scales, points) if name and graph.shape(name) != shape), None)
+    return None if wrong is None else (f"{wrong!r} of {shape}", str(graph.shape(wrong)))
+
+
+def is_gather(node: onnx.NodeProto) -> bool:
+    """Whether a node takes rows of a table of few bits."""
+    return bool(node.domain == DOMAIN and node.op_type == "GatherBlockQuantized")
 
 
 def _not_bytes(graph: GraphView, name: str) -> Mismatch:

@@ -80,7 +80,7 @@ def _check_graph(
 
 
 def _unmade(graph: onnx.GraphProto, node: onnx.NodeProto, name: str) -> tuple[str, str]:
-    """What was expected of an input that no earlier node makes, and what came."""
+    """What was expected of an input that no earlier node makes, though nodes are in order, and what came."""
     makers = {output: other for other in graph.node for output in other.output if output}
     if name not in makers:
         return "inputs that the graph has, or that a node makes", f"{name!r}, which nothing makes"

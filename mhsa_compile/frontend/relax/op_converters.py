@@ -117,29 +117,57 @@ def _gather(data: Any, indices: Any, axis: int, outside: float | None) -> Any:
 
     def element(*at: Any) -> Any:
         index = indices[tuple(at[axis : axis + rank])].astype("int64")
-        return _element(data, axis, outside, at[:axis], index, at[axis + rank :])
+        return _element(data, outside, at[:axis], [index], at[axis + rank :])
 
     return te.compute((*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :]), element, "take")
+
+
+def gather_nd_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """GatherND without batch axes as one function, as `gather_within_bounds` reads: TVM's has no code where an axis is
+    a sum of symbols, as that of a decoder's mask over past and new keys is.
+    """
+    data, places = inputs
+    shapes = [getattr(value.ty, "shape", None) for value in inputs]
+    if not all(isinstance(shape, relax.ShapeExpr) for shape in shapes) or all(map(is_constant, inputs)):
+        return None
+    if attributes.get("batch_dims", 0) or not isinstance(shapes[1].values[-1], tirx.IntImm):
+        return None
+    outside = math.nan if is_floating(dtype_of(data)) else None
+    return bb.emit_te(_gather_nd, data, places, int(shapes[1].values[-1]), outside, primfunc_name_hint="gather_nd")
+
+
+def _gather_nd(data: Any, places: Any, count: int, outside: float | None) -> Any:
+    """The elements that rows of `count` indices into the first axes name."""
+    rows = len(places.shape) - 1
+
+    def element(*at: Any) -> Any:
+        indices = [places[(*at[:rows], i)].astype("int64") for i in range(count)]
+        return _element(data, outside, [], indices, at[rows:])
+
+    return te.compute((*places.shape[:-1], *data.shape[count:]), element, "gather_nd")
 
 
 def _pick(data: Any, index: int, axis: int, outside: float | None) -> Any:
     """The elements of an axis at one place."""
 
     def element(*at: Any) -> Any:
-        return _element(data, axis, outside, at[:axis], tirx.const(index, "int64"), at[axis:])
+        return _element(data, outside, at[:axis], [tirx.const(index, "int64")], at[axis:])
 
     return te.compute((*data.shape[:axis], *data.shape[axis + 1 :]), element, "take")
 
 
-def _element(data: Any, axis: int, outside: float | None, before: Any, index: Any, behind: Any) -> Any:
-    """An element by an index that may count from the end; where there is none, `outside`, or the nearest."""
-    size = data.shape[axis]
-    place = tirx.Select(index < 0, index + size, index)
-    nearest = tirx.max(tirx.min(place, size - 1), tirx.const(0, "int64"))
+def _element(data: Any, outside: float | None, before: Any, indices: list[Any], behind: Any) -> Any:
+    """An element by indices into neighbouring axes, which may count from their end; where there is none, `outside`, or
+    the nearest."""
+    sizes = data.shape[len(before) : len(before) + len(indices)]
+    pairs = list(zip(indices, sizes, strict=True))
+    places = [tirx.Select(index < 0, index + size, index) for index, size in pairs]
     if outside is None:
-        return data[(*before, nearest, *behind)]
-    inside = tirx.all(place >= 0, place < size)
-    return tirx.if_then_else(inside, data[(*before, place, *behind)], tirx.const(outside, str(data.dtype)))
+        bounds = zip(places, sizes, strict=True)
+        nearest = [tirx.max(tirx.min(place, size - 1), tirx.const(0, "int64")) for place, size in bounds]
+        return data[(*before, *nearest, *behind)]
+    inside = [test for place, size in zip(places, sizes, strict=True) for test in (place >= 0, place < size)]
+    return tirx.if_then_else(tirx.all(*inside), data[(*before, *places, *behind)], tirx.const(outside, str(data.dtype)))
 
 
 def contraction(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -212,5 +240,6 @@ CONVERSIONS: dict[str, Converter] = {
     "Einsum": contraction,
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
+    "GatherND": gather_nd_within_bounds,
     "Slice": slice_of_constants,
 }

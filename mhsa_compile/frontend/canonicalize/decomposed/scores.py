@@ -23,6 +23,10 @@ SAME = ("Cast", "Identity", "Dropout")
 """Operators whose result is their operand, as a graph of inference has it."""
 ROUNDS = ("DequantizeLinear", "QuantizeLinear")
 """Operators, in pairs, whose result is their operand rounded to bytes, which attention in floats leaves out."""
+_COARSE = 1.0
+"""The step of rounded scores from which on the weights of a file are other weights, and not those of floats, rounded:
+one to the next stands for a factor of e. So it is where a mask of -1e4 or -3e38 was rounded together with the scores.
+"""
 _FAR = 36  # nodes between a product and its softmax, at most
 
 
@@ -87,7 +91,7 @@ def scores_before(graph: KnownGraph, value: str) -> MatchedScores:
             value, windows = node.input[0], 0 if windows else count
             continue
         if node.op_type in (*SAME, *ROUNDS):
-            value, rounded = node.input[0], rounded or node.op_type in ROUNDS
+            value, rounded = node.input[0], rounded or _rounds(graph, node, factor)
         elif node.op_type in ("Mul", "Div"):
             value, multiplier = scalar_factor(graph, node)
             factor *= multiplier
@@ -110,6 +114,17 @@ def scores_before(graph: KnownGraph, value: str) -> MatchedScores:
         else:
             raise NotRecognised(f"{_title(node)} stands between the product of queries and keys and the Softmax")
     raise NotRecognised("no product of queries and keys was found before the Softmax")
+
+
+def _rounds(graph: KnownGraph, node: onnx.NodeProto, factor: float) -> bool:
+    """Whether a node rounds scores that are then multiplied by `factor`. Raises NotRecognised where its steps are
+    coarse."""
+    if node.op_type not in ROUNDS:
+        return False
+    step = abs(factor) * (graph.scalar(node.input[1]) or 0.0)
+    if step >= _COARSE:
+        raise NotRecognised(f"{_title(node)} rounds scores in steps of {step:.2g}, which floats would not do")
+    return True
 
 
 def scalar_factor(graph: KnownGraph, node: onnx.NodeProto) -> tuple[str, float]:

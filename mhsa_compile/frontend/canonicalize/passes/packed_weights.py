@@ -5,6 +5,8 @@ to eight bits, becomes that same node: its results are what people compare with,
 reads such weights gets them written out in float32, numbers of four bits as bytes; that depends on weights alone, so it
 is computed when they are bound (`compiler.derived_weights`). So does whatever a branch or a body reads of them.
 
+Tables of INT4 and UINT4 that GatherBlockQuantized takes rows of become its tables of bytes, where 8 stands for 0.
+
 Notation: an axis of D numbers has n blocks of b; a matrix is (K, N).
 """
 
@@ -33,7 +35,7 @@ _LEAST_BLOCK, _OWN_BLOCK = 16, 32
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with such products as MatMulNBits, and with all else of them written out; itself where it has none."""
     inner = (inner for node in model.graph.node for inner in inner_nodes(node))
-    if any(is_standard(node, "DequantizeLinear") for node in inner):
+    if any(is_standard(node, "DequantizeLinear") or microsoft.is_gather(node) for node in inner):
         model = branch_graphs.rewritten(model, _of_body)
     return _rewritten(model, products=True)
 
@@ -47,9 +49,14 @@ def _rewritten(model: onnx.ModelProto, *, products: bool) -> onnx.ModelProto:
     stored = {"", *weights}
     nodes = [node for node in model.graph.node if is_standard(node, "DequantizeLinear")]
     nodes = [node for node in nodes if stored.issuperset(node.input)]
-    if not nodes:
+    gathers = [node for node in model.graph.node if microsoft.is_gather(node)]
+    gathers = [node for node in gathers if node.input[0] in weights and weights[node.input[0]].data_type in _BYTES]
+    if not (nodes or gathers):
         return model
     rewriter, bytes_of = Rewriter(model), dict[str, str]()
+    for node in gathers:
+        _table_of_bytes(rewriter, node, weights)
+        rewriter.place(node)
     for node in nodes:
         product = _product(rewriter, node, weights) if products else None
         if product is not None:
@@ -112,6 +119,24 @@ def _as_blocks(
     name = product.name or product.output[0]
     blocks = helper.make_node("MatMulNBits", operands, product.output, name=name, domain=microsoft.DOMAIN, **words)
     rewriter.append(blocks)
+
+
+def _table_of_bytes(rewriter: Rewriter, node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> None:
+    """Writes a GatherBlockQuantized of four bits as that of bytes. Without zero points, 0 is the one of all."""
+    table, indices, scales, points = [*node.input, ""][:4]
+    middle = 8 if weights[table].data_type in _SIGNED else 0
+
+    def packed(numbers: np.ndarray, name: str) -> str:
+        return rewriter.constant(_packed(numbers.astype(np.int16) + middle, 4), hint=f"{name}_bytes")
+
+    operands = [packed(numpy_helper.to_array(weights[table]), table), indices, scales]
+    if points or not middle:
+        dims = tuple(weights[scales].dims)
+        zeros = numpy_helper.to_array(weights[points]) if points else np.zeros(dims, np.int16)
+        operands.append(packed(zeros, points or f"{table}_points"))
+    words = {**attributes(node), "bits": 4, "quantize_axis": 1}
+    gather = helper.make_node(node.op_type, operands, node.output, name=node.name, domain=node.domain, **words)
+    rewriter.append(gather)
 
 
 def _packed(numbers: np.ndarray, bits: int) -> np.ndarray:

@@ -93,11 +93,15 @@ def _counted(graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None
 
 def _reshaped(graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None:
     target, source = graph.partial(node.input[1]), graph.shape(node.input[0])
-    if target is None or target.ndim != 1 or -1 in target or attributes(node).get("allowzero"):
+    if target is None or target.ndim != 1 or (attributes(node).get("allowzero") and 0 in target):
         return None
-    if 0 in target and source is None:  # a 0 stands for a size of the source, which is not known yet
-        return None
-    return [source[i] if size == 0 and source is not None else size for i, size in enumerate(target)]
+    if source is None:  # of which a 0 is a size, and of which a -1 is what is left
+        return None if 0 in target or -1 in target else list(target)
+    dims = [source[i] if size == 0 else size for i, size in enumerate(target)]
+    if -1 in dims:
+        place = dims.index(-1)
+        dims[place] = _left_over(source, dims[:place] + dims[place + 1 :])
+    return dims
 
 
 def _expanded(graph: KnownGraph, node: onnx.NodeProto) -> list[ShapeEntry] | None:
@@ -167,14 +171,26 @@ def _reshape_target(
 def _remaining(source: Sequence[ShapeEntry], entries: np.ndarray, place: int) -> int:
     """The size that is left for one axis of a target, or -1 where that is not a number."""
     others = [source[i] if entry == 0 and i < len(source) else entry for i, entry in enumerate(entries) if i != place]
-    if None in source or None in others or Counter(map(str, _symbols(source))) != Counter(map(str, _symbols(others))):
-        return -1
+    size = _left_over(source, others)
+    return size if isinstance(size, int) else -1
+
+
+def _left_over(source: Sequence[ShapeEntry], others: Sequence[ShapeEntry]) -> ShapeEntry:
+    """The size of the one axis that a target has beside `others`, where it is a number or a symbol."""
+    if None in source or None in others:
+        return None
+    left, more = _symbols(source), _symbols(others)
     whole, part = product(source), product(others)
-    return whole // part if part and whole % part == 0 else -1
+    if more - left or not part or whole % part:
+        return None
+    symbols = list((left - more).elements())
+    if not symbols:
+        return whole // part
+    return symbols[0] if len(symbols) == 1 and whole == part else None
 
 
-def _symbols(entries: Sequence[ShapeEntry]) -> list[str]:
-    return [entry for entry in entries if isinstance(entry, str)]
+def _symbols(entries: Sequence[ShapeEntry]) -> Counter[str]:
+    return Counter(entry for entry in entries if isinstance(entry, str))
 
 
 def _expand_target(
