@@ -25,7 +25,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app search-page browser windows test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles bench-ways accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
+.PHONY: help demo search-app search-page browser windows test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits quantised-files kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles bench-ways accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -121,6 +121,9 @@ cuda-configs: $(CUDA)  ## Every kernel for NVIDIA's GPUs with the configs of its
 
 node-tests: $(STAMP)  ## All of onnx's own node tests: how many are right, refused, wrong; a quarter of an hour
 	@PYTHONPATH=tests $(BIN)/python -m support.node_sweep
+
+quantised-files: $(STAMP)  ## What ONNX Runtime's quantisers and converters make of six small models, against ONNX Runtime; MODELS=bert,vit: these alone; most of an hour
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.quantised_files $(if $(MODELS),--models $(MODELS))
 
 test-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: parity, streams, graphs, several devices
 	@$(ON_GPU) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal --durations 20

@@ -46,7 +46,7 @@ def _grouped(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     return None
 
 
-def _bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+def _table(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """GatherBlockQuantized: numbers of few bits packed into bytes; or a matrix of the file of INT4 or UINT4, with zero
     points of that same dtype, of rows of whole blocks."""
     table, scales, points = node.input[0], *[*node.input[2:], "", ""][:2]
@@ -132,6 +132,11 @@ _QUANTISED: dict[str, tuple[tuple[int, int, int], ...]] = {
 """Operator -> the places among its inputs of each value, of its scale and of its zero point; the result is last."""
 
 
+_BYTES = ("int8", "uint8")
+_PAIRED = (*_BYTES, "int16", "uint16", "int32", "int4", "uint4")
+"""The dtypes of QuantizeLinear and DequantizeLinear, which the quantiser writes where the standard's has fewer."""
+
+
 def quantised_values(node: onnx.NodeProto) -> list[Quantised]:
     """The values of a node that are quantised, its result behind them."""
     if node.op_type == "QLinearConcat":
@@ -156,9 +161,10 @@ def _of_bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
         kinds = [graph.dtype(name) if name else None for name in (value, zero)]
         if None not in kinds and kinds[0] != kinds[1]:
             return f"the zero point {zero!r} of {kinds[0]}, as {value!r}", str(kinds[1])
-        wrong = next((kind for kind in kinds if kind not in (None, "int8", "uint8")), None)
+        dtypes = _PAIRED if node.op_type in ("DequantizeLinear", "QuantizeLinear") else _BYTES
+        wrong = next((kind for kind in kinds if kind not in (None, *dtypes)), None)
         if wrong is not None:
-            return f"{value!r} of int8 or uint8", wrong
+            return f"{value!r} of {' or '.join(dtypes)}", wrong
     return None
 
 
@@ -189,7 +195,7 @@ MICROSOFT: dict[str, Row] = {
     "FastGelu": row(inputs=2),
     "FusedMatMul": row("alpha", transA=(0, 1), transB=(0, 1), transBatchA=(0,), transBatchB=(0,), inputs=2),
     "GatherBlockQuantized": row(
-        "block_size", bits=(4, 8), gather_axis=(0,), quantize_axis=(-1, 1), inputs=4, condition=_bytes,
+        "block_size", bits=(4, 8), gather_axis=(0,), quantize_axis=(-1, 1), inputs=4, condition=_table,
     ),
     "Gelu": row(),
     "GroupQueryAttention": row(

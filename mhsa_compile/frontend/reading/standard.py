@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes, is_standard
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.frontend.reading.row import MANY, Mismatch, Row, row
 
 LAST = 28
@@ -140,8 +140,8 @@ def positive_scales(graph: GraphView, name: str) -> Mismatch:
 
 
 def is_packed(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> bool:
-    """Whether a node makes floats of weights by blocks, or of four bits, each block of which is whole."""
-    if not is_standard(node, "DequantizeLinear") or not {name for name in node.input if name} <= weights.keys():
+    """Whether a DequantizeLinear makes floats of weights by blocks, or of four bits, each block of which is whole."""
+    if node.op_type != "DequantizeLinear" or not {name for name in node.input if name} <= weights.keys():
         return False
     tensor, attrs = weights[node.input[0]], attributes(node)
     block, axis = attrs.get("block_size", 0), attrs.get("axis", 1)

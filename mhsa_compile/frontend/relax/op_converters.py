@@ -127,7 +127,7 @@ def gather_nd_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, An
     a sum of symbols, as that of a decoder's mask over past and new keys is.
     """
     data, places = inputs
-    shapes = [getattr(value.ty, "shape", None) for value in inputs]
+    shapes: list[Any] = [getattr(value.ty, "shape", None) for value in inputs]
     if not all(isinstance(shape, relax.ShapeExpr) for shape in shapes) or all(map(is_constant, inputs)):
         return None
     if attributes.get("batch_dims", 0) or not isinstance(shapes[1].values[-1], tirx.IntImm):

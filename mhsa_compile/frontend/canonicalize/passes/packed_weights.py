@@ -35,7 +35,7 @@ _LEAST_BLOCK, _OWN_BLOCK = 16, 32
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with such products as MatMulNBits, and with all else of them written out; itself where it has none."""
     inner = (inner for node in model.graph.node for inner in inner_nodes(node))
-    if any(is_standard(node, "DequantizeLinear") or microsoft.is_gather(node) for node in inner):
+    if any(_dequantises(node) or microsoft.is_gather(node) for node in inner):
         model = branch_graphs.rewritten(model, _of_body)
     return _rewritten(model, products=True)
 
@@ -47,7 +47,7 @@ def _of_body(body: onnx.ModelProto) -> onnx.ModelProto:
 def _rewritten(model: onnx.ModelProto, *, products: bool) -> onnx.ModelProto:
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     stored = {"", *weights}
-    nodes = [node for node in model.graph.node if is_standard(node, "DequantizeLinear")]
+    nodes = [node for node in model.graph.node if _dequantises(node)]
     nodes = [node for node in nodes if stored.issuperset(node.input)]
     gathers = [node for node in model.graph.node if microsoft.is_gather(node)]
     gathers = [node for node in gathers if node.input[0] in weights and weights[node.input[0]].data_type in _BYTES]
@@ -69,6 +69,13 @@ def _rewritten(model: onnx.ModelProto, *, products: bool) -> onnx.ModelProto:
     if result is not model:
         add_import(result, microsoft.DOMAIN)
     return result
+
+
+def _dequantises(node: onnx.NodeProto) -> bool:
+    """Whether a node is DequantizeLinear, the standard's or ONNX Runtime's, which its quantiser writes for four bits
+    before opset 21."""
+    own = node.domain == microsoft.DOMAIN and node.op_type == "DequantizeLinear"
+    return own or is_standard(node, "DequantizeLinear")
 
 
 def _product(rewriter: Rewriter, node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> onnx.NodeProto | None:
