@@ -10,7 +10,7 @@ import onnx
 from onnx import defs
 
 from mhsa_compile.errors import ModelError, did_you_mean
-from mhsa_compile.frontend.onnx_graph import branches, reads, title
+from mhsa_compile.frontend.onnx_graph import branches, title
 
 _KINDS = {
     "FLOAT": "a number",
@@ -81,18 +81,10 @@ def _check_graph(
 
 def _unmade(graph: onnx.GraphProto, node: onnx.NodeProto, name: str) -> tuple[str, str]:
     """What was expected of an input that no earlier node makes, though nodes are in order, and what came."""
-    makers = {output: other for other in graph.node for output in other.output if output}
-    if name not in makers:
+    if not any(name in other.output for other in graph.node):
         return "inputs that the graph has, or that a node makes", f"{name!r}, which nothing makes"
-    waiting, visited = [name], set[str]()
-    while waiting:
-        value = waiting.pop()
-        if value in node.output:
-            return "inputs that do not depend on its own outputs", f"{name!r}, which is made from {value!r}: a circle"
-        if value not in visited and value in makers:
-            waiting += reads(makers[value])
-        visited.add(value)
-    return "inputs that earlier nodes make", f"{name!r}, which {title(makers[name])}, behind it, makes"
+    expected = "inputs that do not depend on its own outputs"
+    return expected, f"{name!r}, which is made from {' or '.join(map(repr, node.output))}: a circle"
 
 
 def _check_node(node: onnx.NodeProto, opset: int) -> None:
