@@ -5,7 +5,6 @@ An array is a NumPy array or a torch tensor here; others come in through DLPack 
 
 from __future__ import annotations
 
-import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,6 +71,21 @@ class Argument:
     def is_bounded(self) -> bool:
         """Whether the numbers themselves must lie in bounds."""
         return self.info.most is not None or self.info.rows is not None
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether NumPy's arrays of it are handed over as their bits."""
+        return self._bfloat16
+
+    def reads(self, value: Any, array: Any) -> bool:
+        """Whether `array`, which `ready` made of a contiguous array or tensor, is it, or its bits."""
+        return array is value or (self._bfloat16 and type(value) is np.ndarray)
+
+    def in_place(self, value: Any) -> Any:
+        """A contiguous array or tensor that was right, as TVM reads it in place."""
+        if self._bfloat16 and type(value) is np.ndarray:
+            return tvm_runtime.start().reinterpreted(value.view(np.uint16), "bfloat16")
+        return value
 
     def ready(self, value: Any, sizes: Sizes) -> Any:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
@@ -286,6 +300,7 @@ class Signature:
         self._aligned = aligned
         self._told_by_shapes = not self._apart and all(argument.is_told_by_shape for argument in self._arguments)
         self._bounded = [i for i, argument in enumerate(self._arguments) if argument.is_bounded]
+        self._has_bits = any(argument.has_bits for argument in self._arguments)
         self._known: dict[tuple[object, ...], Sizes] = {}  # the sizes of shapes and dtypes that were right
         self._to_numpy = [bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
@@ -300,7 +315,9 @@ class Signature:
         if key is not None and (sizes_before := self._known.get(key)) is not None:
             if self._bounded:
                 self.check_values(values, sizes_before)
-            return list(values), sizes_before
+            if not self._has_bits:
+                return list(values), sizes_before
+            return [one.in_place(value) for one, value in zip(self._arguments, values, strict=True)], sizes_before
         arrays, sizes = list(values), Sizes()
         for i in self._order:
             arrays[i] = self._arguments[i].ready(values[i], sizes)
@@ -315,7 +332,8 @@ class Signature:
             self._check_apart(arrays)
         for i in self._composed:
             self._arguments[i].check_expressions(arrays[i], sizes)
-        if key is not None and 0 not in sizes.values() and all(map(operator.is_, arrays, values)):
+        as_they_are = zip(self._arguments, values, arrays, strict=True)
+        if key is not None and 0 not in sizes.values() and all(one.reads(*pair) for one, *pair in as_they_are):
             if len(self._known) >= _KNOWN_SHAPES:
                 self._known.clear()
             self._known[key] = sizes
