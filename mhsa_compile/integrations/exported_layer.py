@@ -70,18 +70,18 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         self._look: tuple[LayerState, Any] | None = None
         self._forms: dict[ExportedKind, _Form | str] = {}  # what calls of a kind return; why no artifact returns it
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *positional: Any, **named: Any) -> Any:
         if is_recorded() or self._row.why_parts:  # what PyTorch does is as right
-            return self._parts(*given, **named)
-        call = call_of(self._names, given, named)
+            return self._parts(*positional, **named)
+        call = call_of(self._names, positional, named)
         if isinstance(call, str):
             self._row.count_parts(call)
-            return self._parts(*given, **named)
+            return self._parts(*positional, **named)
         result = self._fastest(call)
-        return self._parts(*given, **named) if result is None else result
+        return self._parts(*positional, **named) if result is None else result
 
-    def _parts(self, *given: Any, **named: Any) -> Any:
-        return type(self._layer).forward(self._layer, *given, **named)
+    def _parts(self, *positional: Any, **named: Any) -> Any:
+        return type(self._layer).forward(self._layer, *positional, **named)
 
     def _before(self, call: ExportedCall) -> Any:
         """What the layer gave before it was accelerated."""

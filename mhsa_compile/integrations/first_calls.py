@@ -37,13 +37,13 @@ class FirstCalls:
     count: Callable[[], None]
     wrong: str = ""
     products: Float32Products = "ieee"
-    _seen: set[Hashable] = field(default_factory=set)
+    _kinds: set[Hashable] = field(default_factory=set)
 
     def check(self, kind: Hashable, ours: Sequence[Tensor], theirs: Callable[[], Sequence[Tensor]]) -> str:
         """Why the results are not to be had; "" if they may differ by rounding alone. `theirs` computes them anew."""
-        if not self.is_on or kind in self._seen:
+        if not self.is_on or kind in self._kinds:
             return ""
-        self._seen.add(kind)
+        self._kinds.add(kind)
         self.count()
         with torch.no_grad():
             self.wrong = difference(ours, theirs(), self.products)

@@ -592,7 +592,7 @@ class SoftmaxStatsOp:
 
     def summary(self) -> str:
         words = {"lse": self.lse, "entropy": self.entropy, f"top_k {self.top_k}": self.top_k > 0}
-        return ", ".join(word for word, asked in words.items() if asked)
+        return ", ".join(word for word, is_output in words.items() if is_output)
 
 
 @dataclass(frozen=True)

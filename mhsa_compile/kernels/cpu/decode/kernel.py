@@ -152,7 +152,7 @@ class _Decode:
     ) -> None:
         op = arguments.op
         self.op, self.config = op, config
-        self.given, self.inputs, self.y, self.fades = arguments, arguments.inputs, y, op.any_step("fades")
+        self.arguments, self.inputs, self.y, self.fades = arguments, arguments.inputs, y, op.any_step("fades")
         self.layout = _layout(op, profile)
         self.lanes = self.layout.lanes
         self.ratio = op.num_heads // op.num_kv_heads
@@ -164,7 +164,7 @@ class _Decode:
 
     def attend(self, part: KeyRange) -> None:
         heads = self._heads(part.head)
-        task = DecodeTask(self.given, self.config, self.layout, part.kv_length, part.span, heads)
+        task = DecodeTask(self.arguments, self.config, self.layout, part.kv_length, part.span, heads)
         first, end = part.keys()
         if self.layout.tiles:
             tiles.configure(right=tiles.RIGHTS)
@@ -193,8 +193,8 @@ class _Decode:
         first = materialize(g * self.ratio)
         return Heads(
             query=lambda h: head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, first + h),
-            key=self.given.key(b, g),
-            value=self.given.value(b, g),
+            key=self.arguments.key(b, g),
+            value=self.arguments.value(b, g),
             entry=b,
             first_head=first,
         )
@@ -270,5 +270,5 @@ class _Decode:
 
     def _tilt(self, head: Expr) -> Expr:
         """What a head adds to a score for each key further on."""
-        tilts = (step.tilt(CpuMath(), own, head) for step, own in self.given.steps())
+        tilts = (step.tilt(CpuMath(), own, head) for step, own in self.arguments.steps())
         return next(tilt for tilt in tilts if tilt is not None)

@@ -100,7 +100,7 @@ class DecodeTask:
         self.values.end = end
         if len(self.span.low) > 1:
             self._write_bounds()
-        low, high = self.span.seen_by_all
+        low, high = self.span.visible_to_all
         with T.serial(materialize(ceil_div(T.max(T.int64(0), end - first), self.keys))) as block:
             begin = materialize(first + block * self.keys)
             count = materialize(T.min(T.int64(self.keys), end - begin))

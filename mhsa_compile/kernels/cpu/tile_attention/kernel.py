@@ -133,6 +133,6 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
 class AlignedMask(TileMask):
     """Chunks of keys begin at whole numbers of chunks, as those of the values do."""
 
-    def seen_by_any(self) -> tuple[Expr, Expr]:
-        first, end = super().seen_by_any()
+    def visible_to_any(self) -> tuple[Expr, Expr]:
+        first, end = super().visible_to_any()
         return materialize(T.truncdiv(first, T.int64(KEYS)) * KEYS), end
