@@ -170,6 +170,6 @@ class TileMask:
         """What the scores of each query lack, None where that is nothing."""
         return first(part.lack(column) for part in self.parts)
 
-    def sink(self, column: Chunk) -> Expr | None:
+    def no_key(self, column: Chunk) -> Expr | None:
         """The score of no key for a column of queries; None where there is none."""
-        return first(part.sink(column) for part in self.parts)
+        return first(part.no_key(column) for part in self.parts)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.frontend.export.signatures import Shape
-from mhsa_compile.integrations.layer_state import plain_look
+from mhsa_compile.integrations.layers.state import plain_look
 from mhsa_compile.runtime.artifact.manifest import Manifest
 
 PREFIX = "layer."
