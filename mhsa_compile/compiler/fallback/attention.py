@@ -1,6 +1,6 @@
 """Attention written out in tensor expressions, for whatever no kernel takes: right in every case, and slow.
 
-    raw = scale Q K^T;   capped = softcap tanh(raw / softcap);   masked = capped + bias, -inf where a key is hidden
+    masked = what the steps of scores make of scale Q K^T, -inf where a key is hidden
     weights = exp(masked - max) / sum;   Y = the sum of weight x value over the visible keys
 
 All of it is float64, so no target's exp or order of summation shows; scores are a (B, H, L, S) array. It means what the

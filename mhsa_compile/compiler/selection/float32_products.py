@@ -18,7 +18,7 @@ from mhsa_compile.kernels.interface.ops import (
     ProductOp,
     QuantisedLinearOp,
 )
-from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.kernels.registry import kernels_of
 from mhsa_compile.spec.float32_products import Float32Products, Float32Request
 
 
@@ -88,10 +88,7 @@ def _kernels(op: Op, profile: TargetProfile) -> dict[Float32Products, Kernel[Any
     first: dict[Float32Products, Kernel[Any]] = {}
     if not multiplies_float32(op):
         return first
-    kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
-    for kernel in kernels:
-        if type(op) is not kernel.op_type:
-            continue
+    for kernel in kernels_of(op, profile):
         for word in products_of(kernel, op, profile):
             if kernel.why_not(replace(op, float32_products=word), profile) is None:
                 first.setdefault(word, kernel)

@@ -29,8 +29,8 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
+from mhsa_compile.kernels.common.pair_plan import plan_arguments, plan_constants, split_window, why_not_plan
 from mhsa_compile.kernels.common.score_scale import why_not_scores
-from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants, split_window, why_not_plan
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask

@@ -3,7 +3,7 @@ hardly ever moves.
 
 m need not be the maximum: a prob of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
 more does the reference become that score, and what was summed up before shrinks by the power of two between them. With
-it move the origins that a bias of scores is counted from; `kernels/scores/slopes.py` says why.
+it move the origins that a bias of scores is counted from; the step of scores that fades says why.
 """
 
 from __future__ import annotations

@@ -254,10 +254,10 @@ class _Decode:
 
         # Distances from place 0 find the part, since they need not be exact for that; what counts is from its origin.
         h = T.truncmod(head, T.int64(self.op.num_kv_heads)) * self.ratio + T.truncmod(row, T.int64(self.ratio))
-        slope, best = self._tilt(materialize(h)), T.alloc_buffer((1,), "int64")
+        tilt, best = self._tilt(materialize(h)), T.alloc_buffer((1,), "int64")
         T.buffer_store(best, first, zero)
         with T.serial(count) as s:
-            reach = materialize(maximum(first + s) + slope * origin(first + s), "float32")
+            reach = materialize(maximum(first + s) + tilt * origin(first + s), "float32")
             with T.If(reach > largest[0]), T.Then():
                 T.buffer_store(largest, reach, zero)
                 T.buffer_store(best, first + s, zero)
@@ -266,7 +266,7 @@ class _Decode:
             materialize(zero_if_unseen(maximum(reference), 1), "float32"),
             materialize(origin(reference), "float32"),
         )
-        return lambda part: maximum(part) - top + slope * (origin(part) - from_key)
+        return lambda part: maximum(part) - top + tilt * (origin(part) - from_key)
 
     def _tilt(self, head: Expr) -> Expr:
         """What a head adds to a score for each key further on."""

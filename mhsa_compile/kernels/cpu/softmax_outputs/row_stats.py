@@ -7,7 +7,7 @@ Scores s are in units of log2. With a reference m near their maximum, as in `att
     lse = m ln 2 + ln Z,  entropy = ln Z - ln 2 U / Z
 
 U / Z is the mean distance from m: as m is near the maximum, no term is large where the result is small. With m move
-the origins that a bias is counted from, as `kernels/scores/slopes.py` says: s and m become less by what it moves.
+the origins that a bias is counted from, as the step of scores that fades says: s and m become less by what it moves.
 """
 
 from __future__ import annotations

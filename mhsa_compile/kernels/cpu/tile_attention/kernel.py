@@ -15,7 +15,7 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
 from mhsa_compile.kernels.common.head_layout import head_view
-from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants
+from mhsa_compile.kernels.common.pair_plan import plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, by_width, split_pairs, task_at
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route
