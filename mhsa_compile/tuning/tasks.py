@@ -76,7 +76,7 @@ class TaskResult:
     stopped     why the search ended, or why there was none
     space       how many configs there are
     history     the score of each trial in the order of their draws, None for one that failed
-    search_us    with a sweep: what the search alone had found, measured beside the best
+    found_us    with a sweep: what the search alone had found, measured beside the best
     """
 
     names: tuple[str, ...]
@@ -94,7 +94,7 @@ class TaskResult:
     study: str
     history: tuple[float | None, ...] = ()
     error_share: float | None = None
-    search_us: float | None = None
+    found_us: float | None = None
 
     @property
     def trials(self) -> int:
@@ -226,7 +226,7 @@ def keep(task: TuningTask, study: Study, result: SearchResult, on: MeasuredOn, r
         stopped=result.stopped,
         history=tuple(t.result.score if isinstance(t.result, TrialResult) else None for t in result.trials),
         error_share=best.error_share,
-        search_us=None if result.swept is None else best.default_us * result.swept.score,
+        found_us=None if result.swept is None else best.default_us * result.swept.score,
     )
 
 

@@ -125,7 +125,7 @@ def test_a_sweep_says_how_near_the_search_came(request_: Request, monkeypatch: p
     assert op.stopped == "swept"
     assert 8 < op.trials == op.space == len(space.points)
     best = min(map(far, space.points))
-    assert (op.best_us, op.search_us) == (pytest.approx(best), pytest.approx(min(op.history[:8]) * op.default_us))
+    assert (op.best_us, op.found_us) == (pytest.approx(best), pytest.approx(min(op.history[:8]) * op.default_us))
 
 
 def test_a_bundle_is_written_measured_and_read(request_: Request, tmp_path: Path):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def run(
     artifact: options.ArtifactFolder,
     *,
-    inputs: options.InputFiles = None,
+    inputs: options.InputArrays = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="An .npz of all outputs, or the .npy of one.")
     ] = None,

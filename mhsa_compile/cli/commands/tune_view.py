@@ -131,10 +131,10 @@ def show(name: str, report: TuningReport, gain: Gain | None, peers: Mapping[str,
             "So much noise hides what there is to gain: something else was running. Tune again when it is quiet."
         )
     for op in report.ops:
-        if op.search_us is not None:
+        if op.found_us is not None:
             output.line(
-                f"{op.op}: the search found {op.search_us:,.1f} µs, a sweep of all {op.space:,} configs "
-                f"{op.best_us:,.1f} µs: {op.best_us / op.search_us:.1%} of its speed"
+                f"{op.op}: the search found {op.found_us:,.1f} µs, a sweep of all {op.space:,} configs "
+                f"{op.best_us:,.1f} µs: {op.best_us / op.found_us:.1%} of its speed"
             )
     if gain is not None:
         output.line(

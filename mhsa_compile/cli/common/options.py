@@ -30,7 +30,7 @@ ArtifactFolder = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
 ]
-InputFiles = Annotated[
+InputArrays = Annotated[
     list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
 ]
 Records = Annotated[

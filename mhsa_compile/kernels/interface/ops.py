@@ -532,7 +532,7 @@ class QuantiseRowsOp:
 class ScoresOp:
     """What becomes of the scores of `attention`, (B, H, L, S) of its dtype: qk_matmul_output of ONNX Attention.
 
-    `stage` 0 is scale Q K^T; 1 within limits; 2 with the mask, -inf where it hides; 3 the weights, zeros where it hides.
+    `stage` 0 is scale Q K^T; 1 within limits; 2 masked, -inf where it hides; 3 the weights, zeros where it hides.
     Takes the attention's inputs.
     """
 
