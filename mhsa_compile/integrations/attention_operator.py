@@ -106,8 +106,7 @@ def attend(
 
 
 def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
-    """What `attend` gives, (B, L, H, F), by PyTorch's operators; of the queries `rows` alone, where
-    they are stated."""
+    """What `attend` gives, (B, L, H, F), by PyTorch's operators; of the queries `rows` alone, where they are stated."""
     q, k, v, mask, sinks, scale, softcap, causal = operands
     L, S = q.shape[2], k.shape[2]
     rows = torch.arange(L) if rows is None else rows
