@@ -43,11 +43,12 @@ class FirstCalls:
         """Why the results are not to be had; "" if they may differ by rounding alone. `theirs` computes them anew."""
         if not self.is_on or kind in self._seen:
             return ""
-        self._seen.add(kind)
         self.count()
         with torch.no_grad():
-            self.wrong = difference(ours, theirs(), self.products)
-        if self.wrong:
+            wrong = difference(ours, theirs(), self.products)
+        self.wrong = self.wrong or wrong
+        self._seen.add(kind)  # not before: other threads' first calls are as unsure
+        if wrong:
             warnings.warn(f"{self.name or 'the model'}: {self.wrong}; PyTorch computes its calls", stacklevel=4)
         return self.wrong
 
