@@ -21,8 +21,9 @@ from torch import nn
 
 from mhsa_compile.compiler import pipeline
 from mhsa_compile.conversion.checkpoints.checkpoint import Checkpoint
-from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError
+from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, did_you_mean
 from mhsa_compile.files.foreign_errors import first_line
+from mhsa_compile.files.patience import shown_stages
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
@@ -211,7 +212,8 @@ def accelerate(
     """
     _check(model, on_unsupported)
     if layers not in get_args(LayerChoice):
-        raise InputError("layers", '"fastest", "whole" or "parts"', repr(layers))
+        hint = did_you_mean(str(layers), get_args(LayerChoice))
+        raise InputError("layers", '"fastest", "whole" or "parts"', repr(layers), hint)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     choice = _checked_choice(linears)
     report = AccelerationReport(float32_request(float32_products))
@@ -260,7 +262,8 @@ def _check(model: nn.Module, on_unsupported: str) -> None:
     if not isinstance(model, nn.Module):
         raise InputError("model", "an nn.Module", type(model).__name__)
     if on_unsupported not in ("keep", "raise"):
-        raise InputError("on_unsupported", '"keep" or "raise"', repr(on_unsupported))
+        hint = did_you_mean(str(on_unsupported), ("keep", "raise"))
+        raise InputError("on_unsupported", '"keep" or "raise"', repr(on_unsupported), hint)
     for name, module in model.named_modules():
         if NAME in vars(module):
             raise InputError("model", "one that is not accelerated", f"{name or 'it'} is", "Call mhsa.restore first.")
@@ -297,8 +300,11 @@ class _Artifacts:
             if key not in self._found:
                 options: dict[str, Any] = {"weights": weights, "float32_products": products, "check": check}
                 try:
-                    graph = source()
-                    artifact = pipeline.compile(graph, profile, without_attention="accept", **options)
+                    with shown_stages("mhsa.accelerate, a first call") as begin:
+                        begin("export the layer")
+                        graph = source()
+                        options["progress"] = begin
+                        artifact = pipeline.compile(graph, profile, without_attention="accept", **options)
                     if isinstance(what, ExportedKind):
                         check_bound(graph, artifact.manifest)
                     self._found[key] = artifact
@@ -423,7 +429,10 @@ def _checked_choice(linears: bool | str | Checkpoint) -> _Choice:
     """What becomes of linears. Raises InputError."""
     if isinstance(linears, bool | Checkpoint):
         return linears
-    form = block_form(linears) if isinstance(linears, str) and linears != "int8" else None
+    try:
+        form = block_form(linears) if isinstance(linears, str) and linears != "int8" else None
+    except InputError as error:  # of what `weights` may be
+        raise InputError("linears", error.expected, error.got, error.next_step) from error
     if form is None:
         expected = 'True, False, what read_checkpoint gave, or a word for blocks, such as "int4" or "int8:block=32"'
         raise InputError("linears", expected, repr(linears))
