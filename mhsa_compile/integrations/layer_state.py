@@ -214,8 +214,8 @@ def _word(value: Any) -> Hashable | None:
     if isinstance(value, dict):
         return _word(list(value.items()))
     if isinstance(value, partial):
-        words = _word([value.func, *value.args, value.keywords])
-        return None if words is None else (partial, words)
+        word = _word([value.func, *value.args, value.keywords])
+        return None if word is None else (partial, word)
     return value if isinstance(value, _FUNCTIONS) else None
 
 
