@@ -46,10 +46,10 @@ class LayerState:
         configs = {id(config): config for part in modules for config in _configs(vars(part))}
         self._configs = list(configs.values())
         fields = [vars(one) for one in (*modules, *self._configs)]
-        others = [
-            values for part in modules for values in (part._modules, part._forward_hooks, part._forward_pre_hooks)
-        ]
-        self._now, self._then = [*fields, *others], [*map(_copied, fields), *map(dict, others)]
+        others: list[dict[Any, Any]] = []
+        for part in modules:
+            others += [part._modules, part._forward_hooks, part._forward_pre_hooks]
+        self._now, self._then = [*fields, *others], [*map(_copied, fields), *(dict(values) for values in others)]
         self._weights = [values for part in modules for values in (part._parameters, part._buffers)]
         self._forms = list(map(_form, self.weights()))
         self._code = _code(set(self._kinds))
