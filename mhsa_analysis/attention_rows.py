@@ -16,9 +16,9 @@ _MOST = 1 << 22  # numbers of rows that are compared together
 class RowSums:
     """Sums over the rows of valid queries that see something; `rows` of them so far."""
 
-    def __init__(self, heads: int, sinks: bool = False) -> None:
-        """sinks: a row may sum to less than 1, as a sink has the rest."""
-        self._sinks = sinks
+    def __init__(self, heads: int, has_rest: bool = False) -> None:
+        """has_rest: a row may sum to less than 1, as a score of no key has the rest."""
+        self._has_rest = has_rest
         self.rows = 0
         self.entropy = np.zeros(heads)
         self.choices = 0
@@ -44,7 +44,7 @@ class RowSums:
         seeing = valid & (weights.sum(axis=3) > 0).all(axis=1)
         rows = weights.transpose(0, 2, 1, 3)[seeing].astype(np.float64)  # (n, H, S)
         total = rows.sum(axis=-1, keepdims=True)
-        rest = np.maximum(1.0 - total, 0.0) if self._sinks else np.zeros_like(total)
+        rest = np.maximum(1.0 - total, 0.0) if self._has_rest else np.zeros_like(total)
         entropies = _entropy(rows) + _entropy(rest) if entropy is None else entropy.transpose(0, 2, 1)[seeing]
         keys = (rows > 0).sum(axis=-1) + (rest[..., 0] > 0)
         several = (keys > 1).all(axis=-1)

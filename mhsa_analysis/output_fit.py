@@ -46,10 +46,10 @@ class SplitMoments:
             raise InputError(argument, expected, f"{len(self.parts)}", "Add more sequences.")
         return self.unseen
 
-    def why_not_fit(self, kept: Sequence[int]) -> tuple[str, str] | None:
+    def why_not_fit(self, heads: Sequence[int]) -> tuple[str, str] | None:
         """(expected, got) where tokens do not determine a fit of the heads that are kept: p columns and a bias pass
         through any p + 1 tokens, so that what is missed is 0 whatever y is."""
-        columns = len(self.fitted.columns(kept))
+        columns = len(self.fitted.columns(heads))
         if self.fitted.tokens >= columns + 2:
             return None
         expected = (
@@ -86,7 +86,7 @@ def relative(moments: HeadMoments, missed: float) -> float:
     return float(np.sqrt(max(missed, 0.0) / moments.size)) if moments.size > 0 else 0.0
 
 
-def fitted(split: SplitMoments, kept: Sequence[int]) -> OutputFit:
+def fitted(split: SplitMoments, heads: Sequence[int]) -> OutputFit:
     """Ridge regression of what the removed heads added on the kept columns, around their means.
 
     W_O[K] + (C_KK + ridge)^-1 C_KP W_O[P], C the covariance: without a ridge it is least squares, with an infinite one
@@ -94,9 +94,9 @@ def fitted(split: SplitMoments, kept: Sequence[int]) -> OutputFit:
     regression", 1970; Stone, "Cross-validatory choice", 1974). Raises InputError: too few tokens or sequences.
     """
     own = split.fitted
-    columns = own.columns(kept)
+    columns = own.columns(heads)
     unseen = split.unseen_or_refuse("refit")
-    if (reason := split.why_not_fit(kept)) is not None:
+    if (reason := split.why_not_fit(heads)) is not None:
         raise InputError("refit", *reason, NEXT_STEP)
     whole = _Directions(own, columns)
     ridges = _RIDGES * whole.variances[-1]

@@ -149,7 +149,7 @@ def _check_words(weights: str | None, without_attention: WithoutAttention) -> No
 
 def _able_target(target: str | TargetProfile) -> TargetProfile:
     """The profile of a target that can be compiled for here. Raises TargetError and InstallationError."""
-    profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    profile = load_profile(target)
     if isinstance(profile, CudaProfile):
         cuda_compiler.compiler()
     environment.check_compiler()

@@ -80,15 +80,17 @@ class LayerCall:
         return float(self.q.shape[-1] ** -0.5 if scaling is None else scaling)
 
     @property
-    def softcap(self) -> float | None:
-        cap = self.keywords.get("softcap")
-        return None if cap is None else float(cap)
-
-    @property
-    def sinks(self) -> Tensor | None:
+    def parameters(self) -> dict[str, Tensor]:
+        """Parameters of the attention itself, by their names in a MultiHeadAttention."""
         logits = self.keywords.get("s_aux")
         logits = self.keywords.get("sinks") if logits is None else logits
-        return None if logits is None else logits.detach().reshape(-1)
+        return {} if logits is None else {"sinks": logits.detach().reshape(-1)}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of an AttentionSpec that keywords state."""
+        cap = self.keywords.get("softcap")
+        return {"softcap": None if cap is None else float(cap), "sinks": "sinks" in self.parameters}
 
     @property
     def unknown(self) -> list[str]:

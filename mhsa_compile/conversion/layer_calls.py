@@ -102,9 +102,8 @@ class LayerCalls:
             window=band.window if band else None,
             mask=None if band else mask_kind(masks),
             scale=None if call.scale == width**-0.5 else call.scale,
-            softcap=call.softcap,
             rope=rope,
-            sinks=call.sinks is not None,
+            **call.fields,
         )
         for one in self.calls:
             self._check(spec, maps, one)
@@ -197,8 +196,7 @@ class LayerCalls:
         state = {f"{name}_proj.weight": one.weight.to(dtype) for name, one in maps.items()}
         if spec.bias:
             state |= {f"{name}_proj.bias": one.bias.to(dtype) for name, one in maps.items()}
-        if (sinks := self.longest.sinks) is not None:
-            state["sinks"] = sinks.to(dtype)
+        state |= {name: value.to(dtype) for name, value in self.longest.parameters.items()}
         return loaded(spec, state)
 
     def _rope(self, maps: Mapping[str, LinearMap], tables: Tables | None, max_length: int | None) -> Rope | None:

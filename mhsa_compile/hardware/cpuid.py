@@ -169,21 +169,21 @@ def read() -> CpuId | None:
         if call is None:
             return None
 
-        def asked(leaf: tuple[int, int]) -> Registers:
+        def registers_of(leaf: tuple[int, int]) -> Registers:
             registers = (uint32 * 4)()
             call(*leaf, registers)
             return registers[0], registers[1], registers[2], registers[3]
 
-        leaves = {leaf: asked(leaf) for leaf in (_VENDOR, _LARGEST_AMD)}
+        leaves = {leaf: registers_of(leaf) for leaf in (_VENDOR, _LARGEST_AMD)}
         largest, largest_amd = leaves[_VENDOR][_EAX], leaves[_LARGEST_AMD][_EAX]
         caches = [(leaf, subleaf) for leaf in (_INTEL_CACHES, _AMD_CACHES) for subleaf in range(_MOST_CACHES)]
         for leaf in (_BASIC, _EXTENDED, _AMD, *_BRAND, *caches):
             if leaf[0] <= (largest_amd if leaf[0] >> 31 else largest):
-                leaves[leaf] = asked(leaf)
+                leaves[leaf] = registers_of(leaf)
         if leaves.get(_EXTENDED, (0,))[0] >= 1:  # its last subleaf
-            leaves[_MORE] = asked(_MORE)
+            leaves[_MORE] = registers_of(_MORE)
         if leaves[_BASIC][_ECX] >> 31 & 1:
-            leaves[_HYPERVISOR, 0] = asked((_HYPERVISOR, 0))
+            leaves[_HYPERVISOR, 0] = registers_of((_HYPERVISOR, 0))
     return CpuId(leaves, _saved_state() if leaves[_BASIC][_ECX] >> _OSXSAVE & 1 else 0)
 
 

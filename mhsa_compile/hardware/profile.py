@@ -247,13 +247,15 @@ def profile_names() -> tuple[str, ...]:
     return (NATIVE, *sorted(path.stem for path in data_paths.targets_folder().glob("*.toml")))
 
 
-def load_profile(name_or_path: str | Path) -> TargetProfile:
+def load_profile(name_or_path: str | Path | TargetProfile) -> TargetProfile:
     """A profile by name, with or without its architecture in front (aarch64-cortex-a76 is cortex-a76), by the path of a
-    .toml file, or detected ("native"). Raises TargetError.
+    .toml file, or detected ("native"); a profile is itself. Raises TargetError.
 
     >>> load_profile("aarch64-cortex-a76").vector_lanes("float32")
     4
     """
+    if isinstance(name_or_path, TargetProfile):
+        return name_or_path
     if not isinstance(name_or_path, str | Path):
         expected, hint = "a name, the path of a .toml file, or a TargetProfile", "`mhsa targets` lists the names."
         raise TargetError("target", expected, type(name_or_path).__name__, hint)

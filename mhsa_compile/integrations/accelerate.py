@@ -9,155 +9,41 @@ mhsa.restore(model)                # the model as it was
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
-from mhsa_compile.compiler import pipeline
 from mhsa_compile.conversion.checkpoints.checkpoint import Checkpoint
-from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, did_you_mean
+from mhsa_compile.errors import InputError, ModelError, did_you_mean
 from mhsa_compile.files.foreign_errors import first_line
-from mhsa_compile.files.patience import shown_stages
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
-from mhsa_compile.integrations.call_table import TABLE
-from mhsa_compile.integrations.decoder_layer import DecoderLayerForward
-from mhsa_compile.integrations.encoder_layer import EncoderForward, EncoderLayerForward, is_plain
-from mhsa_compile.integrations.exported_layer import BEFORE, ExportedLayerForward, layers_of, why_kept
+from mhsa_compile.integrations.acceleration_report import AccelerationReport, AccelerationRow
 from mhsa_compile.integrations.first_calls import FirstCalls
-from mhsa_compile.integrations.layer_export import ExportedKind, check_bound
-from mhsa_compile.integrations.layer_graph import ATTENTIONS, WholeLayerKind, graph_of
-from mhsa_compile.integrations.layer_state import ATTENTION
-from mhsa_compile.integrations.layer_ways import LayerChoice, LayerRow, WayTimings
+from mhsa_compile.integrations.layer_artifacts import LayerArtifacts
+from mhsa_compile.integrations.layers.decoder import DecoderLayerForward
+from mhsa_compile.integrations.layers.encoder import EncoderForward, EncoderLayerForward, is_plain
+from mhsa_compile.integrations.layers.exported import BEFORE, ExportedLayerForward, layers_of, why_kept
+from mhsa_compile.integrations.layers.graph import ATTENTIONS
+from mhsa_compile.integrations.layers.state import ATTENTION
+from mhsa_compile.integrations.layers.ways import LayerChoice, LayerRow, WayTimings
+from mhsa_compile.integrations.layers.whole import why_parts
 from mhsa_compile.integrations.quantised_layers import quantiser_of
 from mhsa_compile.integrations.torch_attention import LayerForward
-from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
-from mhsa_compile.integrations.weight_state import ReplacedForward
-from mhsa_compile.integrations.whole_layer import why_parts
-from mhsa_compile.nn.modules import MultiHeadAttention
+from mhsa_compile.integrations.torch_linear import LinearForward
+from mhsa_compile.integrations.weight_state import LayerInUse, ReplacedForward
 from mhsa_compile.nn.weight_blocks import WeightBlocks
-from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.runtime.artifact.manifest import Manifest
-from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
-from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.spec.float32_products import Float32Request, float32_request
 from mhsa_compile.spec.weight_words import BlockForm, block_form
 
-if TYPE_CHECKING:
-    import onnx
-
 NAME = "_mhsa_acceleration"
 """The attribute of an accelerated model that holds its report."""
-
-
-@dataclass(frozen=True)
-class AccelerationRow:
-    """One attention or linear: `name` in the model ("" is the model itself), the class, and why it was kept, "" if it
-    was replaced. `weights` says what a linear of few bits multiplies, `why_floats` why one has none of a checkpoint's.
-    """
-
-    name: str
-    kind: str
-    why_kept: str = ""
-    weights: str = ""
-    why_floats: str = ""
-
-    @property
-    def replaced(self) -> bool:
-        return not self.why_kept
-
-
-class AccelerationReport:
-    """The rows, in the order of the model's modules. Printed, it is a table.
-
-    `layers` has a row for each layer of PyTorch's encoders and decoders, and of models of transformers: it may be one
-    artifact, or left to PyTorch.
-    `linears` has rows of its own, where linears were asked for, and of each that another tool quantised.
-    `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it. `checked`: how many first calls
-    of a kind were held against PyTorch's. `float32_products` is how float32 was asked to be multiplied.
-    """
-
-    def __init__(self, float32_products: Float32Request = "auto") -> None:
-        self.float32_products = float32_products
-        self.rows: list[AccelerationRow] = []
-        self.layers: list[LayerRow] = []
-        self.linears: list[AccelerationRow] = []
-        self.calls: dict[str, int] = {}
-        self.checked = 0
-        self._outcomes: dict[str, int] = {}
-        self.undo: list[Callable[[], None]] = []  # what `restore` runs, the last first
-        self.on_refresh: list[Callable[[], None]] = []
-        self.registered: list[Any] = []  # what a copy in another process needs to be there
-
-    def __iter__(self) -> Iterator[AccelerationRow]:
-        return iter(self.rows)
-
-    @property
-    def replaced(self) -> list[AccelerationRow]:
-        return [row for row in self.rows if row.replaced]
-
-    @property
-    def kept(self) -> list[AccelerationRow]:
-        return [row for row in self.rows if not row.replaced]
-
-    def refresh(self) -> None:
-        """Binds the weights of all replaced layers anew, for edits of a few numbers that PyTorch does not count: by
-        `.data`, by NumPy's views, and of inference tensors. All others are noticed by the next call: `weight_state`."""
-        for bind in self.on_refresh:
-            bind()
-
-    def count(self, why: str) -> None:
-        """Counts a call that PyTorch computes itself."""
-        self.calls[why] = self.calls.get(why, 0) + 1
-
-    def count_check(self) -> None:
-        """Counts a call that was held against PyTorch's."""
-        self.checked += 1
-
-    def count_outcome(self, manifest: Manifest) -> None:
-        """Counts an artifact that a layer was given, by how it multiplies float32."""
-        if outcome := manifest.float32_outcome():
-            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
-
-    def float32_outcomes(self) -> dict[str, int]:
-        """What layers got of `float32_products`, and why not what was asked for -> in how many artifacts: known from
-        their first calls on. Those of transformers' attention are the whole process's."""
-        return dict(Counter(self._outcomes) + Counter(TABLE.float32_outcomes() if self.registered else {}))
-
-    def __repr__(self) -> str:
-        lines = [f"{len(self.replaced)} of {len(self.rows)} attentions replaced"]
-        width = max((len(row.name) for row in self.rows), default=0)
-        for row in self.rows:
-            outcome = "replaced" if row.replaced else f"kept: {row.why_kept}"
-            lines.append(f"  {row.name or '(the model)':{max(width, 11)}}  {row.kind}  {outcome}")
-        if self.layers:
-            lines.append(
-                f"{sum(not row.why_parts for row in self.layers)} of {len(self.layers)} layers can be one artifact each"
-            )
-            lines += [f"  {row.name or '(the model)':{max(width, 11)}}  {row.outcome()}" for row in self.layers]
-        if self.linears:
-            lines.append(f"{sum(row.replaced for row in self.linears)} of {len(self.linears)} linears replaced")
-            reasons = Counter(row.why_kept for row in self.linears if not row.replaced)
-            lines += [f"  {number} kept: {why}" for why, number in reasons.items()]
-            words = Counter(row.weights for row in self.linears if row.replaced and row.weights)
-            lines += [f"  {number} of {word}" for word, number in words.items()]
-            floats = Counter(row.why_floats for row in self.linears if row.replaced and row.why_floats)
-            lines += [f"  {number} of float32: {why}" for why, number in floats.items()]
-        if self.checked:
-            lines.append(f"  {self.checked} first calls of a kind checked against PyTorch's")
-        lines += [f"  {number} calls computed by PyTorch: {why}" for why, number in self.calls.items()]
-        outcomes = [f"{what}, in {number} artifacts" for what, number in self.float32_outcomes().items()]
-        if not outcomes and self.float32_products not in ("auto", "ieee"):
-            outcomes = [f"asked {self.float32_products}; first calls show what layers get"]
-        lines += [f"float32 products: {outcome}" for outcome in outcomes]
-        return "\n".join(lines)
 
 
 def accelerate(
@@ -174,29 +60,27 @@ def accelerate(
 
     Replaced are PyTorch's encoder and decoder layers, each by one artifact; every nn.MultiheadAttention elsewhere, with
     its projections; and in models of transformers the attention of all layers that ask for an implementation by name,
-    and these layers, each by one artifact for calls without a cache.
-    Parameters, names and hooks of the model stay. An artifact is compiled when a kind of call is first met.
+    and these layers, each by one artifact for calls without a cache. Parameters, names and hooks of the model stay. An
+    artifact is compiled when a kind of call is first met. Raises InputError for a model in training mode or one that is
+    accelerated, ModelError, TargetError; then the model is as it was.
 
     target          as in `compile`
     on_unsupported  what becomes of attention that cannot be replaced: "keep" leaves it, and the report says why;
                     "raise" is a ModelError
     linears         whether every other nn.Linear, and Conv1D of transformers, of float32 is replaced, too: faster for
-                    short inputs, and a second copy of its weights. `report.linears` has a row for each. "int4", or
-                    another word of `spec.weight_words` for blocks: with weights of four bits, an eighth of a copy, and
-                    activations of eight bits, which is less exact. What `read_checkpoint` gave: with the numbers of
-                    that file, wherever they stand for the weights that the layer has
-    layers          how PyTorch's encoder and decoder layers, and transformers', are computed. "fastest": as one
-                    artifact, linears, norms and sums included, by PyTorch, or by their parts where that is faster: the
-                    first call of some sizes times them, with or without a mask.
-                    "whole": as one artifact, unmeasured, so that results are the same bits in every run. "parts": their
-                    attention alone, and linears as `linears` says. `report.layers` has a row for each
+                    short inputs, and a second copy of its weights. "int4", or another word of `spec.weight_words` for
+                    blocks: with weights of four bits, an eighth of a copy, and activations of eight bits, which is less
+                    exact. What `read_checkpoint` gave: with that file's numbers, wherever they stand for the weights
+                    that the layer has. `report.linears` has a row for each
+    layers          how the layers of PyTorch's encoders and decoders, and transformers', are computed. "fastest": as
+                    one artifact, linears, norms and sums included, by PyTorch, or by their parts where that is faster:
+                    the first call of some sizes times them, with or without a mask. "whole": as one artifact,
+                    unmeasured, so that results are the same bits in every run. "parts": their attention alone, and
+                    linears as `linears` says. `report.layers` has a row for each
     float32_products  how what is replaced multiplies float32, as in `compile`; the report says what layers got
-    check           whether the first call of each kind (inputs, masks, single queries and others) of each layer is
-                    held against PyTorch's: a layer that differs by more than rounding is PyTorch's from then on, and a
-                    warning names it. In models of transformers so is a kind of attention, whatever layers call it
-
-    Raises InputError for a model in training mode or one that is accelerated, ModelError, TargetError; then the model
-    is as it was.
+    check           whether the first call of each kind (inputs, masks, single queries and others) of each layer, and
+                    of attention in transformers whatever layers call it, is held against PyTorch's: what differs by
+                    more than rounding is PyTorch's from then on, and a warning names it
 
     >>> import torch
     >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True).eval()
@@ -210,27 +94,9 @@ def accelerate(
     torch.Size([2, 9, 32])
     >>> restore(model)
     """
-    _check(model, on_unsupported)
-    if layers not in get_args(LayerChoice):
-        hint = did_you_mean(str(layers), get_args(LayerChoice))
-        raise InputError("layers", '"fastest", "whole" or "parts"', repr(layers), hint)
-    profile = target if isinstance(target, TargetProfile) else load_profile(target)
-    choice = _checked_choice(linears)
+    _check(model, on_unsupported, layers)
     report = AccelerationReport(float32_request(float32_products))
-    try:
-        with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
-            of_layers = _Layers(layers, choice, check)
-            _replace_in_transformers(model, profile, report, of_layers)
-            _replace_attentions(model, profile, report, check)
-            _replace_layers(model, profile, report, of_layers)
-            report.rows += _others(model, report)
-            _replace_linears(model, profile, report, choice, check)
-        if on_unsupported == "raise" and report.kept:
-            row = report.kept[0]
-            raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
-    except BaseException:
-        _undo(report)
-        raise
+    _Acceleration(model, load_profile(target), layers, _linear_choice(linears), check, report).run(on_unsupported)
     vars(model)[NAME] = report
     return report
 
@@ -258,7 +124,7 @@ def _undo(report: AccelerationReport) -> None:
         report.undo.pop()()
 
 
-def _check(model: nn.Module, on_unsupported: str) -> None:
+def _check(model: nn.Module, on_unsupported: str, layers: str) -> None:
     if not isinstance(model, nn.Module):
         raise InputError("model", "an nn.Module", type(model).__name__)
     if on_unsupported not in ("keep", "raise"):
@@ -270,162 +136,16 @@ def _check(model: nn.Module, on_unsupported: str) -> None:
         if module.training:
             got = f"{name or type(model).__name__} in training mode"
             raise InputError("model", "eval mode: compiled attention is for inference", got, "Call model.eval() first.")
+    if layers not in get_args(LayerChoice):
+        hint = did_you_mean(str(layers), get_args(LayerChoice))
+        raise InputError("layers", '"fastest", "whole" or "parts"', repr(layers), hint)
 
 
-_What: TypeAlias = AttentionSpec | LinearKind | WholeLayerKind | ExportedKind
-"""What is compiled once, whatever the number of layers."""
+_LinearChoice: TypeAlias = bool | BlockForm | Checkpoint
+"""Whether linears are replaced, what their weights become, or whose they are."""
 
 
-class _Artifacts:
-    """The artifacts of this process: one for each spec or kind of linear, target and word of `float32_products`,
-    whatever the number of layers and models; weights are bound at load."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[tuple[str, Float32Request, _What], Artifact | MhsaError] = {}
-
-    def get(
-        self,
-        profile: TargetProfile,
-        products: Float32Request,
-        what: _What,
-        source: Callable[[], Any],
-        weights: str | None,
-        check: bool | None,
-    ) -> Artifact:
-        """That of what a source is; it is compiled where it is new. Raises MhsaError, the same again for what has no
-        artifact."""
-        key = (profile.to_toml(), products, what)
-        with self._lock:
-            if key not in self._found:
-                options: dict[str, Any] = {"weights": weights, "float32_products": products, "check": check}
-                try:
-                    with shown_stages("mhsa.accelerate, a first call") as begin:
-                        begin("export the layer")
-                        graph = source()
-                        options["progress"] = begin
-                        artifact = pipeline.compile(graph, profile, without_attention="accept", **options)
-                    if isinstance(what, ExportedKind):
-                        check_bound(graph, artifact.manifest)
-                    self._found[key] = artifact
-                except (ModelError, BuildError) as error:
-                    self._found[key] = error
-            if isinstance(found := self._found[key], MhsaError):
-                raise found
-            return found
-
-    def __reduce__(self) -> str:  # a copy of a model, here or in another process, shares what is compiled there
-        return "_ARTIFACTS"
-
-
-_ARTIFACTS = _Artifacts()
-
-
-class _Loader:
-    """Gives the layers of a model their artifacts, for a target, and notes in its report what they got."""
-
-    def __init__(self, profile: TargetProfile, report: AccelerationReport) -> None:
-        self._profile, self._report, self._artifacts = profile, report, _ARTIFACTS
-
-    def attention(self, module: MultiHeadAttention, weights: Mapping[str, Any]) -> CompiledAttention:
-        """The layer that a module is, with these weights."""
-        return self._load(module.spec, lambda: module, weights)
-
-    def linear(self, kind: LinearKind, weights: Mapping[str, Any]) -> CompiledAttention:
-        """A linear of a kind, with these weights."""
-        word = None if kind.form is None else str(kind.form)
-        return self._load(kind, lambda: torch_linear.graph_of(kind), weights, word)
-
-    def layer(self, kind: WholeLayerKind, weights: Mapping[str, Any]) -> CompiledAttention:
-        """A whole layer of a kind, with these weights. Its first calls are held against PyTorch's, not its graph."""
-        return self._load(kind, lambda: graph_of(kind), weights, check=False)
-
-    def exported(
-        self, what: tuple[ExportedKind, Callable[[], onnx.ModelProto]], weights: Mapping[str, Any]
-    ) -> CompiledAttention:
-        """A layer of transformers, with those of these weights that its graph has."""
-        kind, source = what
-        return self._load(kind, source, weights, check=False)
-
-    def _load(
-        self,
-        what: _What,
-        source: Callable[[], Any],
-        weights: Mapping[str, Any],
-        word: str | None = None,
-        check: bool | None = None,
-    ) -> CompiledAttention:
-        artifact = self._artifacts.get(self._profile, self._report.float32_products, what, source, word, check)
-        self._report.count_outcome(artifact.manifest)
-        if isinstance(what, ExportedKind):
-            weights = {info.name: weights[info.name] for info in artifact.manifest.weights}
-        return load(artifact, weights=weights)
-
-
-def _replace_attentions(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
-    """Replaces the forward of every nn.MultiheadAttention."""
-    inside = {part for layer in model.modules() if _is_layer(layer) for part in layer.children()}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, nn.MultiheadAttention):
-            continue
-        why = torch_attention.why_not(layer)
-        report.rows.append(AccelerationRow(name, type(layer).__name__, why))
-        if not why:
-            first_calls = FirstCalls(name, check, report.count_check)
-            forward = LayerForward(layer, _Loader(profile, report).attention, report.count, first_calls)
-            _put_forward(layer, forward, report)
-            if layer not in inside:  # where a hook is there, subclasses of nn.TransformerEncoderLayer call their parts
-                report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
-
-
-def _is_layer(layer: nn.Module) -> bool:
-    """Whether a module is a layer of an encoder or a decoder whose forward is replaced with its attentions'."""
-    return is_plain(layer) or (type(layer) is nn.TransformerDecoderLayer and "forward" not in vars(layer))
-
-
-class _Layers(NamedTuple):
-    """What `accelerate` was told of layers."""
-
-    choice: LayerChoice
-    linears: _Choice
-    check: bool
-
-    def why_all_parts(self) -> str:
-        """Why no layer's calls are to be one artifact; "" if they may be."""
-        if self.choice == "parts":
-            return 'layers="parts"'
-        return "" if isinstance(self.linears, bool) else "its linears have few bits"
-
-
-def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, layers: _Layers) -> None:
-    """Replaces the forward of layers all of whose attentions are replaced, and of encoders around them, which drop
-    padding in rows instead of nested tensors."""
-    replaced = {layer for layer in model.modules() if isinstance(vars(layer).get("forward"), LayerForward)}
-    timings = WayTimings() if layers.choice == "fastest" else None
-    for name, layer in model.named_modules():
-        if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            continue
-        attentions = [layer._modules[one] for one in ATTENTIONS if one in layer._modules]
-        why = (layers.why_all_parts() or why_parts(layer)) if _is_layer(layer) else "it has a forward of its own"
-        is_replaced = replaced.issuperset(attentions)
-        row = LayerRow(name, type(layer).__name__, why if is_replaced else "attention in it is kept")
-        report.layers.append(row)
-        if _is_layer(layer) and is_replaced:
-            first_calls = FirstCalls(name, layers.check, report.count_check)
-            forward = DecoderLayerForward if isinstance(layer, nn.TransformerDecoderLayer) else EncoderLayerForward
-            load = _Loader(profile, report).layer
-            _put_forward(layer, forward(layer, load, report.count, first_calls, row, timings), report)
-    for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
-            around: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
-            alike = around <= replaced and len({attention.num_heads for attention in around}) == 1
-            if encoder.use_nested_tensor and alike and "forward" not in vars(encoder):
-                _put_forward(encoder, EncoderForward(encoder), report)
-            report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
-            _set_nested(encoder, False)
-
-
-def _checked_choice(linears: bool | str | Checkpoint) -> _Choice:
+def _linear_choice(linears: bool | str | Checkpoint) -> _LinearChoice:
     """What becomes of linears. Raises InputError."""
     if isinstance(linears, bool | Checkpoint):
         return linears
@@ -439,62 +159,169 @@ def _checked_choice(linears: bool | str | Checkpoint) -> _Choice:
     return form
 
 
-_Choice: TypeAlias = bool | BlockForm | Checkpoint
-"""Whether linears are replaced, what their weights become, or whose they are."""
+class _Acceleration:
+    """One model, what is to be replaced in it, and its report."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        profile: TargetProfile,
+        layers: LayerChoice,
+        linears: _LinearChoice,
+        check: bool,
+        report: AccelerationReport,
+    ) -> None:
+        self._model, self._profile, self._linears, self._check = model, profile, linears, check
+        self._report, self._artifacts = report, LayerArtifacts(profile, report)
+        self._timings = WayTimings() if layers == "fastest" else None
+        self._why_parts = 'layers="parts"' if layers == "parts" else ""
+        if not self._why_parts and not isinstance(linears, bool):
+            self._why_parts = "its linears have few bits"
 
-def _replace_linears(
-    model: nn.Module,
-    profile: TargetProfile,
-    report: AccelerationReport,
-    choice: _Choice,
-    check: bool,
-) -> None:
-    """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself, and says of quantised ones
-    that they are kept. Raises InputError where none has the weights of a checkpoint."""
-    read = {part for layer in model.modules() if isinstance(layer, nn.MultiheadAttention) for part in layer.modules()}
-    for name, layer in model.named_modules():
-        if layer in read:
-            continue
+    def run(self, on_unsupported: str) -> None:
+        """Replaces all that can be, or nothing. Raises ModelError for attention that is kept where that is "raise"."""
+        try:
+            with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
+                self._replace_in_transformers()
+                self._replace_attentions()
+                self._replace_layers()
+                self._report.rows += _others(self._model, self._report)
+                self._replace_linears()
+            if on_unsupported == "raise" and self._report.kept:
+                row = self._report.kept[0]
+                raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
+        except BaseException:
+            _undo(self._report)
+            raise
+
+    def _use(self, name: str, layer: nn.Module, load: Callable[..., CompiledAttention]) -> LayerInUse:
+        return LayerInUse(layer, load, self._report.count, FirstCalls(name, self._check, self._report.count_check))
+
+    def _put_forward(self, layer: nn.Module, forward: ReplacedForward[Any, Any] | EncoderForward) -> None:
+        vars(layer)["forward"] = forward
+        self._report.undo.append(partial(_forget_forward, layer))
+        if isinstance(forward, ReplacedForward):
+            self._report.on_refresh.append(forward.forget)
+
+    def _replace_in_transformers(self) -> None:
+        """Replaces attention in the outermost models of transformers, what asks for it by name gets ours, and the
+        forward of the layers around it."""
+        for name, submodel in _outermost(self._model):
+            configs = {id(config): config for part in submodel.modules() for config in _configs(part)}
+            before = [(config, getattr(config, ATTENTION)) for config in configs.values()]
+            why = _why_not_here(submodel) or self._registered(submodel, before)
+            self._report.rows.append(AccelerationRow(name, type(submodel).__name__, why))
+            if not why:
+                others = sorted({str(implementation) for _, implementation in before if implementation != BEFORE})
+                hint = f'load the model with attn_implementation="{BEFORE}"'
+                reason = f"the model's attention was {' and '.join(others)}: {hint}" if others else ""
+                for place, layer in layers_of(submodel):
+                    self._replace_exported(layer, LayerRow(f"{name}.{place}".strip("."), type(layer).__name__, reason))
+
+    def _registered(self, submodel: Any, before: list[tuple[Any, Any]]) -> str:
+        """Has a model of transformers ask for our attention; why it does not, "" if it does."""
+        registration = transformers_attention.Registration(self._profile, self._check, self._report.float32_products)
+        self._report.registered.append(registration)
+        undo = [partial(setattr, config, ATTENTION, implementation) for config, implementation in before]
+        self._report.undo += undo
+        try:
+            submodel.set_attn_implementation(transformers_attention.NAME)
+        except ValueError as error:
+            for put_back in undo:
+                put_back()
+            return first_line(error)
+        return ""
+
+    def _replace_exported(self, layer: nn.Module, row: LayerRow) -> None:
+        """Replaces the forward of a layer of transformers, unless the row says why not."""
+        self._report.layers.append(row)
+        row.why_parts = self._why_parts or row.why_parts or why_kept(layer, whatever_its_size=self._timings is None)
+        if not row.why_parts:
+            use = self._use(row.name, layer, self._artifacts.exported)
+            self._put_forward(layer, ExportedLayerForward(use, row, self._timings))
+
+    def _replace_attentions(self) -> None:
+        """Replaces the forward of every nn.MultiheadAttention."""
+        inside = {part for layer in self._model.modules() if _is_layer(layer) for part in layer.children()}
+        for name, layer in self._model.named_modules():
+            if not isinstance(layer, nn.MultiheadAttention):
+                continue
+            why = torch_attention.why_not(layer)
+            self._report.rows.append(AccelerationRow(name, type(layer).__name__, why))
+            if not why:
+                self._put_forward(layer, LayerForward(self._use(name, layer, self._artifacts.attention)))
+                if (
+                    layer not in inside
+                ):  # where a hook is there, subclasses of nn.TransformerEncoderLayer call their parts
+                    self._report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
+
+    def _replace_layers(self) -> None:
+        """Replaces the forward of layers all of whose attentions are replaced, and of encoders around them, which drop
+        padding in rows instead of nested tensors."""
+        replaced = {layer for layer in self._model.modules() if isinstance(vars(layer).get("forward"), LayerForward)}
+        for name, layer in self._model.named_modules():
+            if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+                continue
+            why = (self._why_parts or why_parts(layer)) if _is_layer(layer) else "it has a forward of its own"
+            is_replaced = replaced.issuperset(layer._modules[one] for one in ATTENTIONS if one in layer._modules)
+            row = LayerRow(name, type(layer).__name__, why if is_replaced else "attention in it is kept")
+            self._report.layers.append(row)
+            if _is_layer(layer) and is_replaced:
+                forward = DecoderLayerForward if isinstance(layer, nn.TransformerDecoderLayer) else EncoderLayerForward
+                use = self._use(name, layer, self._artifacts.layer)
+                self._put_forward(layer, forward(use, row, self._timings))
+        for encoder in self._model.modules():
+            if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
+                self._replace_encoder(encoder, replaced)
+
+    def _replace_encoder(self, encoder: nn.TransformerEncoder, replaced: set[nn.Module]) -> None:
+        around: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
+        alike = around <= replaced and len({attention.num_heads for attention in around}) == 1
+        if encoder.use_nested_tensor and alike and "forward" not in vars(encoder):
+            self._put_forward(encoder, EncoderForward(encoder))
+        self._report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
+        _set_nested(encoder, False)
+
+    def _replace_linears(self) -> None:
+        """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself, and says of quantised
+        ones that they are kept. Raises InputError where none has the weights of a checkpoint."""
+        attentions = (layer for layer in self._model.modules() if isinstance(layer, nn.MultiheadAttention))
+        parts = {part for attention in attentions for part in attention.modules()}
+        for name, layer in self._model.named_modules():
+            if layer not in parts and (row := self._linear_row(name, layer)) is not None:
+                self._report.linears.append(row)
+        if isinstance(self._linears, Checkpoint) and not any(row.weights for row in self._report.linears):
+            reasons = Counter(row.why_kept or row.why_floats for row in self._report.linears)
+            got = "; ".join(f"{number}: {why}" for why, number in reasons.items()) or "a model without linears"
+            raise InputError("linears", f"a model with weights of {self._linears.path!r}", got)
+
+    def _linear_row(self, name: str, layer: nn.Module) -> AccelerationRow | None:
+        """What becomes of a linear, which is replaced where it can be; None for another, or where none are wanted."""
+        kind = type(layer).__name__
         if tool := quantiser_of(layer):
-            report.linears.append(
-                AccelerationRow(name, type(layer).__name__, f"quantised by {tool}, which computes it")
-            )
-            continue
-        if choice is False or not torch_linear.is_linear(layer):
-            continue
+            return AccelerationRow(name, kind, f"quantised by {tool}, which computes it")
+        if self._linears is False or not torch_linear.is_linear(layer):
+            return None
         if why := torch_linear.why_not(layer):
-            report.linears.append(AccelerationRow(name, type(layer).__name__, why))
-            continue
-        form, stored, why = _stored_form(choice, name, layer)
-        word = "" if form is None else str(form)
-        report.linears.append(AccelerationRow(name, type(layer).__name__, weights=word, why_floats=why))
-        first_calls = FirstCalls(name, check, report.count_check)
-        forward = LinearForward(layer, _Loader(profile, report).linear, report.count, first_calls, form, stored)
-        _put_forward(layer, forward, report)
-    if isinstance(choice, Checkpoint) and not any(row.weights for row in report.linears):
-        reasons = Counter(row.why_kept or row.why_floats for row in report.linears)
-        got = "; ".join(f"{number}: {why}" for why, number in reasons.items()) or "a model without linears"
-        raise InputError("linears", f"a model with weights of {choice.path!r}", got)
+            return AccelerationRow(name, kind, why)
+        form, stored, why = _stored_form(self._linears, name, layer)
+        self._put_forward(layer, LinearForward(self._use(name, layer, self._artifacts.linear), form, stored))
+        return AccelerationRow(name, kind, weights="" if form is None else str(form), why_floats=why)
 
 
-def _stored_form(choice: _Choice, name: str, layer: nn.Module) -> tuple[BlockForm | None, WeightBlocks | None, str]:
+def _is_layer(layer: nn.Module) -> bool:
+    """Whether a module is a layer of an encoder or a decoder whose forward is replaced with its attentions'."""
+    return is_plain(layer) or (type(layer) is nn.TransformerDecoderLayer and "forward" not in vars(layer))
+
+
+def _stored_form(
+    choice: _LinearChoice, name: str, layer: nn.Module
+) -> tuple[BlockForm | None, WeightBlocks | None, str]:
     """(what a linear's weights become, the blocks that a checkpoint has for it, why it has none)."""
     if not isinstance(choice, Checkpoint):
         return choice if isinstance(choice, BlockForm) else None, None, ""
     stored = choice.of_layer(name, torch_linear.rows_of(layer))
     return (None, None, stored) if isinstance(stored, str) else (stored.form(rounds_x=choice.rounds_x), stored, "")
-
-
-def _put_forward(
-    layer: nn.Module,
-    forward: ReplacedForward[Any, Any] | EncoderForward,
-    report: AccelerationReport,
-) -> None:
-    vars(layer)["forward"] = forward
-    report.undo.append(partial(_forget_forward, layer))
-    if isinstance(forward, ReplacedForward):
-        report.on_refresh.append(forward.forget)
 
 
 def _forget_forward(layer: nn.Module) -> None:
@@ -507,55 +334,6 @@ def _calls_parts(layer: nn.Module, inputs: Any) -> None:
 
 def _set_nested(encoder: nn.TransformerEncoder, use: bool) -> None:
     encoder.use_nested_tensor = use
-
-
-def _replace_in_transformers(
-    model: nn.Module, profile: TargetProfile, report: AccelerationReport, layers: _Layers
-) -> None:
-    """Replaces attention in the outermost models of transformers, what asks for it by name gets ours, and the forward
-    of the layers around it."""
-    timings = WayTimings() if layers.choice == "fastest" else None
-    for name, submodel in _outermost(model):
-        configs = {id(config): config for part in submodel.modules() for config in _configs(part)}
-        before = [(config, getattr(config, ATTENTION)) for config in configs.values()]
-        why = _why_not_here(submodel)
-        if not why:
-            report.registered.append(
-                transformers_attention.Registration(profile, layers.check, report.float32_products)
-            )
-            undo = [partial(setattr, config, ATTENTION, implementation) for config, implementation in before]
-            report.undo += undo
-            try:
-                submodel.set_attn_implementation(transformers_attention.NAME)
-            except ValueError as error:
-                why = first_line(error)
-                for put_back in undo:
-                    put_back()
-        report.rows.append(AccelerationRow(name, type(submodel).__name__, why))
-        if not why:
-            others = sorted({str(implementation) for _, implementation in before if implementation != BEFORE})
-            hint = f'load the model with attn_implementation="{BEFORE}"'
-            why_parts = f"the model's attention was {' and '.join(others)}: {hint}" if others else ""
-            for place, layer in layers_of(submodel):
-                row = LayerRow(f"{name}.{place}".strip("."), type(layer).__name__, why_parts)
-                _replace_exported(layer, row, profile, report, layers, timings)
-
-
-def _replace_exported(
-    layer: nn.Module,
-    row: LayerRow,
-    profile: TargetProfile,
-    report: AccelerationReport,
-    layers: _Layers,
-    timings: WayTimings | None,
-) -> None:
-    """Replaces the forward of a layer of transformers, unless the row says why not."""
-    report.layers.append(row)
-    row.why_parts = layers.why_all_parts() or row.why_parts or why_kept(layer, whatever_its_size=timings is None)
-    if not row.why_parts:
-        first_calls = FirstCalls(row.name, layers.check, report.count_check)
-        load = _Loader(profile, report).exported
-        _put_forward(layer, ExportedLayerForward(layer, load, report.count, first_calls, row, timings), report)
 
 
 def _why_not_here(model: Any) -> str:

@@ -9,20 +9,48 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.integrations.attention_graph import AttentionCall
+from mhsa_compile.integrations.call_context import no_gradient
 from mhsa_compile.integrations.call_table import TABLE, CallPlan
-from mhsa_compile.integrations.first_calls import Operands, by_pytorch, why_wrong
+from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.integrations.weight_state import no_room
+from mhsa_compile.nn import functional
+from mhsa_compile.nn.score_features import EagerScoring
+from mhsa_compile.spec.float32_products import Float32Products
 
 NAME = "mhsa::attention"
 _KNOWN_PLANS = 64
 """Plans that are remembered: more than a model calls with again and again, few beside a decoder's lengths."""
+_ROWS = 32
+"""So many of the first queries, and of the last, are held against PyTorch's: scores of all of a long call might not fit
+memory."""
+
+
+class Operands(NamedTuple):
+    """What attention is of, as `attend` takes it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    sinks: Tensor | None
+    scale: float
+    softcap: float
+    causal: bool
+
+    @property
+    def call(self) -> AttentionCall:
+        """The kind of call that it is."""
+        mask = None if self.mask is None else "bool" if self.mask.dtype == torch.bool else "additive"
+        (_, H, _, E), (_, G, _, F) = self.q.shape, self.v.shape
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        return AttentionCall(H, G, E, F, dtype, self.scale, self.softcap, self.causal, mask, self.sinks is not None)
 
 
 def attend(
@@ -57,7 +85,7 @@ def attend(
         return plan.run(q, k, v, mask, sinks)
     _check_ranks(q, k, v, mask)
     operands = Operands(q, k, v, mask, sinks, scale, softcap, causal)
-    call = _call_of(operands)
+    call = operands.call
     if TABLE.is_left(call):
         return by_pytorch(operands)
     call = call._replace(kv_layout=TABLE.layout(call, k.transpose(1, 2), v.transpose(1, 2)))
@@ -77,21 +105,37 @@ def attend(
     return y
 
 
-def _call_of(operands: Operands) -> AttentionCall:
+def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
+    """What `attend` gives, (B, L, H, F), by PyTorch's operators; of the queries `rows` alone, where they are stated."""
     q, k, v, mask, sinks, scale, softcap, causal = operands
-    kind = "bool" if mask is not None and mask.dtype == torch.bool else None if mask is None else "additive"
-    return AttentionCall(
-        H=q.shape[1],
-        G=k.shape[1],
-        E=q.shape[3],
-        F=v.shape[3],
-        dtype=str(q.dtype).removeprefix("torch."),
-        scale=scale,
-        softcap=softcap,
-        causal=causal,
-        mask=kind,
-        sinks=sinks is not None,
-    )
+    L, S = q.shape[2], k.shape[2]
+    rows = torch.arange(L) if rows is None else rows
+    visible = rows[:, None] >= torch.arange(S) if causal and L > 1 else None
+    bias = None
+    if mask is not None:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
+        if mask.dtype == torch.bool:
+            visible = mask if visible is None else mask & visible
+        else:
+            bias = mask.float()
+    sinks = None if sinks is None else sinks.float()  # all in float32, as compiled attention sums
+    scoring = EagerScoring(visible, bias, {"softcap": softcap} if softcap else {}, no_key=sinks)
+    y = functional.attend(q[:, :, rows].float(), k.float(), v.float(), scoring, scale)
+    return y.to(q.dtype).transpose(1, 2)
+
+
+def why_wrong(y: Tensor, operands: Operands, products: Float32Products = "ieee") -> str:
+    """How y (B, L, H, F) differs from PyTorch's by more than rounding, in the first and the last batch entry and rows;
+    "" if it does not. `products` is how it came to be."""
+    q, k, v, mask = operands[:4]
+    B, L = q.shape[0], q.shape[2]
+    if not y.numel():
+        return ""
+    entries = torch.tensor(sorted({0, B - 1}))
+    rows = torch.arange(L) if L <= 2 * _ROWS else torch.cat([torch.arange(_ROWS), torch.arange(L - _ROWS, L)])
+    part = mask if mask is None or mask.shape[0] == 1 else mask[entries]
+    some = operands._replace(q=q[entries], k=k[entries], v=v[entries], mask=part)
+    return difference([y[entries][:, rows]], [by_pytorch(some, rows)], products)
 
 
 def _check_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
@@ -122,33 +166,3 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 
 def _no_derivative(context: Any, *gradients: Any) -> None:
     raise no_gradient("query")
-
-
-def no_gradient(argument: str) -> InputError:
-    """The error for a call whose gradient is wanted: compiled attention computes none."""
-    expected = "a tensor without a gradient to follow: compiled attention computes none"
-    hint = "Call under torch.no_grad(), or set another attention to train."
-    return InputError(argument, expected, "one that requires grad", hint)
-
-
-def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a gradient of the result would be asked of one of them."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def is_traced(q: Tensor) -> bool:
-    """Whether somebody records the calls: then the operator is called, else `attend` directly."""
-    return is_recorded() or type(q) not in (Tensor, torch.nn.Parameter)
-
-
-def is_recorded() -> bool:
-    """Whether this thread's calls become a program: an artifact's would be missing in it, or its result a constant."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-
-
-def check_inference(layer: torch.nn.Module, argument: str, *tensors: Tensor | None) -> None:
-    """Raises InputError for a replaced layer in training mode, and where a gradient is wanted of one of `tensors`."""
-    if layer.training:
-        raise InputError("model", "eval mode: compiled attention is for inference", "training mode", "model.eval()")
-    if wants_gradient(*tensors):
-        raise no_gradient(argument)

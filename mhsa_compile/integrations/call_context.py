@@ -1,10 +1,12 @@
-"""What an artifact cannot take part in: it reads numbers from memory, and gives back numbers alone."""
+"""What an artifact cannot take part in: it reads numbers from memory, gives back numbers alone, and has no gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+
+from mhsa_compile.errors import InputError
 
 
 def why_not_a_call() -> str:
@@ -30,3 +32,33 @@ def why_not_numbers(*tensors: Tensor | None) -> str:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return f"inputs that are {'quantised' if tensor.is_quantized else 'sparse'}"
     return ""
+
+
+def no_gradient(argument: str) -> InputError:
+    """The error for a call whose gradient is wanted: compiled attention computes none."""
+    expected = "a tensor without a gradient to follow: compiled attention computes none"
+    hint = "Call under torch.no_grad(), or set another attention to train."
+    return InputError(argument, expected, "one that requires grad", hint)
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of the result would be asked of one of them."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def is_traced(q: Tensor) -> bool:
+    """Whether somebody records the calls: then the operator is called, else `attend` directly."""
+    return is_recorded() or type(q) not in (Tensor, torch.nn.Parameter)
+
+
+def is_recorded() -> bool:
+    """Whether this thread's calls become a program: an artifact's would be missing in it, or its result a constant."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+
+
+def check_inference(layer: torch.nn.Module, argument: str, *tensors: Tensor | None) -> None:
+    """Raises InputError for a replaced layer in training mode, and where a gradient is wanted of one of `tensors`."""
+    if layer.training:
+        raise InputError("model", "eval mode: compiled attention is for inference", "training mode", "model.eval()")
+    if wants_gradient(*tensors):
+        raise no_gradient(argument)

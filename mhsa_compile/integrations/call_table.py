@@ -37,17 +37,15 @@ class CallPlan:
         self._q = _rows_of(q)
         self._k, self._v = (_rows_of(k), _rows_of(v)) if self._by_rows else (None, None)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-        """y (B, L, H, F); operands as in `attention_operator.attend`."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Tensor | None) -> Tensor:
+        """y (B, L, H, F); operands as in `attention_operator.attend`, None where there is none."""
         q = q.transpose(1, 2).reshape(self._rows) if self._q is None else q.as_strided(*self._q)
         if self._k is not None and self._v is not None:
             k, v = k.as_strided(*self._k), v.as_strided(*self._v)
         inputs = [q, k, v]
         if mask is not None:
             inputs.append(_as_small_as_it_is(mask))
-        if sinks is not None:
-            inputs.append(sinks)
-        y: Tensor = self._compiled(*inputs)
+        y: Tensor = self._compiled(*inputs, *(x for x in others if x is not None))
         return y.view(self._y)
 
 
@@ -76,7 +74,8 @@ class CallTable:
         self._products: Float32Request = "auto"
         self._lock = threading.Lock()
         self._loaded: dict[tuple[AttentionCall, bool], CompiledAttention] = {}
-        self._asked: dict[tuple[AttentionCall, bool, bool, bool], CompiledAttention] = {}  # siblings of these are there
+        # of calls all of whose siblings are loaded
+        self._complete: dict[tuple[AttentionCall, bool, bool, bool], CompiledAttention] = {}
         self._checks, self._checked = True, set[tuple[object, ...]]()
         self._left: set[AttentionCall] = set()
         self.plans: dict[Hashable, CallPlan] = {}  # of calls that were right; let go of with what they stand on
@@ -88,7 +87,7 @@ class CallTable:
         compiled otherwise is let go. `check`: whether first calls are held against PyTorch's."""
         with self._lock:
             if (target, float32_products) != (self._target, self._products):
-                self._target, self._loaded, self._asked = target, {}, {}
+                self._target, self._loaded, self._complete = target, {}, {}
                 self._products = float32_products
                 self._checked, self._left, self.plans = set(), set(), {}
             elif check and not self._checks:
@@ -107,7 +106,7 @@ class CallTable:
         """The artifact of a kind of call, which is compiled if it is new, together with all that differs from it by
         lengths alone; `causal` and `windowed` as in `siblings`."""
         key = (call, one_query, causal, windowed)
-        if (compiled := self._asked.get(key)) is not None:
+        if (compiled := self._complete.get(key)) is not None:
             return compiled
         with self._lock, torch.random.fork_rng(devices=()):
             for kind in siblings(call, causal=causal, windowed=windowed):
@@ -118,7 +117,7 @@ class CallTable:
                         )
                         self._loaded[variant, one] = load(artifact)
             compiled = self._loaded[(call.of_one_query, True) if one_query else (call, False)]
-            self._asked[key] = compiled
+            self._complete[key] = compiled
             return compiled
 
     def is_first(self, call: AttentionCall, q: Tensor, mask: Tensor | None) -> bool:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.conversion.from_torch import from_torch, join_masks
 from mhsa_compile.errors import ModelError
-from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
-from mhsa_compile.integrations.call_context import why_not_numbers
+from mhsa_compile.integrations.call_context import check_inference, is_recorded, why_not_numbers
 from mhsa_compile.integrations.weight_state import ReplacedForward
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 

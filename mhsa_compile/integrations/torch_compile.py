@@ -25,7 +25,7 @@ from mhsa_compile.compiler.pipeline import compile
 from mhsa_compile.errors import InputError, MhsaError, ModelError
 from mhsa_compile.integrations.captured_graph import CapturedGraph
 from mhsa_compile.integrations.first_calls import difference
-from mhsa_compile.integrations.timed_turns import in_turns
+from mhsa_compile.integrations.layers.timed_turns import in_turns
 from mhsa_compile.integrations.weight_state import WeightStates
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 from mhsa_compile.spec.float32_products import Float32Products, Float32Request, float32_request

@@ -8,7 +8,6 @@ Notation: R rows, which are all axes of x but the last; I, O features in and out
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +16,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
-from mhsa_compile.integrations.call_context import why_not_numbers
-from mhsa_compile.integrations.first_calls import FirstCalls
-from mhsa_compile.integrations.weight_state import ReplacedForward
+from mhsa_compile.integrations.call_context import check_inference, is_recorded, why_not_numbers
+from mhsa_compile.integrations.weight_state import LayerInUse, ReplacedForward
 from mhsa_compile.nn.weight_blocks import WeightBlocks, in_blocks, rounded, stands_for
-from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.spec.weight_words import BlockForm
 
 LEAST_WEIGHTS = 256 * 256
@@ -99,16 +95,8 @@ class LinearForward(ReplacedForward[LinearKind, Tensor]):
     """The forward of one linear. `form` is what its weights become when they are bound; None: they stay. `stored` are
     blocks of that form that stand for them, as a file has them; None: they are made."""
 
-    def __init__(
-        self,
-        layer: Any,
-        load: Callable[..., CompiledAttention],
-        left: Callable[[str], None],
-        first_calls: FirstCalls,
-        form: BlockForm | None,
-        stored: WeightBlocks | None = None,
-    ) -> None:
-        super().__init__(layer, load, left, first_calls)
+    def __init__(self, use: LayerInUse, form: BlockForm | None, stored: WeightBlocks | None = None) -> None:
+        super().__init__(use)
         self._form, self._stored = form, stored
 
     def __reduce__(self) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mhsa_compile.errors import InputError, InstallationError
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import attention_operator
-from mhsa_compile.integrations.call_context import why_not_a_call
+from mhsa_compile.integrations.call_context import is_recorded, is_traced, no_gradient, wants_gradient, why_not_a_call
 from mhsa_compile.integrations.call_table import TABLE
 from mhsa_compile.spec.float32_products import Float32Request, float32_request
 
@@ -69,7 +69,7 @@ def register(
     except ImportError as error:
         raise InstallationError("transformers", "version 5 or later", str(error), "pip install transformers") from error
     word = float32_request(float32_products)
-    profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    profile = load_profile(target)
     TABLE.use(profile, check=check, float32_products=word)
     attention_operator.define()
     AttentionInterface.register(NAME, attention_forward)
@@ -116,20 +116,20 @@ def attention_forward(
     """
     s_aux = others.pop("sinks", None) if s_aux is None else s_aux
     _check_keywords(others, dropout)
-    if not attention_operator.is_recorded() and (why := _why_pytorch(query)):
+    if not is_recorded() and (why := _why_pytorch(query)):
         rest = (softcap, s_aux, position_bias, sliding_window if attention_mask is None else None)
         if all(value is None for value in rest):
             warnings.warn(f'attention "{NAME}": PyTorch computes calls with {why}', stacklevel=2)
             return _by_pytorch(module, query, key, value, attention_mask, scaling, is_causal)
         hint = 'Set attn_implementation="eager" for such calls.'
         raise InputError("query", "plain float32, bfloat16 or float16 numbers", why, hint)
-    traced = attention_operator.is_traced(query)
+    traced = is_traced(query)
     if traced and not torch.compiler.is_compiling() and hasattr(query, "full_tensor"):
         hint = 'Let each process have its own heads as plain tensors, or set attn_implementation="sdpa".'
         raise InputError("query", "a tensor in this process's memory", f"a {type(query).__name__}, sharded", hint)
     exported = traced and torch.compiler.is_exporting()
-    if not exported and attention_operator.wants_gradient(query, key, value, s_aux, position_bias):
-        raise attention_operator.no_gradient("query")
+    if not exported and wants_gradient(query, key, value, s_aux, position_bias):
+        raise no_gradient("query")
     is_causal_here = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if attention_mask is None:
         _check_unmasked(is_causal_here, sliding_window, query, key)

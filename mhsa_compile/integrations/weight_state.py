@@ -16,7 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -120,24 +120,35 @@ def no_room(error: OutputError) -> str:
     return f"no room for what is compiled ({error.argument}: {error.got})"
 
 
-class ReplacedForward(Generic[Kind, Result]):
-    """The forward of a layer whose calls run on artifacts. Weights are bound for each kind of call when it is first
-    met, and again when they changed. Calls that an artifact has no form for are PyTorch's: `left` is told the reason.
+class LayerInUse(NamedTuple):
+    """A layer whose forward is replaced, and what its calls turn to.
 
-    `load` gives the artifact for what `_source` says of a kind, with these weights. Any number of threads may call at
-    once; one of them binds.
+    load         gives the artifact for what `_source` says of a kind of call, with these weights
+    left         is told why PyTorch computes a call
+    first_calls  holds first calls against PyTorch's
     """
 
-    def __init__(
-        self, layer: Any, load: Callable[..., CompiledAttention], left: Callable[[str], None], first_calls: FirstCalls
-    ) -> None:
-        self._layer, self._class, self._load = layer, type(layer), load
-        self._left, self._first_calls = left, first_calls
+    layer: Any
+    load: Callable[..., CompiledAttention]
+    left: Callable[[str], None]
+    first_calls: FirstCalls
+
+
+class ReplacedForward(Generic[Kind, Result]):
+    """The forward of a layer whose calls run on artifacts. Weights are bound for each kind of call when it is first
+    met, and again when they changed. Calls that an artifact has no form for are PyTorch's.
+
+    Any number of threads may call at once; one of them binds.
+    """
+
+    def __init__(self, use: LayerInUse) -> None:
+        self._use, self._class = use, type(use.layer)
+        self._layer, self._load, self._left, self._first_calls = use
         self._lock = threading.Lock()
         self._bound: tuple[WeightStates, dict[Kind, CompiledAttention | str]] = (WeightStates(), {})
 
     def __reduce__(self) -> Any:  # a copy binds its own weights
-        return type(self), (self._layer, self._load, self._left, self._first_calls)
+        return type(self), (self._use,)
 
     def forget(self) -> None:
         """Lets go of what is bound: the next call binds the weights again."""

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.cache_concat import CpuKvConcatKernel
 from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
@@ -95,3 +98,8 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         cache.CudaKvConcatKernel(),
     ),
 }
+
+
+def kernels_of(op: ops.Op, profile: TargetProfile) -> tuple[Kernel[Any], ...]:
+    """The kernels of the target's family that are made for operations of this type, in their order."""
+    return tuple(kernel for kernel in KERNELS.get(profile.family, ()) if type(op) is kernel.op_type)

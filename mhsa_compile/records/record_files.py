@@ -97,10 +97,7 @@ def merge_into(path: Path, more: Iterable[Record]) -> list[Record]:
     best: list[Record] = []
 
     def change(lines: list[bytes], tail: bytes) -> list[bytes]:
-        rows, flaws = _sorted_out(path, lines, tail)
-        for flaw in flaws:
-            if flaw.error is not None:
-                raise flaw.error
+        rows = _sound_rows(path, lines, tail)
         best.extend(merge_best([*(record for _, record in rows), *more]))
         return [encoded(record) for record in best]
 
@@ -117,10 +114,7 @@ def state_microarchitecture(path: Path, name: str, cpu: str | None) -> int:
 
     def change(lines: list[bytes], tail: bytes) -> list[bytes]:
         nonlocal count
-        rows, flaws = _sorted_out(path, lines, tail)
-        for flaw in flaws:
-            if flaw.error is not None:
-                raise flaw.error
+        rows = _sound_rows(path, lines, tail)
         untold = [does_not_tell(record) and cpu in (None, record.device.cpu) for _, record in rows]
         own_devices = [record.device for (_, record), is_untold in zip(rows, untold, strict=True) if is_untold]
         devices = {(device.cpu, device.l1d_kib, device.l2_kib) for device in own_devices}
@@ -173,6 +167,15 @@ def _sorted_out(path: Path, lines: list[bytes], tail: bytes) -> tuple[list[tuple
             is_torn = number > len(lines) and _is_torn(line)
             flaws.append(Flaw(number, line, None if is_torn else error))
     return rows, flaws
+
+
+def _sound_rows(path: Path, lines: list[bytes], tail: bytes) -> list[tuple[bytes, Record]]:
+    """The lines that are records, and those. Raises RecordsError for one that is none, and is not torn."""
+    rows, flaws = _sorted_out(path, lines, tail)
+    for flaw in flaws:
+        if flaw.error is not None:
+            raise flaw.error
+    return rows
 
 
 def _is_whole(path: Path, tail: bytes) -> bool:

@@ -5,7 +5,6 @@ An array is a NumPy array or a torch tensor here; others come in through DLPack 
 
 from __future__ import annotations
 
-import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,7 +50,7 @@ class Argument:
     into it."""
 
     def __init__(
-        self, info: TensorInfo, role: str, first_seen: Mapping[str, str], aligned: bool = False, written: bool = False
+        self, info: TensorInfo, role: str, owners: Mapping[str, str], aligned: bool = False, written: bool = False
     ) -> None:
         self.info = info
         self._aligned = aligned and not written
@@ -59,11 +58,11 @@ class Argument:
         self._bfloat16 = info.dtype == "bfloat16"
         self.label = f"{role} {info.name!r}"
         self._differentiable = role == "input" and not written
-        self._first_seen = first_seen
+        self._owners = owners
         self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
 
     @property
-    def is_told_by_shape(self) -> bool:
+    def is_checked_by_shape(self) -> bool:
         """Whether a contiguous array of a shape and dtype that were right once is right, but for its numbers, which
         `check_values` looks at: nothing is written into it."""
         return not self._written
@@ -72,6 +71,21 @@ class Argument:
     def is_bounded(self) -> bool:
         """Whether the numbers themselves must lie in bounds."""
         return self.info.most is not None or self.info.rows is not None
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether NumPy's arrays of it are handed over as their bits."""
+        return self._bfloat16
+
+    def reads(self, value: Any, array: Any) -> bool:
+        """Whether `array`, which `ready` made of a contiguous array or tensor, is it, or its bits."""
+        return array is value or (self._bfloat16 and type(value) is np.ndarray)
+
+    def in_place(self, value: Any) -> Any:
+        """A contiguous array or tensor that was right, as TVM reads it in place."""
+        if self._bfloat16 and type(value) is np.ndarray:
+            return tvm_runtime.start().reinterpreted(value.view(np.uint16), "bfloat16")
+        return value
 
     def ready(self, value: Any, sizes: Sizes) -> Any:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
@@ -238,7 +252,7 @@ class Argument:
         return f"{self.info.dtype} of shape {shape_text(dims)}"
 
     def _wrong_shape(self, array: Any, sizes: Sizes) -> InputError:
-        symbols = {dim: self._first_seen.get(str(dim)) for dim in (*self.info.dims, *(self.info.broadcast or ()))}
+        symbols = {dim: self._owners.get(str(dim)) for dim in (*self.info.dims, *(self.info.broadcast or ()))}
         facts = [
             f"{symbol} = {sizes[str(symbol)]} as in {first!r}"
             for symbol, first in symbols.items()
@@ -271,10 +285,10 @@ class Signature:
         # What broadcasts or has bounds is checked last, against sizes that the others bring.
         self._order = sorted(range(len(inputs)), key=lambda i: (inputs[i].broadcast, inputs[i].most) != (None, None))
         self._composed = [i for i, info in enumerate(inputs) if any(map(is_expression, info.dims))]
-        first_seen: dict[str, str] = {}
+        owners: dict[str, str] = {}
         for i in self._order:
             for dim in inputs[i].dims:
-                first_seen.setdefault(str(dim), inputs[i].name)
+                owners.setdefault(str(dim), inputs[i].name)
         self._names = [info.name for info in inputs]
         self._outputs = outputs
         self._together = together(info.name for info in outputs)
@@ -282,10 +296,11 @@ class Signature:
         self.in_place = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
         written = set(self.in_place.values())
         self._apart = [(i, j) for i in written for j in range(len(inputs)) if j > i or (j < i and j not in written)]
-        self._arguments = [make(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
+        self._arguments = [make(info, "input", owners, aligned, i in written) for i, info in enumerate(inputs)]
         self._aligned = aligned
-        self._told_by_shapes = not self._apart and all(argument.is_told_by_shape for argument in self._arguments)
+        self._checked_by_shapes = not self._apart and all(argument.is_checked_by_shape for argument in self._arguments)
         self._bounded = [i for i, argument in enumerate(self._arguments) if argument.is_bounded]
+        self._has_bits = any(argument.has_bits for argument in self._arguments)
         self._known: dict[tuple[object, ...], Sizes] = {}  # the sizes of shapes and dtypes that were right
         self._to_numpy = [bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
@@ -296,11 +311,13 @@ class Signature:
     def arrays(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[list[Any], Sizes]:
         """Arrays in the order of the inputs, and the sizes of the symbolic dims. Raises InputError."""
         values = args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
-        key = self._key(values) if self._told_by_shapes else None
+        key = self._key(values) if self._checked_by_shapes else None
         if key is not None and (sizes_before := self._known.get(key)) is not None:
             if self._bounded:
                 self.check_values(values, sizes_before)
-            return list(values), sizes_before
+            if not self._has_bits:
+                return list(values), sizes_before
+            return [one.in_place(value) for one, value in zip(self._arguments, values, strict=True)], sizes_before
         arrays, sizes = list(values), Sizes()
         for i in self._order:
             arrays[i] = self._arguments[i].ready(values[i], sizes)
@@ -315,7 +332,8 @@ class Signature:
             self._check_apart(arrays)
         for i in self._composed:
             self._arguments[i].check_expressions(arrays[i], sizes)
-        if key is not None and 0 not in sizes.values() and all(map(operator.is_, arrays, values)):
+        as_they_are = zip(self._arguments, values, arrays, strict=True)
+        if key is not None and 0 not in sizes.values() and all(one.reads(*pair) for one, *pair in as_they_are):
             if len(self._known) >= _KNOWN_SHAPES:
                 self._known.clear()
             self._known[key] = sizes

@@ -35,7 +35,7 @@ class DeviceArgument(Argument):
         self._gpu = gpu
 
     @property
-    def is_told_by_shape(self) -> bool:
+    def is_checked_by_shape(self) -> bool:
         return False
 
     def ready(self, value: Any, sizes: Sizes) -> Any:

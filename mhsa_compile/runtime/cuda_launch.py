@@ -41,7 +41,7 @@ class Launches(threading.local):
         self._device = self._runtime.ffi.device(str(gpu))
         self._ops, self._made, self._gpu = manifest.ops, [info.dtype for info in signature.made()], gpu
         self._in_place = [signature.in_place.get(i) for i in range(len(manifest.outputs))]
-        with self.lock, _current_device_kept(gpu):
+        with self.lock, _current_device_guard(gpu):
             self._vm = library.new_vm(gpu.index)
         self._plans: dict[tuple[int, ...], tuple[int, list[tuple[int, ...]]]] = {}
         self._has_run = False
@@ -49,7 +49,7 @@ class Launches(threading.local):
     def bind(self, weights: list[Any]) -> tuple[Any, ...]:
         """Packs the weights on the GPU, and takes them out of their list; all threads share the result. Raises
         DeviceError."""
-        with _current_device_kept(self._gpu):
+        with _current_device_guard(self._gpu):
             _wait_for_torch(self._gpu)
             return bound(self._vm.machine, weights, self._bind)
 
@@ -69,7 +69,7 @@ class Launches(threading.local):
             _refuse_capture()
         key = tuple(sizes.values())
         plan = self._plans.get(key)
-        with _current_device_kept(self._gpu), self._stream(of_torch), _FIRST_CALLS if plan is None else nullcontext():
+        with _current_device_guard(self._gpu), self._stream(of_torch), _FIRST_CALLS if plan is None else nullcontext():
             size, shapes = plan or self._plan(arrays)
             try:
                 outputs = [empty(s, dtype, self._gpu, of_torch) for s, dtype in zip(shapes, self._made, strict=True)]
@@ -89,7 +89,7 @@ class Launches(threading.local):
 
     def run_from_host(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> list[Any]:
         """A call on arrays of the host, which are copied to the GPU; all outputs, copied back. Errors as `run`."""
-        with _current_device_kept(self._gpu):
+        with _current_device_guard(self._gpu):
             there = self._runtime.on_gpu(arrays, self._gpu.index)
             results = iter(self.run(there, sizes, packed))
             outputs = [next(results) if source is None else there[source] for source in self._in_place]
@@ -206,7 +206,7 @@ def _wait_for_torch(gpu: Gpu) -> None:
         torch.cuda.current_stream(gpu.index).synchronize()
 
 
-def _current_device_kept(gpu: Gpu) -> AbstractContextManager[Any]:
+def _current_device_guard(gpu: Gpu) -> AbstractContextManager[Any]:
     """Inside, TVM may make its GPU the current one of the thread; afterwards PyTorch goes on with the one it had."""
     torch = torch_of_cuda()
     context: AbstractContextManager[Any] = nullcontext() if torch is None else torch.cuda.device(gpu.index)

@@ -22,7 +22,7 @@ from mhsa_compile.cli.app import app
 from mhsa_compile.compiler import pipeline
 from mhsa_compile.errors import InputError, MismatchError
 from mhsa_compile.hardware.profile import load_profile
-from mhsa_compile.integrations import accelerate as in_place
+from mhsa_compile.integrations import layer_artifacts as in_place
 from mhsa_compile.integrations import transformers as mhsa_transformers
 from mhsa_compile.integrations.call_table import TABLE
 from mhsa_compile.kernels.interface.kernel import TermProducts

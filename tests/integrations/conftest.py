@@ -2,9 +2,9 @@
 
 import pytest
 
-from mhsa_compile.integrations import encoder_layer
+from mhsa_compile.integrations.layers import encoder
 
 
 @pytest.fixture(autouse=True)
 def small_calls_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder_layer, "SMALL", 0)
+    monkeypatch.setattr(encoder, "SMALL", 0)

@@ -11,9 +11,9 @@ import torch
 from mhsa_compile.errors import OutputError
 from mhsa_compile.integrations import attention_operator
 from mhsa_compile.integrations.attention_graph import AttentionCall
-from mhsa_compile.integrations.attention_operator import attend
+from mhsa_compile.integrations.attention_operator import Operands, attend, by_pytorch, why_wrong
 from mhsa_compile.integrations.call_table import CallTable
-from mhsa_compile.integrations.first_calls import Operands, by_pytorch, difference, why_wrong
+from mhsa_compile.integrations.first_calls import difference
 
 B, H, G, L, S, E = 3, 4, 2, 7, 11, 16
 BOOL = torch.rand(B, 1, L, S) < 0.7

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
-from mhsa_compile.integrations import encoder_layer
+from mhsa_compile.integrations.layers import encoder
 
 D, H, L = 24, 4, 7
 WHY = "a layer of an encoder on so little that PyTorch's one operator is as fast"
@@ -40,7 +40,7 @@ def encoder_layer_of(**fields: Any) -> nn.TransformerEncoderLayer:
 def bound(monkeypatch: pytest.MonkeyPatch) -> int:
     """The multiply-adds of a call of L tokens, which become the bound: L are ours, fewer are PyTorch's."""
     products = L * (4 * D * D + 2 * D * 40 + 2 * L * D)
-    monkeypatch.setattr(encoder_layer, "SMALL", products)
+    monkeypatch.setattr(encoder, "SMALL", products)
     return products
 
 

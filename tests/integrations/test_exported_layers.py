@@ -34,12 +34,15 @@ from transformers import (
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
-from mhsa_compile.integrations import layer_state, layer_ways, weight_state
-from mhsa_compile.integrations.accelerate import NAME, AccelerationReport
-from mhsa_compile.integrations.exported_layer import BEFORE, ExportedLayerForward
+from mhsa_compile.integrations import weight_state
+from mhsa_compile.integrations.accelerate import NAME
+from mhsa_compile.integrations.acceleration_report import AccelerationReport
 from mhsa_compile.integrations.first_calls import FirstCalls
-from mhsa_compile.integrations.layer_export import ExportedKind, call_of
-from mhsa_compile.integrations.layer_state import LayerState
+from mhsa_compile.integrations.layers import state as layer_state
+from mhsa_compile.integrations.layers import ways
+from mhsa_compile.integrations.layers.export import ExportedKind, call_of
+from mhsa_compile.integrations.layers.exported import BEFORE, ExportedLayerForward
+from mhsa_compile.integrations.layers.state import LayerState
 from mhsa_compile.verification.error_budget import budget, max_error
 
 WORDS, D = 101, 32
@@ -329,7 +332,7 @@ def test_an_edit_is_missed_where_nothing_is_looked_at(
         with monkeypatch.context() as patch:
             patch.setattr(weight_state, "_views", lambda places: [])
             assert excess(plain, model, IDS) <= 1
-            patch.setattr("mhsa_compile.integrations.layer_state.LayerState.holds", lambda self: True)
+            patch.setattr("mhsa_compile.integrations.layers.state.LayerState.holds", lambda self: True)
             for each in (plain, model):
                 edit(each.encoder.layer[0])
             assert excess(plain, model, IDS) > 10
@@ -651,8 +654,8 @@ def test_the_fastest_way_is_taken_and_reported(
             call()
         return next(turns)
 
-    monkeypatch.setattr(layer_ways, "in_turns", timed)
-    monkeypatch.setattr("mhsa_compile.integrations.exported_layer.LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(ways, "in_turns", timed)
+    monkeypatch.setattr("mhsa_compile.integrations.layers.exported.LEAST_WEIGHTS", 0)
     plain = pair[0]
     model, report = accelerated(plain, layers="fastest")
     assert excess(plain, model, IDS) <= 1

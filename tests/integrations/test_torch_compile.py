@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from mhsa_compile.integrations import timed_turns, torch_compile
+from mhsa_compile.integrations import torch_compile
+from mhsa_compile.integrations.layers import timed_turns
 from mhsa_compile.verification.error_budget import budget
 
 BACKEND = torch_compile.compile_graph

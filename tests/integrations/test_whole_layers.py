@@ -16,10 +16,11 @@ from torch.nn import functional as F
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
 from mhsa_compile.frontend.export.torch_layers import slow_path
-from mhsa_compile.integrations import encoder_layer, layer_ways, timed_turns, weight_state
-from mhsa_compile.integrations.accelerate import AccelerationReport
-from mhsa_compile.integrations.layer_graph import WholeLayerKind
-from mhsa_compile.integrations.whole_layer import WholeLayerForward
+from mhsa_compile.integrations import weight_state
+from mhsa_compile.integrations.acceleration_report import AccelerationReport
+from mhsa_compile.integrations.layers import encoder, timed_turns, ways
+from mhsa_compile.integrations.layers.graph import WholeLayerKind
+from mhsa_compile.integrations.layers.whole import WholeLayerForward
 from mhsa_compile.verification.error_budget import budget, max_error
 
 B, L, S, D, H, HIDDEN = 2, 7, 5, 32, 4, 48
@@ -29,7 +30,7 @@ PADDING = torch.arange(L) >= torch.tensor([[L], [L - 3]])
 
 @pytest.fixture(autouse=True)
 def no_call_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder_layer, "SMALL", 0)
+    monkeypatch.setattr(encoder, "SMALL", 0)
 
 
 def drawn(*shape: int) -> Tensor:
@@ -323,7 +324,7 @@ def test_the_faster_way_is_taken_and_reported(
         seen.extend((one(), other()))
         return ours, theirs
 
-    monkeypatch.setattr(layer_ways, "in_turns", timed)
+    monkeypatch.setattr(ways, "in_turns", timed)
     plain = nn.TransformerEncoder(layer_of(), 2, enable_nested_tensor=False).eval()  # type: ignore[arg-type]
     model, report = accelerated(plain, layers="fastest")
     x = drawn(B, L, D)
@@ -351,12 +352,12 @@ def test_calls_with_a_mask_are_measured_by_themselves(ours: float, monkeypatch: 
     layer, x = layer_of(), drawn(B, L, D)
     model, report = accelerated(layer, layers="fastest")
     with torch.no_grad():
-        monkeypatch.setattr(layer_ways, "in_turns", lambda one, other: (ours, 2.0))
+        monkeypatch.setattr(ways, "in_turns", lambda one, other: (ours, 2.0))
         hidden = [model(x, src_mask=MASKED, src_key_padding_mask=PADDING) for _ in range(2)]
         some = [model(x, src_mask=CAUSAL, src_key_padding_mask=PADDING) for _ in range(2)]
         plain = layer(x, src_mask=CAUSAL, src_key_padding_mask=PADDING)
         assert layer(x, src_mask=MASKED, src_key_padding_mask=PADDING)[:, 2].isnan().all(), "PyTorch's has NaN there"
-        monkeypatch.setattr(layer_ways, "in_turns", lambda one, other: (2.0, 1.0))
+        monkeypatch.setattr(ways, "in_turns", lambda one, other: (2.0, 1.0))
         added = model(x, src_mask=drawn(L, L))
         model(x)
     assert not any(y.isnan().any() for y in hidden)
@@ -364,26 +365,26 @@ def test_calls_with_a_mask_are_measured_by_themselves(ours: float, monkeypatch: 
     assert (
         torch.allclose(some[1], plain, atol=1e-5) and excess(layer, lambda x, **_: added, x, src_mask=drawn(L, L)) <= 1
     )
-    ways = [(timing.way, ", masked" in str(timing)) for timing in report.layers[0].timings]
-    assert ways == [("whole" if ours < 2 else "pytorch", True), ("parts", True), ("pytorch", False)]
+    measured = [(timing.way, ", masked" in str(timing)) for timing in report.layers[0].timings]
+    assert measured == [("whole" if ours < 2 else "pytorch", True), ("parts", True), ("pytorch", False)]
 
 
 def test_later_calls_that_contradict_a_measurement_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first call on a busy machine decided wrongly: what PyTorch's layer takes later is more than ours did."""
     turns = iter([(1e-5, 1e-6), (0.5, 1.0)])
-    monkeypatch.setattr(layer_ways, "in_turns", lambda one, other: next(turns))
+    monkeypatch.setattr(ways, "in_turns", lambda one, other: next(turns))
     layer, x = layer_of(), drawn(B, L, D)
     model, report = accelerated(layer, layers="fastest")
     with torch.no_grad():
         model(x)
         (timing,) = report.layers[0].timings
         assert (timing.way, timing.measurements) == ("pytorch", 1)
-        for _ in range(layer_ways._LATER - 1):
+        for _ in range(ways._LATER - 1):
             assert not timing.is_due and torch.equal(model(x), layer(x))
         assert timing.is_due
         model(x)
         assert (timing.way, timing.measurements) == ("whole", 2) and "measured 2 times" in repr(report)
-        for _ in range(3 * layer_ways._LATER):
+        for _ in range(3 * ways._LATER):
             model(x)
         assert timing.measurements == 2, "calls that take less than the other way's time contradict nothing"
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
+from mhsa_compile.runtime import tvm_runtime
 from mhsa_compile.runtime.array_memory import ALIGNMENT, aligned_zeros
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import TensorInfo
@@ -271,6 +272,21 @@ def test_bfloat16_is_not_copied() -> None:
         results = signature.results(taken, [array])
         bits = results.view(torch.int16).numpy() if isinstance(results, torch.Tensor) else results.view(np.int16)
         assert np.shares_memory(bits, x)
+
+
+def test_a_second_call_reads_its_own_bits_of_bfloat16() -> None:
+    """Shapes that were right are looked up: what is read, and what is no longer plain, is not."""
+    signature, x, other = Signature((BX,), (BY,)), draw_bfloat16(), draw_bfloat16()[::-1].copy()
+    signature.arrays((x,), {})
+    assert signature._known
+    for value in (x, other, read_only(other), draw_bfloat16(10)[::2], torch.zeros(5, 3, dtype=torch.bfloat16)):
+        (taken,), sizes = signature.arrays((value,), {})
+        bits = value.view(torch.uint16).numpy() if isinstance(value, torch.Tensor) else value.view(np.uint16)
+        seen = np.from_dlpack(tvm_runtime.start().reinterpreted(taken, "uint16"))
+        assert np.array_equal(seen, bits)
+        assert sizes == {"B": 5}
+    with pytest.raises(InputError, match="float32"):
+        signature.arrays((np.zeros((5, 3), np.float32),), {})
 
 
 def test_bfloat16_is_torch_s_where_torch_comes_in() -> None:

@@ -64,7 +64,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tvm_runtime.Runtime, "wait", lambda self, gpu: None)
     monkeypatch.setattr(kv_cache, "torch_of_cuda", lambda: torch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda_launch, "_current_device_kept", lambda gpu: torch.inference_mode(False))
+    monkeypatch.setattr(cuda_launch, "_current_device_guard", lambda gpu: torch.inference_mode(False))
     monkeypatch.setattr(DeviceArgument, "_adopt", lambda self, value: value)
 
 

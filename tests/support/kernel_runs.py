@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import tvm
+import tvm_ffi
 
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.hardware.profile import CpuProfile, Hardware, Link, TvmTarget
@@ -39,6 +40,17 @@ def built(emitted: Emitted, profile: CpuProfile) -> Any:
     functions = {"run": emitted.run, "pack": emitted.pack}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items() if f is not None})
     return _build(module, profile)
+
+
+def tensor_at(array: np.ndarray, first_byte: int) -> Any:
+    """A tensor whose first element lies so many bytes behind a multiple of 64, as NumPy's own begin 16 behind one."""
+    memory = np.zeros(array.nbytes + 128, np.uint8)
+    begin = -memory.ctypes.data % 64 + first_byte
+    place = memory[begin : begin + array.nbytes]
+    place[:] = array.view(np.uint8).reshape(-1)
+    bits = tvm_ffi.from_dlpack(place.view(f"uint{8 * array.itemsize}"))
+    view = tvm.get_global_func("runtime.TVMTensorCreateView")
+    return view(bits, tvm_ffi.Shape(array.shape), tvm_ffi.dtype(str(array.dtype)), 0)
 
 
 def assembly(emitted: Emitted, profile: CpuProfile) -> str:

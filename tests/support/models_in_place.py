@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler import pipeline
-from mhsa_compile.integrations import accelerate, attention_operator, call_table, torch_attention
+from mhsa_compile.integrations import attention_operator, call_table, layer_artifacts, torch_attention
 from mhsa_compile.integrations import transformers as interface
 from mhsa_compile.verification.error_budget import budget, max_error
 from support.cpu_time import cpu_seconds
@@ -204,7 +204,7 @@ def _anew(outcome: InPlace) -> Iterator[None]:
     with (
         mock.patch.object(attention_operator, "TABLE", table),
         mock.patch.object(interface, "TABLE", table),
-        mock.patch.object(accelerate, "_ARTIFACTS", accelerate._Artifacts()),
+        mock.patch.object(layer_artifacts, "_ARTIFACTS", layer_artifacts._Artifacts()),
         mock.patch.object(pipeline, "compile", timed),
     ):
         yield

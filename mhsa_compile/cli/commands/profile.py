@@ -24,9 +24,7 @@ _SHOWN = 14
 def profile(
     artifact: options.ArtifactFolder,
     *,
-    inputs: Annotated[
-        list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
-    ] = None,
+    inputs: options.InputArrays = None,
     dims: options.StatedDims,
     threads: options.Threads = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="How long the call is made again and again.")] = 1.0,

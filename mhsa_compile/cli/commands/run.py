@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def run(
     artifact: options.ArtifactFolder,
     *,
-    inputs: Annotated[
-        list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
-    ] = None,
+    inputs: options.InputArrays = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="An .npz of all outputs, or the .npy of one.")
     ] = None,

@@ -30,6 +30,9 @@ ArtifactFolder = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
 ]
+InputArrays = Annotated[
+    list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
+]
 Records = Annotated[
     Path | None,
     typer.Option("--records", metavar="FILE", help="Tuned records, instead of your own and those that are shipped."),

@@ -93,13 +93,13 @@ def _sources() -> bytes:
 
 class CacheLookup:
     """One compilation's dealings with the cache: it is asked first for a module of ours, then for the model; then given
-    what was compiled. Without `asked` it knows and keeps nothing.
+    what was compiled. Without `request` it knows and keeps nothing.
 
     A context manager: inside, whoever else asks for the same thing waits, once this one was told that there is nothing.
     """
 
-    def __init__(self, asked: CacheRequest | None) -> None:
-        self._asked = asked
+    def __init__(self, request: CacheRequest | None) -> None:
+        self._request = request
         self._key: str | None = None
         self._state: State | None = None
         self._turn: Turn | None = None
@@ -113,21 +113,21 @@ class CacheLookup:
 
     def of_module(self, source: object, dims: Mapping[str, int] | None) -> Artifact | None:
         """What a module of ours gave, with the weights that it has now. None also for every other source."""
-        if self._asked is None or isinstance(source, str | Path) or not hasattr(source, "spec"):
+        if self._request is None or isinstance(source, str | Path) or not hasattr(source, "spec"):
             return None  # and PyTorch need not be loaded
         from mhsa_compile.frontend.export.module_state import state_of
 
         self._state = state_of(source)
         if self._state is None:
             return None
-        self._key = self._asked.key_of_module(source, self._state, dims)
+        self._key = self._request.key_of_module(source, self._state, dims)
         return self._entry(self._key, partial(_write_weights, self._state))
 
     def of_model(self, model: onnx.ModelProto, dims: Mapping[str, int] | None) -> Artifact | None:
         """What a model gave, unless it is of a module that `of_module` was asked for."""
-        if self._asked is None or self._key is not None:
+        if self._request is None or self._key is not None:
             return None
-        self._key = self._asked.key_of_model(model, dims)
+        self._key = self._request.key_of_model(model, dims)
         return self._entry(self._key)
 
     def _entry(self, key: str, make_weights: MakeWeights | None = None) -> Artifact | None:

@@ -1,6 +1,6 @@
 """Attention written out in tensor expressions, for whatever no kernel takes: right in every case, and slow.
 
-    raw = scale Q K^T;   capped = softcap tanh(raw / softcap);   masked = capped + bias, -inf where a key is hidden
+    masked = what the steps of scores make of scale Q K^T, -inf where a key is hidden
     weights = exp(masked - max) / sum;   Y = the sum of weight x value over the visible keys
 
 All of it is float64, so no target's exp or order of summation shows; scores are a (B, H, L, S) array. It means what the
@@ -137,33 +137,33 @@ class _AttentionForm:
 
     @property
     def _exponents(self) -> tuple[te.Tensor, te.Tensor]:
-        """exp(masked - max), and its sum over the keys (and the sink)."""
+        """exp(masked - max), and its sum over the keys, and no key."""
         rows, masked = self.shape[:3], self._masked_scores
         over = te.reduce_axis((0, self.keys), "j")
         largest = te.compute(rows, lambda b, h, i: _maximum(masked[b, h, i, over], over), "largest")
 
         def top(b: Expr, h: Expr, i: Expr) -> Expr:
             value = largest[b, h, i]
-            for sink in self._sinks(h):
-                value = tirx.max(value, sink)
+            for score in self._no_keys(h):
+                value = tirx.max(value, score)
             return tirx.Select(value == _HIDDEN, tirx.const(0, EXACT), value)
 
         tops = te.compute(rows, top, "top")
         exponents = te.compute(self.shape, lambda b, h, i, j: te.exp(masked[b, h, i, j] - tops[b, h, i]), "exponents")
         along = te.reduce_axis((0, self.keys), "j")
         sums = te.compute(rows, lambda b, h, i: te.sum(exponents[b, h, i, along], axis=along), "sums")
-        if self._sinks(tirx.const(0, "int64")):
+        if self._no_keys(tirx.const(0, "int64")):
             totals = sums
 
             def total(b: Expr, h: Expr, i: Expr) -> Expr:
-                return sum((te.exp(sink - tops[b, h, i]) for sink in self._sinks(h)), start=totals[b, h, i])
+                return sum((te.exp(score - tops[b, h, i]) for score in self._no_keys(h)), start=totals[b, h, i])
 
             sums = te.compute(rows, total, "total")
         return exponents, sums
 
-    def _sinks(self, h: Expr) -> list[Expr]:
+    def _no_keys(self, h: Expr) -> list[Expr]:
         """The scores of no key that a head has."""
-        return [sink for part in self.parts if (sink := part.sink(h)) is not None]
+        return [score for part in self.parts if (score := part.no_key(h)) is not None]
 
     def output(self) -> te.Tensor:
         """Y, laid out as the operation says."""

@@ -74,8 +74,8 @@ class _Heap:
         with T.serial(count) as i:
             self._put(i, element(i), T.cast(i, self.places.dtype))
         half, rest = materialize(T.truncdiv(count, T.int64(2))), materialize(T.max(size - count, T.int64(0)))
-        # The upper half sinks in; then each of the others takes the root's place where it is better; then the roots go
-        # behind what is left, the worst first.
+        # The upper half is sifted down; then each of the others takes the root's place where it is better; then the
+        # roots go behind what is left, the worst first.
         turns = T.Select(count > 0, half + rest + count - 1, T.int64(0))
         with T.serial(turns) as turn:
             start, end = T.alloc_buffer((1,), "int64"), T.alloc_buffer((1,), "int64")
@@ -99,9 +99,9 @@ class _Heap:
                         _set(start, T.int64(0))
                         _set(end, last)
             with T.If(end[0] >= 0), T.Then():
-                self._sink(start, value[0], place[0], end[0])
+                self._sift_down(start, value[0], place[0], end[0])
 
-    def _sink(self, at: Expr, value: Expr, place: Expr, count: Expr) -> None:
+    def _sift_down(self, at: Expr, value: Expr, place: Expr, count: Expr) -> None:
         """Puts a number at the place in cell `at`, or below it, among the first `count`."""
         going = T.alloc_buffer((1,), "int32")
         _set(going, T.int32(1))

@@ -18,7 +18,7 @@ from mhsa_compile.kernels.interface.ops import (
     ProductOp,
     QuantisedLinearOp,
 )
-from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.kernels.registry import kernels_of
 from mhsa_compile.spec.float32_products import Float32Products, Float32Request
 
 
@@ -30,31 +30,31 @@ class Resolution:
     reason: str = ""
 
 
-def resolve(op: Op, asked: Float32Request, profile: TargetProfile) -> Resolution:
+def resolve(op: Op, request: Float32Request, profile: TargetProfile) -> Resolution:
     """What an operation gets of what was asked for: the one place that decides."""
-    if asked == "ieee" or not multiplies_float32(op):
+    if request == "ieee" or not multiplies_float32(op):
         return Resolution(op)
     offered = offers_products(op, profile)
-    if asked == "auto":
+    if request == "auto":
         if "bf16x6" not in offered:
             return Resolution(op)
         if "bf16x6" in exact_products(op, profile):
             return Resolution(replace(op, float32_products="bf16x6"))
         return Resolution(op, "bf16x6 is not known to stay inside float32's error budget, in its time, here")
-    if asked in offered:
-        return Resolution(replace(op, float32_products=asked))
-    return Resolution(op, _why_not(op, asked, profile))
+    if request in offered:
+        return Resolution(replace(op, float32_products=request))
+    return Resolution(op, _why_not(op, request, profile))
 
 
-def resolutions(ops: Mapping[str, Op], asked: Float32Request, profile: TargetProfile) -> dict[str, Resolution]:
+def resolutions(ops: Mapping[str, Op], request: Float32Request, profile: TargetProfile) -> dict[str, Resolution]:
     """Those of a model's operations, by their names."""
-    decide = functools.cache(functools.partial(resolve, asked=asked, profile=profile))
+    decide = functools.cache(functools.partial(resolve, request=request, profile=profile))
     return {name: decide(op) for name, op in ops.items()}
 
 
-def resolved_ops(ops: Mapping[str, Op], asked: Float32Request, profile: TargetProfile) -> dict[str, Op]:
+def resolved_ops(ops: Mapping[str, Op], request: Float32Request, profile: TargetProfile) -> dict[str, Op]:
     """Operations by their names, each with the word that it gets."""
-    return {name: resolution.op for name, resolution in resolutions(ops, asked, profile).items()}
+    return {name: resolution.op for name, resolution in resolutions(ops, request, profile).items()}
 
 
 def multiplies_float32(op: Op) -> TypeGuard[LinearOp | AttentionOp | ProductOp]:
@@ -88,10 +88,7 @@ def _kernels(op: Op, profile: TargetProfile) -> dict[Float32Products, Kernel[Any
     first: dict[Float32Products, Kernel[Any]] = {}
     if not multiplies_float32(op):
         return first
-    kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
-    for kernel in kernels:
-        if type(op) is not kernel.op_type:
-            continue
+    for kernel in kernels_of(op, profile):
         for word in products_of(kernel, op, profile):
             if kernel.why_not(replace(op, float32_products=word), profile) is None:
                 first.setdefault(word, kernel)
@@ -100,8 +97,8 @@ def _kernels(op: Op, profile: TargetProfile) -> dict[Float32Products, Kernel[Any
     return first
 
 
-def _why_not(op: Op, asked: Float32Products, target: TargetProfile) -> str:
-    others = [other.name for other in shipped_relatives(target) if asked in offers_products(op, other)]
+def _why_not(op: Op, request: Float32Products, target: TargetProfile) -> str:
+    others = [other.name for other in shipped_relatives(target) if request in offers_products(op, other)]
     if not others:
-        return f"no kernel makes {asked} products of such an operation on any target"
-    return f"no matrix unit on target {target.name} makes {asked} products; compile for {' or '.join(others)}"
+        return f"no kernel makes {request} products of such an operation on any target"
+    return f"no matrix unit on target {target.name} makes {request} products; compile for {' or '.join(others)}"

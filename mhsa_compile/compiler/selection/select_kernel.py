@@ -9,7 +9,7 @@ from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.kernel import Kernel, products_of
 from mhsa_compile.kernels.interface.ops import Op, float32_products_of
-from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.kernels.registry import kernels_of
 from mhsa_compile.records.record import Record, RecordSet, is_of_default
 
 
@@ -26,10 +26,7 @@ class KernelChoice:
 def kernels_for(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], list[str]]:
     """(the kernels that can compute an operation, the preferred one first; why others made for such cannot)."""
     willing, reasons = list[Kernel[Any]](), list[str]()
-    kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
-    for kernel in kernels:
-        if type(op) is not kernel.op_type:
-            continue
+    for kernel in kernels_of(op, profile):
         word = float32_products_of(op)
         reason = None if word in products_of(kernel, op, profile) else f"it makes no products of float32 by {word}"
         reason = kernel.why_not(op, profile) if reason is None else reason

@@ -10,7 +10,7 @@ from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 OPSET = 24
-"""The first whose Attention defines the operator of ours that has more outputs, or sinks. All that 23 says, it says
+"""The first whose Attention defines the operator of ours that has more outputs, or inputs. All that 23 says, it says
 alike, so a model is raised by its number, and keeps every shape that is known of it."""
 _OVERLOADS = 10  # the first version of the file format in which functions of one name may differ
 

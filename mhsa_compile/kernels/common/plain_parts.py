@@ -78,7 +78,7 @@ class PlainPart:
         """Whether the query sees the key; None: it does."""
         return None
 
-    def sink(self, h: Expr) -> Expr | None:
+    def no_key(self, h: Expr) -> Expr | None:
         """A score of no key; None where there is none."""
         return None
 

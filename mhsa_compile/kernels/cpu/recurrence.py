@@ -8,7 +8,6 @@ at once. The old states stay until every panel has read them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
+from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cpu.simd.vector_math import exp2, natural_log, tanh
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
@@ -37,7 +37,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import PANEL, Activation, RecurrenceOp
 
-LOG2_E = 1 / math.log(2)
 _STEEP = 126.0
 """The largest power of 2 that is asked for: its reciprocal is still a normal number."""
 

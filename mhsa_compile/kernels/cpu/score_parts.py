@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -129,7 +129,7 @@ class TilePart:
         """What the scores of each query lack, since they are counted from its origin."""
         return None
 
-    def sink(self, column: Chunk) -> Expr | None:
+    def no_key(self, column: Chunk) -> Expr | None:
         """A score of no key for a column of queries, while origins are where they begin; None where there is none."""
         return None
 
@@ -167,8 +167,6 @@ class RowPart:
 
     masked = False
     """Whether every block has to be masked."""
-    sink_of_heads = False
-    """Whether `sink` gives a score of no key for each head."""
 
     def __init__(self, step: ScoreStep, task: RowTask) -> None:
         self.step, self.task = step, task
@@ -190,9 +188,9 @@ class RowPart:
         """The scores, -inf where hidden; `key` is the first key of the vector in the block that begins at `begin`."""
         return score
 
-    def sink(self, head: Expr) -> Expr:
-        """A score of no key, of query head `head` within the group."""
-        raise NotImplementedError
+    def no_keys(self) -> Callable[[Expr], Expr] | None:
+        """The score of no key of each query head within the group; None where there is none."""
+        return None
 
 
 class FadingPart(RowPart, ABC):

@@ -15,12 +15,12 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
+from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cpu.simd.vector_math import exp2
 from mhsa_compile.kernels.cpu.simd.vectors import constant, each_run, load, materialize, splat, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import SoftmaxOp
 
-LOG2_E = 1 / math.log(2)
 WORK = 1 << 13
 """Elements of a task, about: some microseconds."""
 COLUMNS = 4

@@ -532,7 +532,7 @@ class QuantiseRowsOp:
 class ScoresOp:
     """What becomes of the scores of `attention`, (B, H, L, S) of its dtype: qk_matmul_output of ONNX Attention.
 
-    `stage` 0 is scale Q K^T; 1 with softcap; 2 with the mask, -inf where it hides; 3 the weights, zeros where it hides.
+    `stage` 0 is scale Q K^T; 1 within limits; 2 masked, -inf where it hides; 3 the weights, zeros where it hides.
     Takes the attention's inputs.
     """
 
@@ -575,9 +575,9 @@ class KvConcatOp:
 class SoftmaxStatsOp:
     """What each row of the softmax of `attention` is like, from the same inputs (V's are not read). In this order:
 
-    lse      (B, H, L) float32: ln of the sum of exp of what the row sees: scores after scale, softcap, masks and
-             slopes, and its sink; -inf where that is nothing
-    entropy  (B, H, L) float32: - sum of w ln w over the weights w, and the sink's share; 0 where nothing is seen
+    lse      (B, H, L) float32: ln of the sum of exp of what the row sees: scores after all steps, and its score
+             of no key; -inf where that is nothing
+    entropy  (B, H, L) float32: - sum of w ln w over the weights w, and the share of no key; 0 where nothing is seen
     top_k    (B, H, L, k) float32 and int64: the k largest weights and the keys they belong to, of equal scores the
              first key first; 0 and -1 beyond the keys that are seen
     """
@@ -592,7 +592,7 @@ class SoftmaxStatsOp:
 
     def summary(self) -> str:
         words = {"lse": self.lse, "entropy": self.entropy, f"top_k {self.top_k}": self.top_k > 0}
-        return ", ".join(word for word, asked in words.items() if asked)
+        return ", ".join(word for word, is_output in words.items() if is_output)
 
 
 @dataclass(frozen=True)

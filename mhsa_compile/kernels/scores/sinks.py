@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ def _finite(sink: Expr) -> Expr:
 
 
 class _SinksPlain(PlainPart):
-    def sink(self, h: Expr) -> Expr:
+    def no_key(self, h: Expr) -> Expr:
         return PlainMath().element(self.task.own[0], [h])
 
 
@@ -38,14 +38,15 @@ class _SinksTile(TilePart):
         super().__init__(step, task)
         self._sink = cpu_materialize(_finite(CpuMath().element(task.own[0], [task.h])), "float32")
 
-    def sink(self, column: Chunk) -> Expr:
+    def no_key(self, column: Chunk) -> Expr:
         return splat(self._sink, column[1])
 
 
 class _SinksRows(RowPart):
-    sink_of_heads = True
+    def no_keys(self) -> Callable[[Expr], Expr]:
+        return self._of
 
-    def sink(self, head: Expr) -> Expr:
+    def _of(self, head: Expr) -> Expr:
         return cpu_materialize(_finite(CpuMath().element(self.task.own[0], [self.task.first_head + head])), "float32")
 
 
@@ -56,7 +57,7 @@ class _SinksThread(ThreadPart):
     def _of(self, head: Expr) -> Expr:
         return materialize(_finite(CudaMath().element(self.task.own[0], [head])), "float32")
 
-    def sink(self, row: int) -> Expr:
+    def no_key(self, row: int) -> Expr:
         return of_row(self._sinks, row)
 
 

@@ -172,8 +172,8 @@ def build_library(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str
     environment.check_tvm_pair()
     home = user_folders.cache_home() / "mhsa_compile" / "runtimes"
     system = system_of(triple)
-    kept = f"{triple}-{_recipe(system)}"
-    folder = (home if user_folders.can_write(home) else user_folders.spare() / "runtimes") / kept
+    entry = f"{triple}-{_recipe(system)}"
+    folder = (home if user_folders.can_write(home) else user_folders.spare() / "runtimes") / entry
     library = folder / BUILT[system]
     if not library.is_file():
         progress(f"build TVM's runtime for {triple}: a minute or two, once")

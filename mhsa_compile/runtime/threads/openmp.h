@@ -89,17 +89,17 @@ static int count_loads(struct dl_phdr_info *info, size_t size, void *data) {
 static bool take_openmp(const char *path) {
   void *library = path[0] ? dlopen(path, RTLD_LAZY | RTLD_NOLOAD) : NULL; /* kept: it must not go while we use it */
   if (library == NULL) return false;
-  OpenMP found = {
+  OpenMP library_calls = {
       .parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))dlsym(library, "GOMP_parallel"),
       .team = (int (*)(void))dlsym(library, "omp_get_num_threads"),
       .member = (int (*)(void))dlsym(library, "omp_get_thread_num"),
       .most = (int (*)(void))dlsym(library, "omp_get_max_threads"),
   };
   Dl_info place;
-  if (!found.parallel || !found.team || !found.member || !found.most) return false;
-  if (dladdr((void *)found.parallel, &place) && strlen(place.dli_fname) < sizeof found.path)
-    strcpy(found.path, place.dli_fname);
-  openmp = found;
+  if (!library_calls.parallel || !library_calls.team || !library_calls.member || !library_calls.most) return false;
+  if (dladdr((void *)library_calls.parallel, &place) && strlen(place.dli_fname) < sizeof library_calls.path)
+    strcpy(library_calls.path, place.dli_fname);
+  openmp = library_calls;
   atomic_store_explicit(&openmp_is_found, true, memory_order_release);
   return true;
 }
@@ -114,9 +114,9 @@ static bool find_openmp(bool any) {
   Loaded loaded = {0};
   dl_iterate_phdr(note_library, &loaded);
   atomic_store_explicit(&libraries_seen, loaded.loads, memory_order_relaxed);
-  const bool found = atomic_load(&openmp_is_found) || take_openmp(loaded.torch) || (any && take_openmp(loaded.other));
+  const bool is_there = atomic_load(&openmp_is_found) || take_openmp(loaded.torch) || (any && take_openmp(loaded.other));
   pthread_mutex_unlock(&openmp_search);
-  return found;
+  return is_there;
 }
 
 /* For how long a thread of this process has had a CPU, to this very moment; -1 if there is none of that number. */

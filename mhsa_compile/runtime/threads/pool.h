@@ -135,19 +135,19 @@ static int64_t longer(int64_t longest, int64_t pause) {
 /* The next job to help with, searched for a while; NULL if there is none. `pause` is how long there was none. */
 static Job *searched(int64_t longest, int64_t *pause) {
   static _Thread_local int keeps; /* searches in which this thread lets nobody have its CPU */
-  Job *found = joinable();
+  Job *job = joinable();
   *pause = 0;
-  if (found) return found;
+  if (job) return job;
   atomic_fetch_add(&pool->searching, 1);
   if (keeps > 0) --keeps;
   const int64_t begin = nanoseconds(), limit = worthwhile(longest);
   const int64_t expected = atomic_load(&pool->expected) - begin, most = expected > limit ? expected : limit;
-  for (int64_t waited = 0; found == NULL && waited < most; *pause = waited = nanoseconds() - begin) {
+  for (int64_t waited = 0; job == NULL && waited < most; *pause = waited = nanoseconds() - begin) {
     if (waited > kPolitelyAfter && keeps == 0 && yielding_was_dear()) keeps = kKeeps;
-    for (int i = 0; i < 16 && (found = joinable()) == NULL; ++i) pause_cpu();
+    for (int i = 0; i < 16 && (job = joinable()) == NULL; ++i) pause_cpu();
   }
   atomic_fetch_sub(&pool->searching, 1);
-  return found;
+  return job;
 }
 
 static void worker(intptr_t place) {

@@ -2,12 +2,9 @@
 #pragma once
 
 #include <linux/futex.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
 #include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
+
+#include "posix_threads.h"
 
 #ifndef SYS_futex /* 32-bit machines whose headers know 64-bit times only */
 #define SYS_futex SYS_futex_time64
@@ -26,12 +23,6 @@
       "mhsa_pool_1: .zero 32768\n"                 \
       ".popsection\n");                            \
   extern Type mhsa_pool_1;
-
-static int64_t nanoseconds(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 static void sleep_unless(_Atomic int32_t *word, int32_t changed_from) {
   syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, changed_from, NULL, NULL, 0);
@@ -59,33 +50,6 @@ static void keep_threads_off(int cpu, const int32_t *threads, int count) {
     if (threads[i]) sched_setaffinity(threads[i], sizeof allowed, &allowed);
 }
 
-static void yield_cpu(void) { sched_yield(); }
-
-typedef struct {
-  void (*body)(intptr_t);
-  intptr_t place;
-} Start;
-
-static void *run_thread(void *data) {
-  const Start start = *(Start *)data;
-  free(data);
-  start.body(start.place);
-  return NULL;
-}
-
-static bool start_thread(void (*body)(intptr_t), intptr_t place) {
-  Start *const start = malloc(sizeof *start);
-  if (start == NULL) return false;
-  *start = (Start){body, place};
-  sigset_t all, before; /* signals are for the program's own threads */
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  pthread_t thread;
-  const bool failed = pthread_create(&thread, NULL, run_thread, start) != 0;
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  if (failed) return free(start), false;
-  pthread_detach(thread);
-  return true;
-}
+static bool start_thread(void (*body)(intptr_t), intptr_t place) { return start_detached(body, place, 0); }
 
 static void after_fork(void (*child)(void)) { pthread_atfork(NULL, NULL, child); }

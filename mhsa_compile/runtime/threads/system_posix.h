@@ -3,11 +3,8 @@
 #pragma once
 
 #include <dlfcn.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <time.h>
-#include <unistd.h>
+
+#include "posix_threads.h"
 
 #define MHSA_POOL_MEMORY(Type) static Type mhsa_pool_1;
 
@@ -15,12 +12,6 @@ enum { kWorkerStack = 8 << 20 }; /* bytes, as Linux gives; macOS gives threads h
 
 static pthread_mutex_t sleepers = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t called = PTHREAD_COND_INITIALIZER;
-
-static int64_t nanoseconds(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 static void sleep_unless(_Atomic int32_t *word, int32_t changed_from) {
   pthread_mutex_lock(&sleepers);
@@ -48,43 +39,14 @@ static int this_cpu(void) { return -1; }
 
 static void keep_threads_off(int cpu, const int32_t *threads, int count) {}
 
-static void yield_cpu(void) { sched_yield(); }
-
-typedef struct {
-  void (*body)(intptr_t);
-  intptr_t place;
-} Start;
-
-static void *run_thread(void *data) {
-  const Start start = *(Start *)data;
-  free(data);
-  start.body(start.place);
-  return NULL;
-}
-
 static void keep_this_library(void) {
   Dl_info place;
   if (dladdr((void *)(uintptr_t)run_thread, &place)) dlopen(place.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
 static bool start_thread(void (*body)(intptr_t), intptr_t place) {
-  Start *const start = malloc(sizeof *start);
-  if (start == NULL) return false;
-  *start = (Start){body, place};
   keep_this_library();
-  pthread_attr_t of_worker;
-  pthread_attr_init(&of_worker);
-  pthread_attr_setstacksize(&of_worker, kWorkerStack);
-  pthread_attr_setdetachstate(&of_worker, PTHREAD_CREATE_DETACHED);
-  sigset_t all, before; /* signals are for the program's own threads */
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  pthread_t thread;
-  const bool failed = pthread_create(&thread, &of_worker, run_thread, start) != 0;
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  pthread_attr_destroy(&of_worker);
-  if (failed) free(start);
-  return !failed;
+  return start_detached(body, place, kWorkerStack);
 }
 
 static void reset_sleepers(void) {

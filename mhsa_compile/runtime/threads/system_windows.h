@@ -4,6 +4,8 @@
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 
+#include "thread_start.h"
+
 #define MHSA_POOL_MEMORY(Type) static Type mhsa_pool_1;
 
 enum { kWorkerStack = 8 << 20 }; /* bytes, as Linux gives; an executable's own default is 1 MiB */
@@ -45,25 +47,17 @@ static void keep_threads_off(int cpu, const int32_t *threads, int count) {}
 
 static void yield_cpu(void) { SwitchToThread(); }
 
-typedef struct {
-  void (*body)(intptr_t);
-  intptr_t place;
-} Start;
-
-static DWORD WINAPI run_thread(void *data) {
-  const Start start = *(Start *)data;
-  free(data);
-  start.body(start.place);
+static DWORD WINAPI run_thread(void *start) {
+  run_start(start);
   return 0;
 }
 
 static bool start_thread(void (*body)(intptr_t), intptr_t place) {
-  Start *const start = malloc(sizeof *start);
+  Start *const start = new_start(body, place);
   if (start == NULL) return false;
-  *start = (Start){body, place};
   HMODULE library;
-  const DWORD kept = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN;
-  GetModuleHandleExA(kept, (const char *)(uintptr_t)run_thread, &library);
+  const DWORD pinned = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN;
+  GetModuleHandleExA(pinned, (const char *)(uintptr_t)run_thread, &library);
   const HANDLE thread = CreateThread(NULL, kWorkerStack, run_thread, start, STACK_SIZE_PARAM_IS_A_RESERVATION, NULL);
   if (thread == NULL) return free(start), false;
   CloseHandle(thread);

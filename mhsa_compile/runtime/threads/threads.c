@@ -19,8 +19,8 @@ static _Thread_local Caller caller;
 /* At most 0 if nobody has said: what the environment tells TVM, else all CPUs. */
 static int threads_of_call(Caller *caller) {
   if (caller->limit > 0) return caller->limit;
-  const char *told = getenv("TVM_NUM_THREADS"); /* as in a server of TVM's RPC, which has no call of ours */
-  const int number = told ? atoi(told) : 0;
+  const char *words = getenv("TVM_NUM_THREADS"); /* as in a server of TVM's RPC, which has no call of ours */
+  const int number = words ? atoi(words) : 0;
   caller->limit = number > 0 ? number : cpus_of_this_thread();
   return caller->limit;
 }
@@ -44,8 +44,8 @@ static int launch(Lambda lambda, void *closure, int wanted) {
   int limit = wanted > 0 ? wanted : threads_of_call(own);
   const bool may_be_openmp = (own->choice != kOwn || own->bounded) && find_openmp(own->choice == kOpenMP);
   if (own->bounded && may_be_openmp) {
-    const int told = openmp.most(); /* torch.set_num_threads */
-    limit = told < limit ? told : limit;
+    const int most = openmp.most(); /* torch.set_num_threads */
+    limit = most < limit ? most : limit;
   }
   if (limit < 2) return run_serially(lambda, closure);
   if (!own->is_registered) {

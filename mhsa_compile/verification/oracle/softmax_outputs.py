@@ -26,15 +26,15 @@ def softmax_outputs_of_rows(
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         top = scores.max(axis=-1, keepdims=True)
-        sink = np.full((1, 1, 1), -np.inf) if no_key is None else no_key.reshape(-1, 1, 1)
-        top = np.maximum(top, sink)
+        beside = np.full((1, 1, 1), -np.inf) if no_key is None else no_key.reshape(-1, 1, 1)
+        top = np.maximum(top, beside)
         top = np.where(np.isneginf(top), 0, top)
-        exponents, sink_exponent = np.exp(scores - top), np.exp(sink - top)
-        total = exponents.sum(axis=-1, keepdims=True) + sink_exponent
+        exponents, exponent_beside = np.exp(scores - top), np.exp(beside - top)
+        total = exponents.sum(axis=-1, keepdims=True) + exponent_beside
         lse = top + np.log(total)
         divisor = np.where(total == 0, 1, total)
         weights = np.where(np.isneginf(scores), 0, exponents / divisor)
-        share = sink_exponent / divisor
+        share = exponent_beside / divisor
         terms = np.where(weights == 0, 0, weights * np.log(weights)).sum(axis=-1)
         terms = terms + np.where(share == 0, 0, share * np.log(share))[..., 0]
     order = np.argsort(-scores, axis=-1, kind="stable")[..., : request.top_k]

@@ -31,7 +31,7 @@ from mhsa_compile.kernels.interface.ops import (
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from support import this_cpu
 from support.attention_ops import attention_of
-from support.kernel_runs import built, vector_machine
+from support.kernel_runs import built, tensor_at, vector_machine
 
 MACHINE, WITH_FLOAT16 = (
     vector_machine(512, 32, "x86-64-v4", (*sorted(this_cpu.TILES - {"amx_fp16"} | more), "avx512_bf16"))
@@ -116,8 +116,14 @@ def product(instruction: str) -> list[np.ndarray]:
 
 
 def linear(
-    kernel: Kernel[Any], rows: tuple[int, ...], in_features: int, widths: tuple[int, ...], **fields: Any
+    kernel: Kernel[Any],
+    rows: tuple[int, ...],
+    in_features: int,
+    widths: tuple[int, ...],
+    first_byte: int = 0,
+    **fields: Any,
 ) -> list[np.ndarray]:
+    """x begins so many bytes behind a cache line."""
     kind = QuantisedLinearOp if "stored" in fields else LinearOp
     op = kind(("B", "L"), in_features, widths, (True,) * len(widths), (False,) * len(widths), **fields)
     machine = WITH_FLOAT16 if kernel is BY_TILES and op.dtype == "float16" else MACHINE
@@ -131,7 +137,7 @@ def linear(
         x = _drawn(rng, getattr(op, "x_dtype", op.dtype), 1, count, in_features)
         numbers = [np.array(3, op.x_dtype), np.array(0.25, np.float32)] if "stored" in fields else []
         y = tvm.runtime.tensor(np.zeros((1, count, op.out_features), DTYPES[op.dtype]))
-        module["run"](*map(tvm.runtime.tensor, (x, *numbers)), *packed, y)
+        module["run"](tensor_at(x, first_byte), *map(tvm.runtime.tensor, numbers), *packed, y)
         results.append(y.numpy().view(f"uint{8 * y.numpy().itemsize}"))
     return results
 
@@ -205,6 +211,7 @@ CASES: dict[str, Callable[[], list[np.ndarray]]] = {
     **{f"product {name}": lambda name=name: product(name) for name in tiles.PRODUCTS},
     "linear": lambda: linear(BY_TILES, (1, 15, 16, 17, 33), 70, (31, 64), dtype="bfloat16"),
     "linear, whole": lambda: linear(BY_TILES, (64,), 128, (96,), dtype="bfloat16"),
+    "linear, whole, within lines": lambda: linear(BY_TILES, (33,), 128, (40,), first_byte=16, dtype="bfloat16"),
     "linear of float32 by six products": lambda: linear(BY_TERMS, (5, 65), 70, (31, 64), float32_products="bf16x6"),
     "linear of float32 by three products": lambda: linear(BY_TERMS, (33,), 70, (40,), float32_products="bf16x3"),
     "linear of rounded float32": lambda: linear(ROUNDED, (5, 33), 75, (31, 64), float32_products="bf16"),

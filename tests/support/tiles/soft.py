@@ -45,7 +45,7 @@ def text(product: str) -> str:
             parts.append(calling(f"{name}_{tile}", "ptr %p, i64 %s", "move", call))
     for c, a, b in tiles._TRIPLES:
         parts.append(calling(f"{product}_{c}_{a}_{b}", "", product, f"i64 {c}, i64 {a}, i64 {b}"))
-    return "\n".join(parts) + tiles._NARROWED
+    return "\n".join(parts) + tiles.HELPERS
 
 
 @cache

@@ -82,7 +82,7 @@ def collect(
 
 
 def shifts_all(graph: KnownGraph, mask: AdditiveMask | SelectiveMask) -> bool:
-    """Whether a mask adds one number to all scores, which a softmax does not mind, unless there are sinks."""
+    """Whether a mask adds one number to all scores, which a softmax does not mind, unless something is beside them."""
     number = graph.scalar(mask.name) if isinstance(mask, AdditiveMask) else None
     return number is not None and abs(number) < -HIDES  # of larger ones the sums are rounded
 

@@ -13,7 +13,6 @@ import onnx
 from onnx import helper
 
 from mhsa_compile.frontend.canonicalize.decomposed import masks as mask_rewrite
-from mhsa_compile.frontend.canonicalize.decomposed import sinks as sink_rewrite
 from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands, attention_operands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     MatchedProbs,
@@ -22,6 +21,7 @@ from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     scores_before,
     weights_after,
 )
+from mhsa_compile.frontend.canonicalize.decomposed.softmax_input import softmax_input
 from mhsa_compile.frontend.canonicalize.definitions import Definitions
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView
@@ -54,27 +54,25 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
 
 
 def _rewrite_one(rewriter: Rewriter, softmax: onnx.NodeProto, definitions: Definitions) -> list[str]:
-    beside = sink_rewrite.beside_scores(rewriter.graph, softmax)
-    weights = weights_after(rewriter.graph, beside.weights)
+    source = softmax_input(rewriter.graph, softmax)
+    weights = weights_after(rewriter.graph, source.weights)
     product = weights.product
-    scores = scores_before(rewriter.graph, beside.scores)
+    scores = scores_before(rewriter.graph, source.scores)
     operands = attention_operands(rewriter, scores.product, product.input[1], scores.apart)
     last, output = _result(rewriter.graph, product, scores.apart)
-    parts = [mask for mask in scores.masks if beside.sinks or not mask_rewrite.shifts_all(rewriter.graph, mask)]
+    parts = [
+        mask for mask in scores.masks if not source.is_standard or not mask_rewrite.shifts_all(rewriter.graph, mask)
+    ]
     masks = mask_rewrite.collect(rewriter, parts, operands)
     scale = float(np.float32(scores.scale * operands.factor))
     if scale <= 0:
         raise NotRecognised(f"the scores are scaled by {scale:g}")
-    attrs: dict[str, Any] = {"scale": scale}
-    if scores.softcap:
-        attrs["softcap"] = scores.softcap
+    attrs: dict[str, Any] = {"scale": scale, **scores.limit}
     if masks.causal:
         attrs["is_causal"] = 1
     mask = _broadcastable_mask(rewriter, masks, operands)
     inputs = [operands.query, operands.key, operands.value, *([mask] if mask else [])]
-    if beside.sinks:
-        sinks = sink_rewrite.of_heads(rewriter, beside.sinks, operands, weights.output)
-        inputs += [*[""] * (sink_rewrite.PLACE - len(inputs)), sinks]
+    inputs = source.node_inputs(rewriter, inputs, operands, weights.output)
     probs = _output_probs(rewriter.graph, weights, operands)
     if probs:
         attrs["qk_matmul_output_mode"] = _WEIGHTS
@@ -82,7 +80,7 @@ def _rewrite_one(rewriter: Rewriter, softmax: onnx.NodeProto, definitions: Defin
     node_outputs = results if operands.rank == 4 else [rewriter.fresh(name) for name in results]
     outputs = [node_outputs[0], "", "", node_outputs[1]] if probs else node_outputs
     node = helper.make_node("Attention", inputs, outputs, **attrs)
-    if beside.sinks:
+    if not source.is_standard:
         definitions.define(node, bool_mask=bool(mask) and not masks.added)
     rewriter.append(node)
     if operands.rank == 3:

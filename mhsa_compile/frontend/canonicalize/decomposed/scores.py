@@ -68,6 +68,11 @@ class MatchedScores:
     apart: tuple[GraphDim, ...] = ()
     rounded: bool = False
 
+    @property
+    def limit(self) -> dict[str, float]:
+        """The attribute of Attention that says how scores are limited, where they are."""
+        return {"softcap": self.softcap} if self.softcap else {}
+
 
 def scores_before(graph: KnownGraph, value: str) -> MatchedScores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""

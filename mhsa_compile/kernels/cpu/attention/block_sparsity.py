@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mhsa_compile.kernels.common.static_mask import visible_in_window
+from mhsa_compile.kernels.common.pair_plan import visible_in_window
 from mhsa_compile.kernels.interface.ops import WindowSpec
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2

@@ -20,6 +20,7 @@ only when it matters: FlashAttention-4 (github.com/Dao-AILab/flash-attention).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -28,8 +29,8 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
+from mhsa_compile.kernels.common.pair_plan import plan_arguments, plan_constants, split_window, why_not_plan
 from mhsa_compile.kernels.common.score_scale import why_not_scores
-from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants, split_window, why_not_plan
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
@@ -147,13 +148,7 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, sparsity: C
         tiles = materialize(ceil_div(q_length, queries))
         total = materialize(batch * T.int64(op.num_heads) * tiles)
         with unit.imported(), T.parallel(total) as index:
-
-            def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
-                """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
-                b, h = entry_and_head(op, materialize(T.truncdiv(index, tiles)), batch)
-                tile_index, runs = tile_and_runs(op, materialize(T.truncmod(index, tiles)), tiles, h, views)
-                return b, h, materialize(tile_index * queries), runs
-
+            task = partial(task_at, op, batch, tiles, queries, views)
             b, h, first_query, runs = task(index)
             following = task(materialize(T.min(index + 1, total - 1)))
             operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
@@ -174,7 +169,16 @@ def _unit(op: AttentionOp, profile: CpuProfile, key_tile: int) -> Unit:
     return unit_for(op, units(profile, op.dtype), key_tile, profile.vector_lanes("float32"))
 
 
-def entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
+def task_at(
+    op: AttentionOp, batch: Expr, tiles: Expr, queries: int, views: list[Expr] | None, index: Expr
+) -> tuple[Expr, Expr, Expr, Runs | None]:
+    """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
+    b, h = _entry_and_head(op, materialize(T.truncdiv(index, tiles)), batch)
+    tile, runs = tile_and_runs(op, materialize(T.truncmod(index, tiles)), tiles, h, views)
+    return b, h, materialize(tile * queries), runs
+
+
+def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
     """Heads of one entry come together; of entries with lengths of their own, the entries of one head: an equal share
     of the tasks is then nearly equal work."""
     if op.any_step("counts_keys"):

@@ -101,7 +101,7 @@ class KeyLoop:
 
     def _visit_visible(self) -> None:
         """Visits all keys between the first and the last that any row sees."""
-        first, end = self.visibility.seen_by_any()
+        first, end = self.visibility.visible_to_any()
         size, blocks = self._blocks(first, end)
         with T.serial(blocks) as turn:
             first_key = materialize(first + self._in_order(turn, T.int64(0), blocks) * size)
@@ -153,7 +153,7 @@ class KeyLoop:
     def _bounds(self, first_key: Expr, groups: Expr) -> tuple[Expr, Expr]:
         """(first, end): every row sees all of the groups between them."""
         # Both rounded inwards: a group of which some is hidden takes the masks.
-        from_key, to_key = self.visibility.seen_by_all()
+        from_key, to_key = self.visibility.visible_to_all()
         first = materialize(T.max(T.int64(0), T.min(groups, ceil_div(from_key - first_key, self.key_tile))))
         return first, materialize(T.max(first, T.min(groups, T.truncdiv(to_key - first_key, T.int64(self.key_tile)))))
 
@@ -183,7 +183,7 @@ class KeyLoop:
 
     def _visit_cut(self, runs: Runs, run: _Run) -> None:
         """Visits what the keys of the batch entry, and a window counted from their end, leave of a run."""
-        first, end = self.visibility.seen_by_any()
+        first, end = self.visibility.visible_to_any()
         run = _Run(run.first_key, materialize(T.min(run.count, end - run.first_key)), run.row)
         with T.If(T.And(run.count > 0, run.first_key + run.count > first)), T.Then(), T.If(run.row < 0):
             with T.Then():

@@ -64,7 +64,7 @@ class TileMask:
         for part in self.parts:
             part.read_block(first_key, count)
 
-    def seen_by_any(self) -> tuple[Expr, Expr]:
+    def visible_to_any(self) -> tuple[Expr, Expr]:
         """(first, end): no row sees a key outside."""
         first, end = T.int64(0), self.kv_length
         if self.leftmost is not None:
@@ -74,7 +74,7 @@ class TileMask:
             end = materialize(T.max(first, T.min(end, self.rightmost + self.queries)))
         return first, end
 
-    def seen_by_all(self) -> tuple[Expr, Expr]:
+    def visible_to_all(self) -> tuple[Expr, Expr]:
         """(first, end): every row sees the keys between them; possibly none."""
         if self.blind:
             return T.int64(0), T.int64(0)
@@ -87,7 +87,7 @@ class TileMask:
             end = part.whole_end(end)
         return materialize(first), materialize(end)
 
-    def seen_by_rows(self, base: Expr, rows: int, first_key: Expr, count: Expr) -> tuple[Expr, Expr]:
+    def visible_to_rows(self, base: Expr, rows: int, first_key: Expr, count: Expr) -> tuple[Expr, Expr]:
         """(first, end) within a block: no lane of base .. base + rows sees a key of it outside."""
         first, end = T.int64(0), count
         if self.leftmost is not None:
@@ -170,6 +170,6 @@ class TileMask:
         """What the scores of each query lack, None where that is nothing."""
         return first(part.lack(column) for part in self.parts)
 
-    def sink(self, column: Chunk) -> Expr | None:
+    def no_key(self, column: Chunk) -> Expr | None:
         """The score of no key for a column of queries; None where there is none."""
-        return first(part.sink(column) for part in self.parts)
+        return first(part.no_key(column) for part in self.parts)

@@ -3,7 +3,7 @@ hardly ever moves.
 
 m need not be the maximum: a prob of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
 more does the reference become that score, and what was summed up before shrinks by the power of two between them. With
-it move the origins that a bias of scores is counted from; `kernels/scores/slopes.py` says why.
+it move the origins that a bias of scores is counted from; the step of scores that fades says why.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class MovingReference:
         self.limit = scratch((visibility.queries,))  # and this -inf: else the reference + `rise`
 
     def begin(self, column: Chunk) -> Expr | None:
-        """Begins with rows that have seen nothing, or nothing but their sink, which it gives."""
+        """Begins with rows that have seen nothing, or nothing but their score of no key, which it gives."""
         at, lanes = [T.int64(column[0])], column[1]
         nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
         limit, reference = nothing, zero
-        if (sink := self.visibility.sink(column)) is not None:
-            sink = materialize(sink, "float32", lanes)
-            limit, reference = sink + constant(self.rise, lanes), T.Select(sink == nothing, zero, sink)
+        if (no_key := self.visibility.no_key(column)) is not None:
+            no_key = materialize(no_key, "float32", lanes)
+            limit, reference = no_key + constant(self.rise, lanes), T.Select(no_key == nothing, zero, no_key)
         store(self.limit, at, limit, lanes)
         store(self.values, at, reference, lanes)
-        return sink
+        return no_key
 
     def load(self, column: Chunk) -> Expr:
         return load(self.values, [T.int64(column[0])], column[1])
@@ -135,8 +135,8 @@ class OnlineSoftmax:
         self.constants = _Constants(coefficients, count, products.lanes) if overwrites_summands else None
 
     def clear(self) -> None:
-        """Begins with rows that have seen nothing, or nothing but their sink: a reference with a sum of 1. (A sink of
-        -inf is none: of any other reference its 1 is 2^-inf.)"""
+        """Begins with rows that have seen nothing, or nothing but their score of no key: a reference with a sum of
+        1. (One of -inf is none: of any other reference its 1 is 2^-inf.)"""
         self.visibility.prepare()
         if self.constants is not None:
             self.constants.write()

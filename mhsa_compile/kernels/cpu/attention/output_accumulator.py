@@ -49,7 +49,7 @@ class Accumulator:
             with T.serial(T.int64(self.queries // rows)) as row_group:
                 base = vectors.materialize(row_group * rows)
                 # Keys that none of these rows sees have probs of 0, and are left out.
-                first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
+                first, end = self.visibility.visible_to_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
                 tile.fill(0.0)
                 self.products.add_values(tile, base, group, KeyBlock(first_key, first, end))
@@ -107,7 +107,7 @@ class Accumulator:
         """Adds P V as `add` does, but leaves a hidden key out, not multiplied by zero: rare, so plain rather than
         fast."""
         with T.serial(T.int64(self.queries)) as i:
-            first, end = self.visibility.seen_by_rows(i, 1, first_key, count)
+            first, end = self.visibility.visible_to_rows(i, 1, first_key, count)
             with T.serial(first, end) as j:
                 with T.If(self.visibility.sees(i, j, first_key + j)), T.Then():
                     prob = let(self.products.prob(j, i))

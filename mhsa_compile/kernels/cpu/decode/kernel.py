@@ -152,7 +152,7 @@ class _Decode:
     ) -> None:
         op = arguments.op
         self.op, self.config = op, config
-        self.given, self.inputs, self.y, self.fades = arguments, arguments.inputs, y, op.any_step("fades")
+        self.arguments, self.inputs, self.y, self.fades = arguments, arguments.inputs, y, op.any_step("fades")
         self.layout = _layout(op, profile)
         self.lanes = self.layout.lanes
         self.ratio = op.num_heads // op.num_kv_heads
@@ -164,7 +164,7 @@ class _Decode:
 
     def attend(self, part: KeyRange) -> None:
         heads = self._heads(part.head)
-        task = DecodeTask(self.given, self.config, self.layout, part.kv_length, part.span, heads)
+        task = DecodeTask(self.arguments, self.config, self.layout, part.kv_length, part.span, heads)
         first, end = part.keys()
         if self.layout.tiles:
             tiles.configure(right=tiles.RIGHTS)
@@ -193,8 +193,8 @@ class _Decode:
         first = materialize(g * self.ratio)
         return Heads(
             query=lambda h: head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, first + h),
-            key=self.given.key(b, g),
-            value=self.given.value(b, g),
+            key=self.arguments.key(b, g),
+            value=self.arguments.value(b, g),
             entry=b,
             first_head=first,
         )
@@ -254,10 +254,10 @@ class _Decode:
 
         # Distances from place 0 find the part, since they need not be exact for that; what counts is from its origin.
         h = T.truncmod(head, T.int64(self.op.num_kv_heads)) * self.ratio + T.truncmod(row, T.int64(self.ratio))
-        slope, best = self._tilt(materialize(h)), T.alloc_buffer((1,), "int64")
+        tilt, best = self._tilt(materialize(h)), T.alloc_buffer((1,), "int64")
         T.buffer_store(best, first, zero)
         with T.serial(count) as s:
-            reach = materialize(maximum(first + s) + slope * origin(first + s), "float32")
+            reach = materialize(maximum(first + s) + tilt * origin(first + s), "float32")
             with T.If(reach > largest[0]), T.Then():
                 T.buffer_store(largest, reach, zero)
                 T.buffer_store(best, first + s, zero)
@@ -266,9 +266,9 @@ class _Decode:
             materialize(zero_if_unseen(maximum(reference), 1), "float32"),
             materialize(origin(reference), "float32"),
         )
-        return lambda part: maximum(part) - top + slope * (origin(part) - from_key)
+        return lambda part: maximum(part) - top + tilt * (origin(part) - from_key)
 
     def _tilt(self, head: Expr) -> Expr:
         """What a head adds to a score for each key further on."""
-        tilts = (step.tilt(CpuMath(), own, head) for step, own in self.given.steps())
+        tilts = (step.tilt(CpuMath(), own, head) for step, own in self.arguments.steps())
         return next(tilt for tilt in tilts if tilt is not None)

@@ -83,7 +83,7 @@ class SplitKvByLength:
     and end within a head."""
 
     def __init__(self, arguments: AttentionArguments, *, least_keys: int, group: int, cores: int) -> None:
-        self.given, self.op, self.batch = arguments, arguments.op, arguments.batch
+        self.arguments, self.op, self.batch = arguments, arguments.op, arguments.batch
         self.piece = T.int64(-(-least_keys // group) * group)
         # All pieces are counted first: a share is a part of that number.
         total = T.alloc_buffer((1,), "int64")
@@ -142,7 +142,7 @@ class SplitKvByLength:
         begin = T.alloc_buffer((1,), "int64")
         T.buffer_store(begin, T.int64(0), [T.int64(0)])
         with T.serial(self.batch) as b:
-            kv_length = keys_of(self.given, b)
+            kv_length = keys_of(self.arguments, b)
             span = span_of(self.op, self.op.q_length, kv_length)
             # One that sees no key has a piece as well: somebody must write its zeros.
             pieces = materialize(T.max(T.int64(1), ceil_div(span.stop - span.start, self.piece)))

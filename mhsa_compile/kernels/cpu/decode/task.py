@@ -39,6 +39,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
 )
 from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.interface.score_step import first
 
 LONGEST_SUM_OF_WEIGHTS = 16
 """Vectors of probs that one float32 sum takes one after another. Of a row of equal probs each addition is rounded
@@ -91,16 +92,16 @@ class DecodeTask:
 
     def attend(self, first: Expr, end: Expr, begins: Expr) -> None:
         """Keys `first` to before `end`: fills accumulator, row_max and row_sum. The part of a head's keys that `begins`
-        takes the sinks."""
+        takes the scores of no key."""
         self._pack_queries()
         for part in self.parts:
             part.prepare()
         self._clear()
-        self._begin_with_sinks(begins)
+        self._begin_with_no_keys(begins)
         self.values.end = end
         if len(self.span.low) > 1:
             self._write_bounds()
-        low, high = self.span.seen_by_all
+        low, high = self.span.visible_to_all
         with T.serial(materialize(ceil_div(T.max(T.int64(0), end - first), self.keys))) as block:
             begin = materialize(first + block * self.keys)
             count = materialize(T.min(T.int64(self.keys), end - begin))
@@ -138,17 +139,16 @@ class DecodeTask:
             store(self.row_sum, at, constant(0.0, self.lanes), self.lanes)
         self.values.clear()
 
-    def _begin_with_sinks(self, begins: Expr) -> None:
+    def _begin_with_no_keys(self, begins: Expr) -> None:
         """Begins rows with their scores of no key, where there are any: a maximum with a sum of 1, in one part of a
         head only."""
-        if not any(part.sink_of_heads for part in self.parts):
+        if (no_key_of := first(part.no_keys() for part in self.parts)) is None:
             return
-        (sink_of,) = (part.sink for part in self.parts if part.sink_of_heads)
         with T.serial(T.int64(self.layout.rows)) as row:
-            sink = sink_of(materialize(T.truncmod(row, T.int64(self.ratio))))
-            sink = materialize(T.Select(begins, sink, T.float32(-math.inf)), "float32")
+            score = no_key_of(materialize(T.truncmod(row, T.int64(self.ratio))))
+            score = materialize(T.Select(begins, score, T.float32(-math.inf)), "float32")
             for key in range(self.layout.keys_per_vector):
-                T.buffer_store(self.row_max, sink, [row + key * self.layout.padded_rows])
+                T.buffer_store(self.row_max, score, [row + key * self.layout.padded_rows])
             T.buffer_store(self.row_sum, T.float32(1), [row])  # 2^-inf of any other maximum where there is none
 
     def _write_bounds(self) -> None:

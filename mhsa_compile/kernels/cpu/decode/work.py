@@ -30,7 +30,7 @@ class Span:
         return self.high[-1]
 
     @property
-    def seen_by_all(self) -> tuple[Expr, Expr]:
+    def visible_to_all(self) -> tuple[Expr, Expr]:
         return self.low[-1], self.high[0]
 
 

@@ -17,12 +17,13 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
+from mhsa_compile.kernels.cpu.linear.activations import PackedRows, prepared
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, each_panel
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, format_of
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize
+from mhsa_compile.kernels.cpu.simd.vectors import each_vector, let, load, materialize, store
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.tiles import Tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
@@ -64,7 +65,7 @@ class CpuTileLinearKernel:
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = self.layout(op)
-        run = product_function("linear", layout, profile, config, product=TileProduct, deal=deal)
+        run = product_function("linear", layout, profile, config, rows=rows_of_lines, product=TileProduct, deal=deal)
         return Emitted(run, pack(layout), layout.packed)
 
 
@@ -87,6 +88,22 @@ class TileLayout(PackedLayout):
     def tiles(self) -> int:
         """Those of K."""
         return -(-self.op.in_features // (tiles.WORDS * self.unit.group))
+
+
+def rows_of_lines(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
+    """The rows of x (count, K), after the loop that copies them if they begin within cache lines, as NumPy's do."""
+    rows = prepared(layout, x, count, size)
+    if not rows.data.same_as(x):
+        return rows
+    copy = T.alloc_buffer((size, T.int64(layout.op.in_features)), "uint16")
+    is_copied = tiles.crosses_lines(x, [T.int64(0), T.int64(0)])
+    with T.If(is_copied), T.Then(), T.parallel(count) as row:
+
+        def bits(k: Expr, n: int) -> None:
+            store(copy, [row, k], T.reinterpret(vectors.vector_type("uint16", n), load(x, [row, k], n)), n)
+
+        each_vector(layout.op.in_features, layout.together, bits)
+    return PackedRows(layout, tiles.either(is_copied, copy, x))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Scores s are in units of log2. With a reference m near their maximum, as in `att
     lse = m ln 2 + ln Z,  entropy = ln Z - ln 2 U / Z
 
 U / Z is the mean distance from m: as m is near the maximum, no term is large where the result is small. With m move
-the origins that a bias is counted from, as `kernels/scores/slopes.py` says: s and m become less by what it moves.
+the origins that a bias is counted from, as the step of scores that fades says: s and m become less by what it moves.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class TileRowStats(Taker):
         self.moment, self.block_moment = (scratch(shape) if with_moments else None for _ in range(2))
 
     def clear(self) -> None:
-        """Begins with rows that have seen nothing, or nothing but their sink."""
+        """Begins with rows that have seen nothing, or nothing but their score of no key."""
         for first, lanes in self.columns:
             at, total, zero = [T.int64(first)], constant(0.0, lanes), constant(0.0, lanes)
-            if (sink := self.reference.begin((first, lanes))) is not None:
-                total = T.Select(sink == constant(-math.inf, lanes), zero, constant(1.0, lanes))
+            if (no_key := self.reference.begin((first, lanes))) is not None:
+                total = T.Select(no_key == constant(-math.inf, lanes), zero, constant(1.0, lanes))
             store(self.total, at, total, lanes)
             if self.moment is not None:
                 store(self.moment, at, zero, lanes)

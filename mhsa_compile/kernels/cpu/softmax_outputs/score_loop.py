@@ -103,7 +103,7 @@ class Sweep:
     def ends(self) -> tuple[Expr, Expr]:
         """(first, end): no key outside is visited, and every block inside is."""
         all_visited = self.runs is None and not self.visibility.looks
-        return self.visibility.seen_by_any() if all_visited else (T.int64(0), T.int64(0))
+        return self.visibility.visible_to_any() if all_visited else (T.int64(0), T.int64(0))
 
     def over(self, takers: Sequence[Taker]) -> None:
         """Goes over all keys, in their order, and all columns of queries."""

@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
-from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants
+from mhsa_compile.kernels.common.pair_plan import plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
 from mhsa_compile.kernels.cpu.attention.kernel import split_pairs, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs

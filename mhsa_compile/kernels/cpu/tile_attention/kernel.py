@@ -6,6 +6,8 @@ them.
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
@@ -13,16 +15,10 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
 from mhsa_compile.kernels.common.head_layout import head_view
-from mhsa_compile.kernels.common.static_mask import plan_arguments, plan_constants
+from mhsa_compile.kernels.common.pair_plan import plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import (
-    CpuAttentionKernel,
-    by_width,
-    entry_and_head,
-    split_pairs,
-    tile_and_runs,
-)
-from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, by_width, split_pairs, task_at
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
@@ -101,13 +97,7 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
             total = materialize(batch * T.int64(op.num_heads) * count)
             with T.parallel(total) as index:
                 tiles.configure()
-
-                def place(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
-                    """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
-                    b, h = entry_and_head(op, materialize(T.truncdiv(index, count)), batch)
-                    number, runs = tile_and_runs(op, materialize(T.truncmod(index, count)), count, h, views)
-                    return b, h, materialize(number * queries), runs
-
+                place = partial(task_at, op, batch, count, queries, views)
                 b, h, first_query, runs = place(index)
                 g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
                 following = place(materialize(T.min(index + 1, total - 1)))
@@ -133,6 +123,6 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
 class AlignedMask(TileMask):
     """Chunks of keys begin at whole numbers of chunks, as those of the values do."""
 
-    def seen_by_any(self) -> tuple[Expr, Expr]:
-        first, end = super().seen_by_any()
+    def visible_to_any(self) -> tuple[Expr, Expr]:
+        first, end = super().visible_to_any()
         return materialize(T.truncdiv(first, T.int64(KEYS)) * KEYS), end

@@ -114,8 +114,8 @@ class TileAttentionTask:
     # ---- The task
 
     def begin(self, output: HeadView) -> None:
-        """Packs Q^T; rows have seen nothing, or nothing but their sink. Asks for the lines that Y goes to, and for the
-        next task's queries."""
+        """Packs Q^T; rows have seen nothing, or nothing but their score of no key. Asks for the lines that Y goes to,
+        and for the next task's queries."""
         prefetch_rows(output, self.operands.first_query, self.queries, self.op.v_head_dim, write=True)
         for cell, value in ((_COUNT, 0), (_FIRST, 0), (_SIDE, 0), (_FRESH, 1), (_LARGE, 0)):
             self._set(cell, T.int64(value))
@@ -126,8 +126,8 @@ class TileAttentionTask:
             at = [T.int64(first)]
             nothing = constant(-math.inf, lanes)
             total = reference = None
-            if (sink := self.visibility.sink((first, lanes))) is not None:
-                reference = materialize(sink, "float32", lanes)
+            if (no_key := self.visibility.no_key((first, lanes))) is not None:
+                reference = materialize(no_key, "float32", lanes)
                 total = T.Select(reference == nothing, constant(0.0, lanes), constant(self.measure, lanes))
             store(self.reference, at, nothing if reference is None else reference, lanes)
             store(self.row_sum, at, constant(0.0, lanes) if total is None else total, lanes)
@@ -536,7 +536,7 @@ class TileAttentionTask:
             old = materialize(load(self.reference, at, lanes), "float32", lanes)
             new = materialize(T.Select(largest > old, largest, old), "float32", lanes)
             store(self.reference, at, new, lanes)
-            if fresh and self.visibility.sink((first, lanes)) is None:
+            if fresh and self.visibility.no_key((first, lanes)) is None:
                 continue  # nothing was summed up
             unset = T.Or(old == new, old == constant(-math.inf, lanes))
             fall = T.Select(unset, constant(1.0, lanes), powers.exp2(let(old - new), self.terms))

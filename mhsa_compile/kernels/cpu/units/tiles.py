@@ -93,6 +93,20 @@ def load_tile(tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int)
     _move("tileloadd", tile, buffer, index, pitch)
 
 
+def crosses_lines(buffer: Expr, index: Sequence[Expr]) -> Expr:
+    """Whether rows of 64 bytes that begin with an element lie in two cache lines each: such a tile takes five times as
+    long to load."""
+    return T.call_pure_extern("int32", "mhsa_tile_offset", T.address_of(buffer[tuple(index)])) != T.int32(0)
+
+
+def either(condition: Expr, one: Expr, other: Expr) -> Expr:
+    """One of two buffers of a shape, where the condition holds, else the other."""
+    start = [T.int64(0) for _ in one.shape]
+    pointers = [T.address_of(buffer[tuple(start)]) for buffer in (one, other)]
+    pointer = T.Bind(T.call_pure_extern("handle", "mhsa_either", condition, *pointers))
+    return T.decl_buffer(one.shape, one.dtype, data=pointer)
+
+
 def store_tile(tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int) -> None:
     _move("tilestored", tile, buffer, index, pitch)
 
@@ -153,10 +167,20 @@ def _text(product: str) -> str:
             f"define void @mhsa_{product}_{c}_{a}_{b}() {inlined} "
             f"{{ call void @llvm.x86.{product}(i8 {c}, i8 {a}, i8 {b}) ret void }}"
         )
-    return "\n".join(lines) + _NARROWED
+    return "\n".join(lines) + HELPERS
 
 
-_NARROWED = """
+HELPERS = """
+define i32 @mhsa_tile_offset(ptr %p) alwaysinline nounwind memory(none) {
+  %a = ptrtoint ptr %p to i64
+  %b = trunc i64 %a to i32
+  %c = and i32 %b, 63
+  ret i32 %c
+}
+define ptr @mhsa_either(i1 %c, ptr %p, ptr %q) alwaysinline nounwind memory(none) {
+  %r = select i1 %c, ptr %p, ptr %q
+  ret ptr %r
+}
 declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
 define <16 x i16> @mhsa_tile_narrowed(<16 x float> %x) alwaysinline nounwind memory(none) {
   %r = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %x)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.static_mask import split_window, visible_in_window
+from mhsa_compile.kernels.common.pair_plan import split_window, visible_in_window
 from mhsa_compile.kernels.cuda.primitives.simt import materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Generic
 
 from mhsa_compile.hardware.profile import CudaProfile
+from mhsa_compile.kernels.common.pair_plan import plan_constants, why_not_plan
 from mhsa_compile.kernels.common.score_scale import why_not_scores
-from mhsa_compile.kernels.common.static_mask import plan_constants, why_not_plan
 from mhsa_compile.kernels.cuda.attention.block_fp32 import Fp32AttentionBlock, Fp32BlockShape
 from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, MmaBlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, separate_plan
@@ -45,7 +45,7 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
     knobs: tuple[str, ...] = KNOBS
     shape_type: type[Shape]
     functions = True
-    """Whether it computes mask_mod and score_mod."""
+    """Whether it computes functions of scores."""
 
     def shape(self, op: AttentionOp, config: Config) -> Shape:
         """The sizes of a block."""

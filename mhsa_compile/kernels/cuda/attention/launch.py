@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
-from mhsa_compile.kernels.common.static_mask import plan_arguments
+from mhsa_compile.kernels.common.pair_plan import plan_arguments
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, block_of_turn, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, thread_parts

@@ -101,7 +101,7 @@ class ThreadPart:
         """`add` of a single score, of a query and a key that there are."""
         return score
 
-    def sink(self, row: int) -> Expr | None:
+    def no_key(self, row: int) -> Expr | None:
         """A score of no key, counted from the row's place; None where there is none."""
         return None
 
@@ -149,16 +149,16 @@ class ThreadScores:
     def begin(self, row_max: Expr, row_sum: Expr, row: int) -> None:
         """The maximum and the sum of a row before its first key: those of the score of no key, which one of its threads
         holds."""
-        sink = first(part.sink(row) for part in self.parts)
-        if sink is None:
+        score = first(part.no_key(row) for part in self.parts)
+        if score is None:
             set_register(row_max, row, T.float32(-math.inf))
             set_register(row_sum, row, T.float32(0))
             return
         for part in self.parts:
             if (lack := part.lack(row)) is not None:
-                sink = sink - lack
-        set_register(row_max, row, sink)
-        # Sums of the threads that share a row are added up in the end: one of them counts the sink.
+                score = score - lack
+        set_register(row_max, row, score)
+        # Sums of the threads that share a row are added up in the end: one of them counts it.
         counts = T.And(self.cells.leads, T.Not(row_max[row] == T.float32(-math.inf)))
         set_register(row_sum, row, T.Select(counts, T.float32(1), T.float32(0)))
 

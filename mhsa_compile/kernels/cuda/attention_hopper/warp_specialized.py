@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
-from mhsa_compile.kernels.common.static_mask import plan_arguments
+from mhsa_compile.kernels.common.pair_plan import plan_arguments
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, Visits, block_of_turn, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange, KeyTiles
 from mhsa_compile.kernels.cuda.attention.thread_scores import ThreadScores, rows_of, thread_parts

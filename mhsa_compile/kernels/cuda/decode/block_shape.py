@@ -16,7 +16,7 @@ QUERY_REGISTERS = 32
 class DecodeBlockShape:
     """`rows` of all queries that share a key head; `warps`, each with a ring of `stages` tiles of `keys` keys.
 
-    terms         how many of band, mask, softcap, sinks and slopes there are
+    terms         how many steps of scores there are, but those that count keys
     hides_values  whether a row may not see what another one of the block does; what none sees are zeros
     """
 

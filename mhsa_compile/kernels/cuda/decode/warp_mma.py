@@ -71,7 +71,7 @@ class TensorWarp:
         self.repair = WarpNonFiniteRepair(values, place, self.dtype)
 
     def cells(self, counts: Expr) -> simt.Fragment:
-        """`counts`: whether this warp is the one which has the sinks of the rows."""
+        """`counts`: whether this warp is the one which has the scores of no key of the rows."""
         return _Cells(self.place, self.row_tiles, counts)
 
     def _existing(self, number: Expr) -> Expr:

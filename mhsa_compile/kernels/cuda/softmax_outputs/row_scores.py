@@ -70,7 +70,7 @@ class RowScores:
         self._parts = thread_parts(call, b, h)
         for part in self._parts:
             part.read()
-        self.sink = first(part.sink(0) for part in self._parts)
+        self.no_key = first(part.no_key(0) for part in self._parts)
         self.tilt = first(part.tilt() for part in self._parts)
         self.rows = [materialize(T.max(T.int32(0), T.min(number, queries - 1))) for number in numbers]
         shift = materialize(self.kv_length - queries) if op.from_end else T.int32(0)

@@ -43,12 +43,12 @@ class WarpRowStats:
         """1 / Z, and 0 where a row saw nothing; known from `join` on."""
 
     def clear(self) -> None:
-        """Begins with rows that have seen nothing; of a sink, which lies at a row's own place, the first lane knows."""
+        """Begins with rows that have seen nothing; the first lane has a score of no key, from a row's own place."""
         for r, place in enumerate(self.scores.places):
-            sink: Expr = T.float32(_NOTHING)
-            if self.scores.sink is not None:
-                sink = T.Select(self.scores.lane == 0, self.scores.sink, sink)
-            set_register(self.row_max, r, sink)
+            score: Expr = T.float32(_NOTHING)
+            if self.scores.no_key is not None:
+                score = T.Select(self.scores.lane == 0, self.scores.no_key, score)
+            set_register(self.row_max, r, score)
             set_register(self.keys, r, place)
             set_register(self.row_sum, r, T.Select(self.row_max[r] == T.float32(_NOTHING), T.float32(0), T.float32(1)))
             set_register(self.moment, r, T.float32(0))

@@ -50,9 +50,9 @@ class Attention {
   }
 
   // Inputs by name, outputs by name; inputs are read in place where they begin with a cache line. Throws Error.
-  Tensors operator()(const Tensors& given) {
+  Tensors operator()(const Tensors& inputs_by_name) {
     Sizes sizes;
-    const std::vector<ffi::Tensor> ready = signature_.tensors(given, sizes);
+    const std::vector<ffi::Tensor> ready = signature_.tensors(inputs_by_name, sizes);
     if (Tensors nothing; is_empty(sizes, nothing)) return nothing;
     std::vector<ffi::Any> arguments(ready.begin(), ready.end());
     arguments.insert(arguments.end(), packed_.begin(), packed_.end());
@@ -66,7 +66,7 @@ class Attention {
     Tensors named;
     for (size_t i = 0; i < outputs.size(); ++i) {
       const auto written = manifest_.in_place.find(outputs[i].name);
-      if (written != manifest_.in_place.end()) named.emplace(outputs[i].name, given.at(written->second));
+      if (written != manifest_.in_place.end()) named.emplace(outputs[i].name, inputs_by_name.at(written->second));
       else named.emplace(outputs[i].name, output(outputs[i], i, result, sizes));
     }
     return named;
@@ -103,27 +103,27 @@ class Attention {
       unsound = std::current_exception();
     }
     file.skip(file.left());
-    if (const std::string found = digest.digits(); found != listed->second)
-      throw Error(argument, "sha256 " + listed->second, found, hint);
+    if (const std::string sum = digest.digits(); sum != listed->second)
+      throw Error(argument, "sha256 " + listed->second, sum, hint);
     if (unsound) std::rethrow_exception(unsound);
   }
 
   // Its own weights, or those that were given. Tables follow from the spec: nobody has to bring them.
-  Tensors weights_for(const std::string& folder, const Tensors* given) const {
+  Tensors weights_for(const std::string& folder, const Tensors* others) const {
     const char* const name = "weights.safetensors";
     const auto own = [&] {
       Tensors stored;
       checked(folder, name, [&](InputFile& file) { stored = Safetensors(label(folder, name)).read(file); });
       return stored;
     };
-    if (manifest_.weights.empty() && !given) return {};
-    if (!given) return own();
-    Tensors found = *given;
+    if (manifest_.weights.empty() && !others) return {};
+    if (!others) return own();
+    Tensors tensors = *others;
     for (const char* table : {"rope_cos", "rope_sin", "alibi_slopes"})
-      if (wants(table) && !found.count(table)) found.emplace(table, at(own(), table));
-    for (const auto& [extra, tensor] : found)
+      if (wants(table) && !tensors.count(table)) tensors.emplace(table, at(own(), table));
+    for (const auto& [extra, tensor] : tensors)
       if (!wants(extra)) throw Error("weights", "only those of the artifact", in_quotes(extra), "Leave it out.");
-    return found;
+    return tensors;
   }
 
   bool wants(const std::string& weight) const {
@@ -132,9 +132,9 @@ class Attention {
   }
 
   static ffi::Tensor at(const Tensors& tensors, const std::string& name) {
-    const auto found = tensors.find(name);
-    if (found == tensors.end()) throw Error("weights", "one for " + in_quotes(name), "none", "Bring it, by that name.");
-    return found->second;
+    const auto entry = tensors.find(name);
+    if (entry == tensors.end()) throw Error("weights", "one for " + in_quotes(name), "none", "Bring it, by that name.");
+    return entry->second;
   }
 
   // Mapped once for all who load these bytes, and for ever: the pool of threads in them may be the process's.
@@ -143,7 +143,7 @@ class Attention {
     static auto& libraries = *new std::map<std::string, ffi::Any>;
     const std::lock_guard<std::mutex> held(lock);
     const std::string hash = Sha256::of(bytes);
-    if (const auto found = libraries.find(hash); found != libraries.end()) return found->second;
+    if (const auto entry = libraries.find(hash); entry != libraries.end()) return entry->second;
     const ffi::Any library = mapped_code(label(folder, kModule), folder + "/" + kModule, hash, bytes, opened);
     return libraries.emplace(hash, library).first->second;
   }
@@ -153,9 +153,9 @@ class Attention {
   }
 
   static ffi::Function function(const ffi::Any& module, const char* name) {
-    const ffi::Any found = call(global("ffi.ModuleGetFunction"), module, ffi::String(name), false);
-    if (found == nullptr) throw Error("artifact file 'module.so'", std::string("a function ") + name, "none", kCompileAgain);
-    return found.cast<ffi::Function>();
+    const ffi::Any exported = call(global("ffi.ModuleGetFunction"), module, ffi::String(name), false);
+    if (exported == nullptr) throw Error("artifact file 'module.so'", std::string("a function ") + name, "none", kCompileAgain);
+    return exported.cast<ffi::Function>();
   }
 
   // Features of the CPU are in the code, too, since a manifest can be edited. Code from before that has none.
@@ -198,14 +198,14 @@ class Attention {
   // By the functions bind_weights_0, bind_weights_1, ... of the code: what one is the last to read is let go of before the
   // next begins, so that not all weights lie in memory twice. Their parameters are called weight_N, the N-th of
   // the manifest.
-  void bind(Tensors given) {
+  void bind(Tensors tensors) {
     std::vector<ffi::Tensor> weights;
     Sizes none;
     for (const TensorInfo& info : manifest_.weights) {
-      const ffi::Tensor tensor = at(given, info.name);
+      const ffi::Tensor tensor = at(tensors, info.name);
       weights.push_back(Argument(info, "weight", {}, false).ready(&tensor, none));
     }
-    given.clear();
+    tensors.clear();
     std::vector<std::pair<ffi::Function, std::vector<size_t>>> steps;
     std::vector<size_t> last(weights.size(), 0);  // the step behind which nobody reads it
     while (true) {
@@ -241,14 +241,14 @@ class Attention {
     return places;
   }
 
-  // Whether some size is 0 and so there is nothing to compute; `found` then has the outputs.
-  bool is_empty(const Sizes& sizes, Tensors& found) const {
+  // Whether some size is 0 and so there is nothing to compute; `empty` then has the outputs.
+  bool is_empty(const Sizes& sizes, Tensors& empty) const {
     if (std::none_of(sizes.begin(), sizes.end(), [](const auto& size) { return size.second == 0; })) return false;
     for (const TensorInfo& info : outputs) {
       Shape shape;
       for (const std::string& dim : info.dims) shape.push_back(size_of(dim, sizes).value_or(-1));
       if (std::count(shape.begin(), shape.end(), -1) || !std::count(shape.begin(), shape.end(), 0)) return false;
-      found.emplace(info.name, new_tensor(info.dtype, shape, "output " + in_quotes(info.name)));
+      empty.emplace(info.name, new_tensor(info.dtype, shape, "output " + in_quotes(info.name)));
     }
     return true;
   }
@@ -284,8 +284,8 @@ class Attention {
       if (sizes_differ) throw Error("inputs", "sizes that fit each other inside the model", listed(sizes), "Correct the inputs.");
       if (error.kind() != "mhsa.InputError") throw Error("artifact", "code that does this call", in_quotes(words), kCompileAgain);
       for (const auto& [symbol, size] : sizes)
-        for (size_t found; (found = words.find("{" + symbol + "}")) != std::string::npos;)
-          words.replace(found, symbol.size() + 2, std::to_string(size));
+        for (size_t place; (place = words.find("{" + symbol + "}")) != std::string::npos;)
+          words.replace(place, symbol.size() + 2, std::to_string(size));
       const size_t first = words.find('\n'), second = words.find('\n', first + 1);
       const std::string got = second == std::string::npos ? "" : words.substr(second + 1);
       throw Error(words.substr(0, first), words.substr(first + 1, second - first - 1), got.empty() ? "some beyond" : got,

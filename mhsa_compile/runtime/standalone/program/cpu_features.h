@@ -54,13 +54,13 @@ constexpr AppleFeature kAppleFeatures[] = {
 };
 
 inline std::set<std::string> cpu_features() {
-  std::set<std::string> found;
+  std::set<std::string> features;
   for (const AppleFeature& one : kAppleFeatures) {
     int has = 0;
     size_t size = sizeof has;
-    if (!sysctlbyname(one.name, &has, &size, nullptr, 0) && has) found.insert(one.word);
+    if (!sysctlbyname(one.name, &has, &size, nullptr, 0) && has) features.insert(one.word);
   }
-  return found;
+  return features;
 }
 #elif defined(__aarch64__) || defined(__arm__) || defined(__riscv)
 // From the auxiliary vector, bit by bit (arch/*/include/uapi/asm/hwcap.h of Linux): emulators show it rightly, and not
@@ -82,17 +82,17 @@ constexpr const char* kFirst =
 constexpr const char* kSecond = "aes pmull sha1 sha2 crc32";
 #endif
 
-inline void add_features(std::set<std::string>& found, const char* names, unsigned long bits) {
+inline void add_features(std::set<std::string>& features, const char* names, unsigned long bits) {
   std::istringstream words(names);
   for (std::string name; words >> name; bits >>= 1)
-    if (bits & 1) found.insert(name);
+    if (bits & 1) features.insert(name);
 }
 
 inline std::set<std::string> cpu_features() {
-  std::set<std::string> found;
-  add_features(found, kFirst, getauxval(AT_HWCAP));
-  add_features(found, kSecond, getauxval(AT_HWCAP2));
-  return found;
+  std::set<std::string> features;
+  add_features(features, kFirst, getauxval(AT_HWCAP));
+  add_features(features, kSecond, getauxval(AT_HWCAP2));
+  return features;
 }
 #elif defined(__x86_64__)
 // Asked of the CPU itself, bit by bit: {leaf, subleaf, register (EAX to EDX), bit, word, the state in XCR0 that the system
@@ -141,14 +141,14 @@ inline unsigned long long saved_state() {
 
 inline std::set<std::string> cpu_features() {
   const unsigned long long saved = saved_state();
-  std::set<std::string> found;
+  std::set<std::string> features;
   for (const X86Feature& one : kX86Features) {
     unsigned registers[4] = {}, most_subleaf = 0, b, c, d;
     if (one.subleaf && (!__get_cpuid_count(one.leaf, 0, &most_subleaf, &b, &c, &d) || most_subleaf < one.subleaf)) continue;
     if (!__get_cpuid_count(one.leaf, one.subleaf, &registers[0], &registers[1], &registers[2], &registers[3])) continue;
-    if (registers[one.place] >> one.bit & 1 && (saved & one.state) == one.state) found.insert(one.word);
+    if (registers[one.place] >> one.bit & 1 && (saved & one.state) == one.state) features.insert(one.word);
   }
-  return found;
+  return features;
 }
 #endif
 

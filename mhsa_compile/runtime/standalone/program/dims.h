@@ -60,8 +60,8 @@ class Expression {
       sound_ = sound_ && !word.empty() && word.size() < 19;
       return sound_ ? Size(std::stoll(word)) : std::nullopt;
     }
-    const auto found = sizes_.find(word);
-    return found == sizes_.end() ? std::nullopt : Size(found->second);
+    const auto entry = sizes_.find(word);
+    return entry == sizes_.end() ? std::nullopt : Size(entry->second);
   }
 
   Size made(char sign, Size left, Size right) {
@@ -94,7 +94,7 @@ class Expression {
 // The size of a dim; none where one of its names has none.
 inline std::optional<int64_t> size_of(const std::string& dim, const Sizes& sizes) {
   if (is_number(dim)) return std::stoll(dim);
-  if (const auto found = sizes.find(dim); found != sizes.end()) return found->second;
+  if (const auto entry = sizes.find(dim); entry != sizes.end()) return entry->second;
   const Expression expression(dim, sizes);
   return expression.composed() ? expression.value() : std::nullopt;
 }

@@ -9,12 +9,12 @@ namespace mhsa {
 // Text of a file or of the command line, with nothing in it that a terminal obeys.
 inline std::string printable(const std::string& text) {
   constexpr const char* kDigits = "0123456789abcdef";
-  std::string found;
+  std::string printable;
   for (unsigned char letter : text) {
-    if (letter >= ' ' && letter <= '~') found += static_cast<char>(letter);
-    else found += {'\\', 'x', kDigits[letter >> 4], kDigits[letter & 15]};
+    if (letter >= ' ' && letter <= '~') printable += static_cast<char>(letter);
+    else printable += {'\\', 'x', kDigits[letter >> 4], kDigits[letter & 15]};
   }
-  return found;
+  return printable;
 }
 
 // The same, and not endless.

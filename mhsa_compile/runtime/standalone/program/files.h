@@ -42,10 +42,10 @@ class InputFile {
  public:
   InputFile(const std::string& argument, const std::string& path)
       : what_(argument + " " + in_quotes(path)), file_(open(path.c_str(), kToRead)) {
-    struct stat found;
-    if (*file_ < 0 || fstat(*file_, &found)) throw Error(what_, "a file", strerror(errno), kHint);
-    if (!S_ISREG(found.st_mode)) throw Error(what_, "a file", kind_of(found.st_mode), kHint);
-    size_ = found.st_size;
+    struct stat status;
+    if (*file_ < 0 || fstat(*file_, &status)) throw Error(what_, "a file", strerror(errno), kHint);
+    if (!S_ISREG(status.st_mode)) throw Error(what_, "a file", kind_of(status.st_mode), kHint);
+    size_ = status.st_size;
     check_memory(what_, size_);
   }
 
@@ -106,9 +106,9 @@ inline bool write_all(int file, const char* data, size_t size) {
 class NewFile {
  public:
   NewFile(const std::string& argument, const std::string& path) : what_(argument + " " + in_quotes(path)), path_(path) {
-    struct stat found;
-    if (!stat(path.c_str(), &found) && !S_ISREG(found.st_mode))
-      throw Error(what_, "a file, or a name that is free", kind_of(found.st_mode), kHint);
+    struct stat status;
+    if (!stat(path.c_str(), &status) && !S_ISREG(status.st_mode))
+      throw Error(what_, "a file, or a name that is free", kind_of(status.st_mode), kHint);
     if (const std::string target = resolved(path); !target.empty()) path_ = target;  // a link stays one
     draft_ = path_;
     file_ = new_draft(&draft_);

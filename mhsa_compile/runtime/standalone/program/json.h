@@ -44,28 +44,28 @@ class Json {
 
   // A whole number from 0 on.
   int64_t size() const {
-    const int64_t found = as<int64_t>("a whole number from 0 on");
-    if (found < 0) refuse("a whole number from 0 on", std::to_string(found));
-    return found;
+    const int64_t number = as<int64_t>("a whole number from 0 on");
+    if (number < 0) refuse("a whole number from 0 on", std::to_string(number));
+    return number;
   }
 
   bool is_text() const { return value_.as<ffi::String>().has_value(); }
   bool is_null() const { return value_ == nullptr; }
 
   std::vector<Json> list() const {
-    std::vector<Json> found;
+    std::vector<Json> entries;
     for (const ffi::Any& entry : as<ffi::Array<ffi::Any>>("a list"))
-      found.push_back(Json(argument_, place_ + "[" + std::to_string(found.size()) + "]", entry));
-    return found;
+      entries.push_back(Json(argument_, place_ + "[" + std::to_string(entries.size()) + "]", entry));
+    return entries;
   }
 
   std::map<std::string, Json> members() const {
-    std::map<std::string, Json> found;
+    std::map<std::string, Json> members;
     for (const auto& [key, value] : as<ffi::Map<ffi::Any, ffi::Any>>("an object")) {
       const std::string name = key.cast<ffi::String>();
-      found.emplace(name, Json(argument_, place_ + "." + name, value));
+      members.emplace(name, Json(argument_, place_ + "." + name, value));
     }
-    return found;
+    return members;
   }
 
   Json operator[](const char* key) const {
@@ -91,7 +91,7 @@ class Json {
 
   template <typename Type>
   Type as(const char* expected) const {
-    if (auto found = value_.as<Type>()) return *std::move(found);
+    if (auto content = value_.as<Type>()) return *std::move(content);
     refuse(expected, "something else");
   }
 
@@ -162,14 +162,14 @@ class Json {
 
 // A text as JSON has it.
 inline std::string json_text(const std::string& text) {
-  std::string found = "\"";
+  std::string quoted = "\"";
   for (unsigned char letter : text) {
     char code[8];
-    if (letter < ' ') std::snprintf(code, sizeof code, "\\u%04x", letter), found += code;
-    else if (letter == '"' || letter == '\\') found += '\\', found += static_cast<char>(letter);
-    else found += static_cast<char>(letter);
+    if (letter < ' ') std::snprintf(code, sizeof code, "\\u%04x", letter), quoted += code;
+    else if (letter == '"' || letter == '\\') quoted += '\\', quoted += static_cast<char>(letter);
+    else quoted += static_cast<char>(letter);
   }
-  return found + '"';
+  return quoted + '"';
 }
 
 }  // namespace mhsa

@@ -71,14 +71,14 @@ void require_known(const std::string& what, const std::string& name, const std::
   throw mhsa::Error(what, "one of " + (words.empty() ? "none" : words), mhsa::shown(name), "Correct the name.");
 }
 
-void check_names(const std::vector<mhsa::TensorInfo>& wanted, const mhsa::Tensors& given, const mhsa::Sizes& sizes) {
+void check_names(const std::vector<mhsa::TensorInfo>& wanted, const mhsa::Tensors& inputs, const mhsa::Sizes& sizes) {
   std::set<std::string> names, dims;
   for (const mhsa::TensorInfo& info : wanted) {
     names.insert(info.name);
     for (const std::string& dim : info.dims)
       if (!mhsa::is_number(dim)) dims.insert(dim), dims.insert(dim.rfind("mask_", 0) == 0 ? dim.substr(5) : dim);
   }
-  for (const auto& [name, tensor] : given) require_known("--inputs", name, names);
+  for (const auto& [name, tensor] : inputs) require_known("--inputs", name, names);
   for (const auto& [dim, size] : sizes) require_known("--dim", dim, dims);
 }
 

@@ -32,24 +32,24 @@ struct TensorInfo {
 
   explicit TensorInfo(const Json& entry)
       : name(entry["name"].text()), dtype(entry["dtype"].text()), dims(dims_of(entry["dims"])) {
-    const auto given = [&](const char* key) { return entry.has(key) && !entry[key].is_null(); };
+    const auto has = [&](const char* key) { return entry.has(key) && !entry[key].is_null(); };
     if (!find_dtype(dtype)) entry["dtype"].refuse("a dtype such as float32", in_quotes(dtype));
-    if (given("broadcast")) broadcast = dims_of(entry["broadcast"]);
+    if (has("broadcast")) broadcast = dims_of(entry["broadcast"]);
     if (broadcast && (broadcast->size() != dims.size() || dims.empty()))
       entry["broadcast"].refuse("as many axes as there are dims", std::to_string(broadcast->size()));
-    if (given("most")) most = dim_of(entry["most"]);
+    if (has("most")) most = dim_of(entry["most"]);
     if (most && ((dtype != "int64" && dtype != "int32") || broadcast))
       entry["most"].refuse("int64 or int32 that it bounds", dtype);
-    if (given("rows")) rows = entry["rows"].size();
+    if (has("rows")) rows = entry["rows"].size();
     if (rows && dtype != "int64" && dtype != "int32") entry["rows"].refuse("int64 or int32 that picks from them", dtype);
-    if (given("pads")) pads = entry["pads"].truth();
+    if (has("pads")) pads = entry["pads"].truth();
   }
 
  private:
   static std::vector<std::string> dims_of(const Json& entry) {
-    std::vector<std::string> found;
-    for (const Json& dim : entry.list()) found.push_back(dim_of(dim));
-    return found;
+    std::vector<std::string> dims;
+    for (const Json& dim : entry.list()) dims.push_back(dim_of(dim));
+    return dims;
   }
 
   static std::string dim_of(const Json& entry) {
@@ -103,10 +103,10 @@ struct Manifest {
   }
 
  private:
-  static void check_version(const std::string& argument, int64_t found) {
-    if (found != kFormat)
-      throw Error(argument, "format version " + std::to_string(kFormat), "format version " + std::to_string(found),
-                  found > kFormat ? "Make the bundle again, with the mhsa-compile that wrote the artifact."
+  static void check_version(const std::string& argument, int64_t version) {
+    if (version != kFormat)
+      throw Error(argument, "format version " + std::to_string(kFormat), "format version " + std::to_string(version),
+                  version > kFormat ? "Make the bundle again, with the mhsa-compile that wrote the artifact."
                                   : "Compile the artifact again.");
   }
 
@@ -118,19 +118,19 @@ struct Manifest {
       throw Error(argument, "a sha256 of 64 digits", in_quotes(digest), hint);
     for (size_t at = 0; (at = text.find(digest, at)) != std::string::npos; at += kDigits)
       text.replace(at, kDigits, kDigits, '0');
-    if (const std::string found = Sha256::of(text); found != digest) throw Error(argument, "sha256 " + digest, found, hint);
+    if (const std::string sum = Sha256::of(text); sum != digest) throw Error(argument, "sha256 " + digest, sum, hint);
   }
 
   static std::vector<TensorInfo> infos(const Json& entries) {
-    std::vector<TensorInfo> found;
+    std::vector<TensorInfo> tensors;
     std::set<std::string> names;
     for (const Json& entry : entries.list()) {
-      found.emplace_back(entry);
-      const std::string& name = found.back().name;
+      tensors.emplace_back(entry);
+      const std::string& name = tensors.back().name;
       if (name.find('\0') != std::string::npos || !names.insert(name).second)
         entry["name"].refuse("a name of its own", in_quotes(name));
     }
-    return found;
+    return tensors;
   }
 
   void add_in_place(const std::string& output, const Json& input) {

@@ -18,24 +18,24 @@
 
 namespace mhsa {
 
-// One input or weight. `seen`: where sizes that it shares were seen first. `written`: a call writes into it.
+// One input or weight. `owners`: the first tensor of each size that it shares. `written`: a call writes into it.
 class Argument {
  public:
-  Argument(const TensorInfo& info, const std::string& role, const std::map<std::string, std::string>& seen, bool written)
-      : info_(info), label_(role + " " + in_quotes(info.name)), seen_(seen), written_(written) {
+  Argument(const TensorInfo& info, const std::string& role, const std::map<std::string, std::string>& owners, bool written)
+      : info_(info), label_(role + " " + in_quotes(info.name)), owners_(owners), written_(written) {
     for (const std::string& dim : info.dims)
       if (!is_number(dim) && !is_symbol(dim)) composed_.push_back(dim);
   }
 
   // The tensor as it is passed on; its symbolic dims join `sizes`. Throws Error.
-  ffi::Tensor ready(const ffi::Tensor* given, Sizes& sizes) const {
-    if (!given || !given->defined()) throw Error(label_, described(), "nothing", "Pass a tensor by this name.");
-    ffi::Tensor tensor = *given;
+  ffi::Tensor ready(const ffi::Tensor* argument, Sizes& sizes) const {
+    if (!argument || !argument->defined()) throw Error(label_, described(), "nothing", "Pass a tensor by this name.");
+    ffi::Tensor tensor = *argument;
     if (tensor.device().device_type != kDLCPU || !tensor.IsContiguous())
       throw Error(label_, "a dense tensor in CPU memory", "another one", "Copy it into one of mhsa::new_tensor.");
     if (dtype_of(tensor) != info_.dtype) wrong(tensor, sizes, "Convert it to " + info_.dtype + ".");
     if (info_.broadcast) tensor = at_full_rank(tensor, sizes);
-    if (!fits(tensor, sizes)) wrong(*given, sizes);
+    if (!fits(tensor, sizes)) wrong(*argument, sizes);
     if (info_.most || info_.rows) check_values(tensor, sizes);
     // Compiled code takes no offsets, and elements at any multiple of their size.
     const bool is_readable = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % find_dtype(info_.dtype)->bytes == 0;
@@ -54,9 +54,9 @@ class Argument {
 
  private:
   // Axes of 1 are put in front, and stay where they are, but the last: where it is short compiled code takes it as padded.
-  ffi::Tensor at_full_rank(const ffi::Tensor& given, const Sizes& sizes) const {
-    Shape shape = shape_of(given);
-    if (shape.size() > info_.dims.size()) wrong(given, sizes);
+  ffi::Tensor at_full_rank(const ffi::Tensor& tensor, const Sizes& sizes) const {
+    Shape shape = shape_of(tensor);
+    if (shape.size() > info_.dims.size()) wrong(tensor, sizes);
     shape.insert(shape.begin(), info_.dims.size() - shape.size(), 1);
     std::vector<std::optional<int64_t>> full;
     for (const std::string& dim : *info_.broadcast) full.push_back(size_of(dim, sizes));
@@ -64,21 +64,21 @@ class Argument {
     const int64_t last = repeats ? *full.back() : shape.back();
     if (info_.pads && full.back()) full.back() = std::min(*full.back(), last);
     for (size_t i = 0; i + 1 < shape.size(); ++i)
-      if (shape[i] != 1 && full[i] && *full[i] != shape[i]) wrong(given, sizes);
-    if (last != 1 && full.back() && *full.back() != last) wrong(given, sizes);
-    if (repeats && last > 0) return repeated(given, shape, last);
+      if (shape[i] != 1 && full[i] && *full[i] != shape[i]) wrong(tensor, sizes);
+    if (last != 1 && full.back() && *full.back() != last) wrong(tensor, sizes);
+    if (repeats && last > 0) return repeated(tensor, shape, last);
     Shape strides(shape.size(), 1);
     for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
-    return given.as_strided(ffi::Shape(shape.begin(), shape.end()), ffi::Shape(strides.begin(), strides.end()));
+    return tensor.as_strided(ffi::Shape(shape.begin(), shape.end()), ffi::Shape(strides.begin(), strides.end()));
   }
 
-  ffi::Tensor repeated(const ffi::Tensor& given, Shape shape, int64_t last) const {
-    const int64_t bytes = find_dtype(info_.dtype)->bytes, rows = bytes_of(given) / bytes;
+  ffi::Tensor repeated(const ffi::Tensor& single, Shape shape, int64_t last) const {
+    const int64_t bytes = find_dtype(info_.dtype)->bytes, rows = bytes_of(single) / bytes;
     shape.back() = last;
     ffi::Tensor tensor = new_tensor(info_.dtype, shape, label_);
     char* to = data_of(tensor);
     for (int64_t row = 0; row < rows; ++row)
-      for (int64_t i = 0; i < last; ++i, to += bytes) std::memcpy(to, data_of(given) + row * bytes, bytes);
+      for (int64_t i = 0; i < last; ++i, to += bytes) std::memcpy(to, data_of(single) + row * bytes, bytes);
     return tensor;
   }
 
@@ -132,18 +132,18 @@ class Argument {
     if (info_.broadcast) named.insert(named.end(), info_.broadcast->begin(), info_.broadcast->end());
     std::string expected = described();
     for (const std::string& dim : named) {
-      const auto first = seen_.find(dim);
+      const auto first = owners_.find(dim);
       const std::optional<int64_t> size = size_of(dim, sizes);
-      if (is_number(dim) || !size || (first != seen_.end() && first->second == info_.name)) continue;
+      if (is_number(dim) || !size || (first != owners_.end() && first->second == info_.name)) continue;
       expected += ", " + dim + " = " + std::to_string(*size);
-      if (first != seen_.end()) expected += " as in " + in_quotes(first->second);
+      if (first != owners_.end()) expected += " as in " + in_quotes(first->second);
     }
     throw Error(label_, expected, text_of(tensor), next_step.empty() ? "The manifest lists what each must be." : next_step);
   }
 
   TensorInfo info_;
   std::string label_;
-  std::map<std::string, std::string> seen_;
+  std::map<std::string, std::string> owners_;
   std::vector<std::string> composed_;
   bool written_;
 };
@@ -155,24 +155,24 @@ class Signature {
     for (bool late : {false, true})
       for (size_t i = 0; i < inputs_.size(); ++i)
         if ((inputs_[i].broadcast || inputs_[i].most) == late) order_.push_back(i);
-    std::map<std::string, std::string> seen;
+    std::map<std::string, std::string> owners;
     for (size_t i : order_)
-      for (const std::string& dim : inputs_[i].dims) seen.emplace(dim, inputs_[i].name);
+      for (const std::string& dim : inputs_[i].dims) owners.emplace(dim, inputs_[i].name);
     std::set<std::string> written;
     for (const auto& [output, input] : manifest.in_place) written.insert(input);
     for (const TensorInfo& info : inputs_) {
-      arguments_.emplace_back(info, "input", seen, written.count(info.name) > 0);
+      arguments_.emplace_back(info, "input", owners, written.count(info.name) > 0);
       written_.push_back(written.count(info.name) > 0);
     }
   }
 
   // In the order of the inputs; `sizes` gets those of the symbolic dims. Throws Error.
-  std::vector<ffi::Tensor> tensors(const Tensors& given, Sizes& sizes) const {
-    check_names(given);
-    std::vector<std::optional<ffi::Tensor>> found(inputs_.size());
+  std::vector<ffi::Tensor> tensors(const Tensors& inputs, Sizes& sizes) const {
+    check_names(inputs);
+    std::vector<std::optional<ffi::Tensor>> placed(inputs_.size());
     for (size_t i : order_) {
-      const auto one = given.find(inputs_[i].name);
-      found[i] = arguments_[i].ready(one == given.end() ? nullptr : &one->second, sizes);
+      const auto one = inputs.find(inputs_[i].name);
+      placed[i] = arguments_[i].ready(one == inputs.end() ? nullptr : &one->second, sizes);
     }
     for (const auto& [symbol, most] : limits_)
       if (sizes.count(symbol) && sizes.at(symbol) > most)
@@ -180,8 +180,8 @@ class Signature {
                     std::to_string(sizes.at(symbol)), "Pass shorter inputs.");
     std::vector<ffi::Tensor> ready;
     for (size_t i = 0; i < inputs_.size(); ++i) {
-      arguments_[i].check_expressions(*found[i], sizes);
-      ready.push_back(*found[i]);
+      arguments_[i].check_expressions(*placed[i], sizes);
+      ready.push_back(*placed[i]);
     }
     check_apart(ready);
     return ready;
@@ -189,10 +189,10 @@ class Signature {
 
  private:
   // A name that nobody asks for is a mistake, and what it was meant for would go without.
-  void check_names(const Tensors& given) const {
+  void check_names(const Tensors& inputs) const {
     std::string known;
     for (const TensorInfo& info : inputs_) known += (known.empty() ? "" : ", ") + info.name;
-    for (const auto& [name, tensor] : given) {
+    for (const auto& [name, tensor] : inputs) {
       const auto has_it = [&, &name = name](const TensorInfo& info) { return info.name == name; };
       if (std::none_of(inputs_.begin(), inputs_.end(), has_it))
         throw Error("inputs", "some of " + in_quotes(known), in_quotes(name), "Leave it out, or correct its name.");

@@ -129,19 +129,19 @@ class Safetensors {
 
   // In the order in which they lie in the `bytes` behind the header.
   std::vector<Part> parts(const std::string& header, uint64_t bytes) const {
-    std::vector<Part> found;
+    std::vector<Part> parts;
     for (const auto& [name, entry] : Json::parse(argument_, header).members())
-      if (name != "__metadata__") found.push_back(part_of(name, entry, bytes));
-    std::sort(found.begin(), found.end(), [](const Part& one, const Part& other) {
+      if (name != "__metadata__") parts.push_back(part_of(name, entry, bytes));
+    std::sort(parts.begin(), parts.end(), [](const Part& one, const Part& other) {
       return std::tie(one.begin, one.end) < std::tie(other.begin, other.end);
     });
     int64_t end = 0;
-    for (const Part& part : found) {
+    for (const Part& part : parts) {
       if (part.begin != end) refuse_place(end, bytes, in_quotes(part.name));
       end = part.end;
     }
     if (static_cast<uint64_t>(end) != bytes) refuse_place(end, bytes, "the end");
-    return found;
+    return parts;
   }
 
   Part part_of(const std::string& name, const Json& entry, uint64_t most) const {

@@ -1,7 +1,7 @@
 """A layer whose calls may go several ways, as one artifact, by its parts or by PyTorch: the fastest one is taken.
 
 The first call of some sizes times all ways in turns. Later calls are timed by themselves, and where they take longer
-than another way did, all ways are timed again: `layer_ways`. Notation: B batch, L query length.
+than another way did, all ways are timed again: `ways`. Notation: B batch, L query length.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from mhsa_compile.integrations.first_calls import FirstCalls
-from mhsa_compile.integrations.layer_ways import LayerRow, LayerWay, WayTiming, WayTimings
-from mhsa_compile.integrations.weight_state import Kind, ReplacedForward, Result
-from mhsa_compile.runtime.compiled_attention import CompiledAttention
+from mhsa_compile.integrations.layers.ways import LayerRow, LayerWay, WayTiming, WayTimings
+from mhsa_compile.integrations.weight_state import Kind, LayerInUse, ReplacedForward, Result
 
 
 class MeasuredCall(Protocol):
@@ -38,16 +36,8 @@ class MeasuredForward(ReplacedForward[Kind, Result], Generic[Kind, Result, Call]
     """The forward of a layer. `row` is told how calls went; `timings` decide between the ways, None: an artifact is
     taken wherever it can be. A subclass knows the layer's arguments, and the ways."""
 
-    def __init__(
-        self,
-        layer: Any,
-        load: Callable[..., CompiledAttention],
-        left: Callable[[str], None],
-        first_calls: FirstCalls,
-        row: LayerRow,
-        timings: WayTimings | None,
-    ) -> None:
-        super().__init__(layer, load, left, first_calls)
+    def __init__(self, use: LayerInUse, row: LayerRow, timings: WayTimings | None) -> None:
+        super().__init__(use)
         self._row, self._timings = row, timings
         self._other_ways: dict[Hashable, WayTiming] = {}  # form of calls that no artifact computes fastest
 
@@ -87,13 +77,13 @@ class MeasuredForward(ReplacedForward[Kind, Result], Generic[Kind, Result, Call]
             if (way := timing.way) != "whole" and not timing.is_due:
                 return self._by_other(way, timing, call)
             self._other_ways.pop(call.form, None)  # all ways are, or were, timed again
-        result = self._asked(call)
+        result = self._measured(call)
         if isinstance(result, _WantsParts):
             self._row.count_parts(result.why)
             return None
         return result
 
-    def _asked(self, call: Call) -> Result | _WantsParts:
+    def _measured(self, call: Call) -> Result | _WantsParts:
         """The result; or why the parts' is wanted."""
         if why := self._why_not(call):
             return _WantsParts(why)

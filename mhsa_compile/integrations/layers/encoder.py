@@ -18,9 +18,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.integrations.attention_operator import is_recorded, wants_gradient
-from mhsa_compile.integrations.call_context import why_not_numbers
-from mhsa_compile.integrations.whole_layer import Attended, WholeCall, WholeLayerForward
+from mhsa_compile.integrations.call_context import is_recorded, wants_gradient, why_not_numbers
+from mhsa_compile.integrations.layers.whole import Attended, WholeCall, WholeLayerForward
 
 SMALL = 1_500_000
 """Multiply-adds of a call from which on the parts are faster. One thread of PyTorch's operator spends some 25 us less

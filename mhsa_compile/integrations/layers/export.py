@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.frontend.export.signatures import Shape
-from mhsa_compile.integrations.layer_state import plain_look
+from mhsa_compile.integrations.layers.state import plain_look
 from mhsa_compile.runtime.artifact.manifest import Manifest
 
 PREFIX = "layer."
@@ -77,11 +77,11 @@ class ExportedCall(NamedTuple):
         return {**self.tensors, **{name: x.expand(B, *x.shape[1:]) for name, x in alike.items()}}
 
 
-def call_of(names: tuple[str, ...], given: tuple[Any, ...], named: Mapping[str, Any]) -> ExportedCall | str:
+def call_of(names: tuple[str, ...], positional: tuple[Any, ...], named: Mapping[str, Any]) -> ExportedCall | str:
     """A call of a forward whose arguments are called so; or why no artifact takes it."""
-    if len(given) > len(names):
+    if len(positional) > len(names):
         return "more arguments than its forward has names for"
-    arguments: dict[str, Any] = dict(zip(names, given, strict=False))
+    arguments: dict[str, Any] = dict(zip(names, positional, strict=False))
     if twice := arguments.keys() & named.keys():
         return f"{min(twice)} is given twice"
     arguments |= named

@@ -16,12 +16,12 @@ from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
 
-PLACE = mhsa_operator.INPUTS.index("sinks")
+_PLACE = mhsa_operator.INPUTS.index("sinks")
 """Of the sinks (H,) among the inputs of our Attention."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class SoftmaxInput:
     """What a Softmax is of: the scores, and beside them perhaps `sinks`, one for each head. `weights` are those of the
     scores."""
 
@@ -29,22 +29,34 @@ class Beside:
     weights: str
     sinks: str = ""
 
+    @property
+    def is_standard(self) -> bool:
+        """Whether the standard's Attention can say it, and adding one number to all scores changes nothing."""
+        return not self.sinks
 
-def beside_scores(graph: KnownGraph, softmax: onnx.NodeProto) -> Beside:
+    def node_inputs(self, rewriter: Rewriter, inputs: list[str], operands: AttentionOperands, probs: str) -> list[str]:
+        """The inputs of Attention, of which `inputs` are the first. `probs` are its weights as others read them. Raises
+        NotRecognised."""
+        if self.is_standard:
+            return inputs
+        return [*inputs, *[""] * (_PLACE - len(inputs)), _of_heads(rewriter, self.sinks, operands, probs)]
+
+
+def softmax_input(graph: KnownGraph, softmax: onnx.NodeProto) -> SoftmaxInput:
     """The scores before a Softmax, and its sinks where it has them. Raises NotRecognised."""
     value = _before_shift(graph, softmax.input[0])
     both = graph.producer(value, "Concat")
     if both is None or len(both.input) != 2 or not _is_last(graph, value, attributes(both)["axis"]):
-        return Beside(value, softmax.output[0])
+        return SoftmaxInput(value, softmax.output[0])
     sinks, weights = _each_head(graph, both.input[1]), _cut(graph, softmax)
     if not sinks or not weights:
         what = "what is no sink of each head" if not sinks else "a sink, whose weight is not cut off behind the Softmax"
         raise NotRecognised(f"Concat {both.name or value!r} joins scores and {what}")
-    return Beside(both.input[0], weights, sinks)
+    return SoftmaxInput(both.input[0], weights, sinks)
 
 
-def of_heads(rewriter: Rewriter, sinks: str, operands: AttentionOperands, probs: str) -> str:
-    """The sinks (H,) of an attention. `probs` are its weights as others read them. Raises NotRecognised."""
+def _of_heads(rewriter: Rewriter, sinks: str, operands: AttentionOperands, probs: str) -> str:
+    """The sinks (H,) of an attention. Raises NotRecognised."""
     graph = rewriter.graph
     heads = operands.scores[1]
     if operands.rank != 4 or graph.dims(sinks)[-3:] not in ((heads, 1, 1), (heads,)):

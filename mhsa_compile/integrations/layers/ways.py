@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
-from mhsa_compile.integrations.timed_turns import in_turns
+from mhsa_compile.integrations.layers.timed_turns import in_turns
 
 LayerChoice: TypeAlias = Literal["fastest", "whole", "parts"]
 """What becomes of the layers that attention is in: whatever is faster, one artifact each, or their parts alone."""

@@ -19,11 +19,10 @@ from torch.nn.modules import module as torch_module
 
 from mhsa_compile.conversion.from_torch import join_masks
 from mhsa_compile.integrations import torch_attention
-from mhsa_compile.integrations.attention_operator import check_inference
-from mhsa_compile.integrations.call_context import why_not_numbers
-from mhsa_compile.integrations.layer_graph import ATTENTIONS, MASKS, MaskKind, WholeLayerKind
-from mhsa_compile.integrations.layer_ways import LayerWay
-from mhsa_compile.integrations.measured_layer import MeasuredForward
+from mhsa_compile.integrations.call_context import check_inference, why_not_numbers
+from mhsa_compile.integrations.layers.graph import ATTENTIONS, MASKS, MaskKind, WholeLayerKind
+from mhsa_compile.integrations.layers.measured import MeasuredForward
+from mhsa_compile.integrations.layers.ways import LayerWay
 from mhsa_compile.integrations.weight_state import ReplacedForward
 
 _LINEARS = {"linear1": nn.Linear, "linear2": nn.Linear, "dropout": nn.Dropout, "dropout1": nn.Dropout,

@@ -1,5 +1,5 @@
-"""A mask that is known when a kernel is compiled: how much of the window goes into the plan that is made of it, and the
-arguments that bring the plan to the kernel."""
+"""The plan of pairs that are known when a kernel is compiled: how much of the window goes into it, and the arguments
+that bring it to the kernel."""
 
 from __future__ import annotations
 

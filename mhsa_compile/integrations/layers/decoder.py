@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mhsa_compile.integrations.attention_operator import is_recorded
-from mhsa_compile.integrations.whole_layer import Attended, WholeCall, WholeLayerForward
+from mhsa_compile.integrations.call_context import is_recorded
+from mhsa_compile.integrations.layers.whole import Attended, WholeCall, WholeLayerForward
 
 
 class DecoderLayerForward(WholeLayerForward):

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import MhsaError
-from mhsa_compile.integrations.attention_operator import is_recorded, wants_gradient
-from mhsa_compile.integrations.call_context import why_not_numbers
-from mhsa_compile.integrations.layer_export import (
+from mhsa_compile.integrations.call_context import is_recorded, wants_gradient, why_not_numbers
+from mhsa_compile.integrations.layers.export import (
     PREFIX,
     ExportedCall,
     ExportedKind,
@@ -27,10 +26,11 @@ from mhsa_compile.integrations.layer_export import (
     named_weights,
     parameter_names,
 )
-from mhsa_compile.integrations.layer_state import LayerState, has_global_hooks, is_captured, plain_look
-from mhsa_compile.integrations.layer_ways import LayerWay
-from mhsa_compile.integrations.measured_layer import MeasuredForward
+from mhsa_compile.integrations.layers.measured import MeasuredForward
+from mhsa_compile.integrations.layers.state import LayerState, has_global_hooks, is_captured, plain_look
+from mhsa_compile.integrations.layers.ways import LayerRow, LayerWay, WayTimings
 from mhsa_compile.integrations.transformers import NAME
+from mhsa_compile.integrations.weight_state import LayerInUse
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 BEFORE = "sdpa"
@@ -64,25 +64,25 @@ def why_kept(layer: nn.Module, *, whatever_its_size: bool) -> str:
 class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
     """The forward of a layer of transformers whose attention is ours."""
 
-    def __init__(self, layer: Any, *others: Any) -> None:
-        super().__init__(layer, *others)
-        self._names = parameter_names(layer)
+    def __init__(self, use: LayerInUse, row: LayerRow, timings: WayTimings | None) -> None:
+        super().__init__(use, row, timings)
+        self._names = parameter_names(use.layer)
         self._state: LayerState | None = None
         self._look: tuple[LayerState, Any] | None = None
         self._forms: dict[ExportedKind, _Form | str] = {}  # what calls of a kind return; why no artifact returns it
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *positional: Any, **named: Any) -> Any:
         if is_recorded() or self._row.why_parts:  # what PyTorch does is as right
-            return self._parts(*given, **named)
-        call = call_of(self._names, given, named)
+            return self._parts(*positional, **named)
+        call = call_of(self._names, positional, named)
         if isinstance(call, str):
             self._row.count_parts(call)
-            return self._parts(*given, **named)
+            return self._parts(*positional, **named)
         result = self._fastest(call)
-        return self._parts(*given, **named) if result is None else result
+        return self._parts(*positional, **named) if result is None else result
 
-    def _parts(self, *given: Any, **named: Any) -> Any:
-        return type(self._layer).forward(self._layer, *given, **named)
+    def _parts(self, *positional: Any, **named: Any) -> Any:
+        return type(self._layer).forward(self._layer, *positional, **named)
 
     def _before(self, call: ExportedCall) -> Any:
         """What the layer gave before it was accelerated."""
