@@ -40,6 +40,8 @@ LARGEST_QUESTION = 16_384
 SLOWEST = {LARGEST_FILE: 60.0, LARGEST_QUESTION: 10.0}
 """In so many seconds the body of a request has to be here."""
 HITS = 8
+NEAR = 0.25
+"""The similarity from which on a passage fits a query: docs/apps.md has the queries that it was measured on."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -109,6 +111,8 @@ class Search:
             raise Refused(409, "There is nothing to search yet. Add a text file first.")
         hits = self.index.search(self.gatherer.query(self.encoder.row(query)), HITS)
         best = f"The best has a similarity of {hits[0].score:.2f}: 1 says the same, near 0 is about something else."
+        if hits[0].score < NEAR:
+            best = f"Nothing here fits. {best}"
         return {"query": query, "best": best, "results": [asdict(hit.passage) | {"score": hit.score} for hit in hits]}
 
     def attention(self, query: str, id: int, layer: int | None) -> dict[str, object]:

@@ -26,6 +26,8 @@ PEERS = {
 DENSE = ("core512", "core1024", "dense2048", "core4096", "dense8192")
 WINDOW = ("window2048", "window4096", "window8192", "window16384")
 SPARSE = ("longformer4096", "bigbird4096")
+_COLUMNS = (1.02, 1.11)
+"""Right of the lines of `shares`, of the axis' width: our share, and the fastest peer's time by ours."""
 LABEL_PLACES = (
     ((7, 3), "left", "bottom"),
     ((-7, 3), "right", "bottom"),
@@ -65,15 +67,15 @@ def shares(reports: Mapping[str, BenchReport], path: Path) -> None:
         axes.grid(axis="x", color=GRID)
         axes.spines["left"].set_visible(False)
         axes.set_title(_title("Share of this machine's limit", with_floor), pad=28, x=-0.13)
-        axes.text(1.02, -0.75, "fastest peer / ours", color=FAINT, fontsize=8, transform=axes.get_yaxis_transform())
+        for x, words in zip(_COLUMNS, ("ours", "fastest peer / ours"), strict=True):
+            axes.text(x, -0.75, words, color=FAINT, fontsize=8, transform=axes.get_yaxis_transform())
 
 
 def _share_line(axes: Any, place: int, report: BenchReport) -> None:
     ours = report.ours.share_of_limit or 0.0
     end = min(ours, 1.0)  # a disturbed measurement goes beyond the limit
     axes.barh(place, end, height=0.62, color=OURS, zorder=2)
-    # Peers stand close to the bar's end, so its figure stands at its beginning.
-    axes.text(0.008, place, f"{ours:.0%}", ha="left", va="center", color="white", fontsize=8, zorder=4)
+    words = [f"{ours:.0%}"]  # beside the bars: peers' dots stand anywhere on them
     for row in report.rows[1:]:
         if row.share_of_limit is not None:
             axes.plot(
@@ -87,8 +89,9 @@ def _share_line(axes: Any, place: int, report: BenchReport) -> None:
             )
     best = report.best_peer
     if best is not None and best.ratio is not None:
-        text = f"{best.ratio:.2f}\N{MULTIPLICATION SIGN}  {best.name}"
-        axes.text(1.02, place, text, ha="left", va="center", fontsize=8, transform=axes.get_yaxis_transform())
+        words.append(f"{best.ratio:.2f}\N{MULTIPLICATION SIGN}  {best.name}")
+    for x, text in zip(_COLUMNS, words, strict=False):
+        axes.text(x, place, text, ha="left", va="center", fontsize=8, transform=axes.get_yaxis_transform())
 
 
 def growth(reports: Mapping[str, BenchReport], path: Path) -> None:
@@ -184,7 +187,8 @@ def roofline(reports: Mapping[str, BenchReport], path: Path) -> None:
         axes.set_ylabel("GFLOP/s")
         axes.grid(color=GRID)
         axes.set_title(_title("Roofline", with_floor), pad=12)
-        _labels(axes, points)
+        peers = [(points[name][0], r.best_peer.gflops) for name, r in with_floor.items() if r.best_peer]
+        _labels(axes, points, [(x, gflops) for x, gflops in peers if gflops])
 
 
 def _roof(axes: Any, reports: Sequence[BenchReport], left: float, right: float) -> None:
@@ -207,11 +211,11 @@ def _roof(axes: Any, reports: Sequence[BenchReport], left: float, right: float) 
     )
 
 
-def _labels(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    """Names beside their points, but for those that would cover another name or point."""
+def _labels(axes: Any, points: Mapping[str, tuple[float, float]], others: Sequence[tuple[float, float]]) -> None:
+    """Names beside their points, but for those that would cover another name or point, or one of the others."""
     axes.figure.canvas.draw()  # places are known in pixels only then
     renderer = axes.figure.canvas.get_renderer()
-    pixels = axes.transData.transform(list(points.values()))
+    pixels = axes.transData.transform([*points.values(), *others])
     boxes: list[Any] = [text.get_window_extent(renderer) for text in axes.texts]
     for name, point in points.items():
         for offset, side, height in LABEL_PLACES:

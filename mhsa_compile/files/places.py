@@ -26,6 +26,14 @@ def is_there(path: AnyPath) -> bool:
     return os.path.exists(path)
 
 
+def neighbours(path: Path) -> list[str]:
+    """The names beside a path's, none where its folder cannot be read."""
+    try:
+        return os.listdir(path.parent)
+    except OSError:
+        return []
+
+
 def make_folder(folder: AnyPath, kind: type[MhsaError], argument: str) -> Path:
     """A folder, with those that it lies in: it is made where there is none. A `kind` says why it cannot be."""
     try:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mhsa_compile.conversion.checkpoints.checkpoint import Checkpoint
-from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.errors import InputError, ModelError, did_you_mean
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
@@ -128,7 +128,8 @@ def _check(model: nn.Module, on_unsupported: str, layers: str) -> None:
     if not isinstance(model, nn.Module):
         raise InputError("model", "an nn.Module", type(model).__name__)
     if on_unsupported not in ("keep", "raise"):
-        raise InputError("on_unsupported", '"keep" or "raise"', repr(on_unsupported))
+        hint = did_you_mean(str(on_unsupported), ("keep", "raise"))
+        raise InputError("on_unsupported", '"keep" or "raise"', repr(on_unsupported), hint)
     for name, module in model.named_modules():
         if NAME in vars(module):
             raise InputError("model", "one that is not accelerated", f"{name or 'it'} is", "Call mhsa.restore first.")
@@ -136,7 +137,8 @@ def _check(model: nn.Module, on_unsupported: str, layers: str) -> None:
             got = f"{name or type(model).__name__} in training mode"
             raise InputError("model", "eval mode: compiled attention is for inference", got, "Call model.eval() first.")
     if layers not in get_args(LayerChoice):
-        raise InputError("layers", '"fastest", "whole" or "parts"', repr(layers))
+        hint = did_you_mean(str(layers), get_args(LayerChoice))
+        raise InputError("layers", '"fastest", "whole" or "parts"', repr(layers), hint)
 
 
 _LinearChoice: TypeAlias = bool | BlockForm | Checkpoint
@@ -147,7 +149,10 @@ def _linear_choice(linears: bool | str | Checkpoint) -> _LinearChoice:
     """What becomes of linears. Raises InputError."""
     if isinstance(linears, bool | Checkpoint):
         return linears
-    form = block_form(linears) if isinstance(linears, str) and linears != "int8" else None
+    try:
+        form = block_form(linears) if isinstance(linears, str) and linears != "int8" else None
+    except InputError as error:  # of what `weights` may be
+        raise InputError("linears", error.expected, error.got, error.next_step) from error
     if form is None:
         expected = 'True, False, what read_checkpoint gave, or a word for blocks, such as "int4" or "int8:block=32"'
         raise InputError("linears", expected, repr(linears))

@@ -37,11 +37,12 @@ class FirstCalls:
         """Why the results are not to be had; "" if they may differ by rounding alone. `theirs` computes them anew."""
         if not self.is_on or kind in self._kinds:
             return ""
-        self._kinds.add(kind)
         self.count()
         with torch.no_grad():
-            self.wrong = difference(ours, theirs(), self.products)
-        if self.wrong:
+            wrong = difference(ours, theirs(), self.products)
+        self.wrong = self.wrong or wrong
+        self._kinds.add(kind)  # not before: other threads' first calls are as unsure
+        if wrong:
             warnings.warn(f"{self.name or 'the model'}: {self.wrong}; PyTorch computes its calls", stacklevel=4)
         return self.wrong
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mhsa_compile.compiler import pipeline
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
+from mhsa_compile.files.patience import shown_stages
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.integrations import torch_linear
 from mhsa_compile.integrations.acceleration_report import AccelerationReport
@@ -44,10 +45,11 @@ class _Artifacts:
         with self._lock:
             if key not in self._compiled:
                 try:
-                    graph = source()
-                    artifact = pipeline.compile(
-                        graph, profile, without_attention="accept", float32_products=products, **options
-                    )
+                    options |= {"without_attention": "accept", "float32_products": products}
+                    with shown_stages("mhsa.accelerate, a first call") as begin:
+                        begin("export the layer")
+                        graph = source()
+                        artifact = pipeline.compile(graph, profile, progress=begin, **options)
                     if isinstance(kind, ExportedKind):
                         check_bound(graph, artifact.manifest)
                     self._compiled[key] = artifact

@@ -262,7 +262,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownF
             if field.check is not None and not (value is None and field.may_be_none):
                 self._set(name, field.check(name, value))
         check_dtype(self.dtype)
-        check_choice("mask", self.mask, tuple(MASKS))
+        check_choice("mask", self.mask, tuple(MASKS), "Did you mean causal=True?" if self.mask == "causal" else "")
         self._set("kv_cache", resolved_kv_cache(self.kv_cache, self.dtype))
         self._resolve_heads()
         self._set("outputs", checked_outputs(self.outputs, self.num_heads))

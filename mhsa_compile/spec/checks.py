@@ -77,12 +77,13 @@ def checked_flag(name: str, value: object) -> bool:
     return value
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...], otherwise: str = "") -> None:
+    """Raises SpecError for what is neither None nor a choice; `otherwise` is its next step where none is near."""
     if value is None or value in choices:
         return
     expected = ", ".join(f'"{choice}"' for choice in choices)
     text = value_text(value)
-    raise SpecError(name, f"None, {expected}", text, did_you_mean(text.strip("'"), choices))
+    raise SpecError(name, f"None, {expected}", text, did_you_mean(text.strip("'"), choices, otherwise))
 
 
 def check_dtype(dtype: object) -> None:

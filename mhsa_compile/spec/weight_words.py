@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from mhsa_compile.errors import InputError
+from mhsa_compile.errors import InputError, did_you_mean
 
 BLOCKS = (16, 32, 64, 128, 256)
 _EXAMPLES = 'None, "int8", "int4", "int8:block=32", or "int4:block=64,zeros,activations=float"'
@@ -77,5 +77,5 @@ def _kind(word: object) -> str:
     """ "int8", "int4", or "int8:" of eight bits by blocks."""
     kind, colon, _ = word.partition(":") if isinstance(word, str) else ("", "", "")
     if kind not in ("int4", "int8"):
-        raise InputError("weights", _EXAMPLES, repr(word))
+        raise InputError("weights", _EXAMPLES, repr(word), did_you_mean(kind, ("int4", "int8")))
     return kind + colon * (kind == "int8")

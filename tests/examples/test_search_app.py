@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("fastapi", reason="not installed: fastapi (extra `apps`)")
 pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
 pytest.importorskip("httpx2", reason="not installed: httpx2, which fastapi's TestClient calls with")
 
 from fastapi.testclient import TestClient
 from minilm.encoder import PairEncoder
 from minilm.request_bodies import BodyRefused, body_within
+from minilm.trained import PACKAGE, embed_batch, load_reference, model_folder
 from search_app import server
 from search_app.gather import PASSAGES, Asked, Gatherer, fitting
-from search_app.index import Index
+from search_app.index import Hit, Index, Passage
 from search_app.passages import LONGEST, passages
-from search_app.server import LARGEST_FILE, Search, create_app
+from search_app.server import LARGEST_FILE, NEAR, TEXTS, Search, create_app
+from tokenizers import Tokenizer
 
 
 def words(text: str) -> list[tuple[int, int]]:
@@ -210,6 +218,76 @@ def test_an_answer_says_how_near_its_best_passage_is(client: TestClient) -> None
     for query in (TEXT.strip().split("\n\n")[0], "sofa cat"):
         answer = client.post("/api/search", json={"query": query}).json()
         assert answer["best"].startswith(f"The best has a similarity of {answer['results'][0]['score']:.2f}: 1 says")
+
+
+class Fixed:
+    """Stands for an index whose best passage has a similarity."""
+
+    def __init__(self, score: float) -> None:
+        self.score = score
+
+    def __len__(self) -> int:
+        return 1
+
+    def search(self, query: object, most: int) -> list[Hit]:
+        return [Hit(Passage(1, "animals.md", "the cat"), self.score)]
+
+
+@pytest.mark.parametrize(("score", "fits"), [(NEAR, True), (NEAR - 0.01, False), (-0.1, False)])
+def test_an_answer_says_when_nothing_fits(score: float, fits: bool) -> None:
+    app: Any = SimpleNamespace(index=Fixed(score), encoder=MagicMock(), gatherer=MagicMock())
+    best = str(Search.search(app, "the cat?")["best"])
+    assert best.startswith("Nothing here fits. ") != fits and f"similarity of {score:.2f}" in best
+
+
+FITTING = """which vegetables need protection against cold nights
+stop pests from eating my salad
+making earth out of waste
+leaves with a white fungus
+when is the best hour for watering
+a loaf without much work
+too salty
+blunt kitchen knives
+yesterday's rice for dinner
+how to soften onions
+what is the bright steady point next to the moon
+see better in the night
+the back of the moon
+burning dust from comets
+most distant thing that people can see""".splitlines()
+OTHER = """how do I renew my passport
+the rules of cricket
+a lawyer for my contract
+install updates on Windows
+who painted the Mona Lisa
+vaccination against measles
+the price of gold
+repair a flat bicycle tyre
+best films of the nineties
+learn Spanish verbs
+parental leave
+population of Brazil
+quadratic equations
+bus timetable
+a song by the Beatles""".splitlines()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason=f"not installed: {PACKAGE}")
+def test_queries_with_and_without_an_answer_are_told_apart() -> None:
+    """Queries that the bound was not chosen by, over the app's own texts."""
+    bert, tokenizer = load_reference(model_folder()), Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    tokenizer.no_padding()
+
+    def embedded(texts: list[str]) -> np.ndarray:
+        rows = [torch.tensor([tokenizer.encode(text).ids]) for text in texts]
+        return np.concatenate([embed_batch(bert, ids, torch.ones_like(ids, dtype=torch.bool)).numpy() for ids in rows])
+
+    parts = [part for file in sorted(TEXTS.iterdir()) for part in file.read_text().split("\n\n")]
+    passages = embedded([part for part in parts if not part.startswith("#")])
+    fitting, other = ((embedded(queries) @ passages.T).max(1) for queries in (FITTING, OTHER))
+    assert (fitting >= NEAR).mean() >= 0.9 and (other < NEAR).mean() >= 0.9, (fitting, other)
+    assert (other >= 0.05).mean() > 0.5, "a bound near 0 would tell few of them"
 
 
 def test_the_attention_of_a_pair_is_what_the_model_gives(client: TestClient, model: Path) -> None:

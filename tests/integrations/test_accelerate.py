@@ -259,6 +259,22 @@ def test_what_is_kept_says_why(made: Callable[[], nn.Module], why: str) -> None:
     assert "forward" not in vars(model[1])
 
 
+@pytest.mark.parametrize(
+    ("options", "argument", "hint"),
+    [
+        ({"layers": "fast"}, "layers", "Did you mean 'fastest'?"),
+        ({"layers": "none"}, "layers", ""),
+        ({"on_unsupported": "rase"}, "on_unsupported", "Did you mean 'raise'?"),
+        ({"linears": "int-4"}, "linears", "Did you mean 'int4'?"),
+        ({"linears": "float"}, "linears", ""),
+    ],
+)
+def test_choices_that_are_none_say_what_was_probably_meant(options: Any, argument: str, hint: str) -> None:
+    with pytest.raises(InputError) as caught:
+        mhsa.accelerate(layer(), **options)
+    assert (caught.value.argument, caught.value.next_step) == (argument, hint)
+
+
 def test_training_gradients_and_twice_are_refused() -> None:
     model, x = layer(), rows()
     with pytest.raises(InputError, match="eval mode"):

@@ -7,12 +7,14 @@ import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     BertConfig,
     BertModel,
@@ -35,9 +37,12 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.integrations import weight_state
 from mhsa_compile.integrations.accelerate import NAME
 from mhsa_compile.integrations.acceleration_report import AccelerationReport
+from mhsa_compile.integrations.first_calls import FirstCalls
+from mhsa_compile.integrations.layers import state as layer_state
 from mhsa_compile.integrations.layers import ways
 from mhsa_compile.integrations.layers.export import ExportedKind, call_of
-from mhsa_compile.integrations.layers.exported import ExportedLayerForward
+from mhsa_compile.integrations.layers.exported import BEFORE, ExportedLayerForward
+from mhsa_compile.integrations.layers.state import LayerState
 from mhsa_compile.verification.error_budget import budget, max_error
 
 WORDS, D = 101, 32
@@ -281,9 +286,27 @@ def other_class(layer: Any) -> None:
     layer.__class__ = Doubled
 
 
+def drop_a_bias(layer: Any) -> None:
+    layer.intermediate.dense.bias = None
+
+
+def widen(layer: Any) -> None:
+    torch.manual_seed(4)
+    layer.intermediate.dense.weight.data, layer.intermediate.dense.bias.data = torch.randn(50, D), torch.randn(50)
+    layer.output.dense.weight.data = torch.randn(D, 50)
+
+
+def tie(layer: Any) -> None:
+    layer.attention.self.key.weight = layer.attention.self.query.weight
+
+
+def share(layer: Any) -> None:
+    layer.attention.self.key = layer.attention.self.query
+
+
 FAST = [write_data, take_a_step, load_state, hook_a_part, hook_an_input, hook_the_layer, own_forward, other_class]
 SLOW = [take_a_fused_step, put_parameter, other_epsilon, other_activation, other_function, other_scale, put_adapter,
-        parametrize]  # fmt: skip
+        parametrize, drop_a_bias, widen, tie, share]  # fmt: skip
 
 
 @pytest.mark.parametrize("edit", [*FAST, *(pytest.param(edit, marks=pytest.mark.thorough) for edit in SLOW)])
@@ -313,6 +336,130 @@ def test_an_edit_is_missed_where_nothing_is_looked_at(
             for each in (plain, model):
                 edit(each.encoder.layer[0])
             assert excess(plain, model, IDS) > 10
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sees_ties", [True, False])
+def test_a_weight_that_was_another_ones(
+    sees_ties: bool, pair: tuple[Any, Any, AccelerationReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An artifact of a layer two of whose weights are one has no room for a second."""
+    if not sees_ties:  # the control
+        monkeypatch.setattr(layer_state, "_structure", lambda layer: iter([str(layer)]))
+    plain = copy.deepcopy(pair[0])
+    tie(plain.encoder.layer[0])
+    model, _ = accelerated(plain, check=False)
+    assert (excess(plain, model, IDS) <= 1) == sees_ties
+    own = torch.randn(D, D, generator=torch.Generator().manual_seed(4))
+    for each in (plain, model):
+        each.encoder.layer[0].attention.self.key.weight = nn.Parameter(own)
+    assert (excess(plain, model, IDS) <= 1) == sees_ties
+
+
+class Scaled(nn.Module):
+    """A function of one's own, by what is looked up in four places."""
+
+    factor = 1.0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.factors, self.named = config, [1.0], {"inside": {"factor": 1.0}}
+        self.function: Callable[..., Tensor] = partial(functional.gelu, approximate="none")
+        self.eval()
+
+    def activation(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.factor * self.factors[0] * self.named["inside"]["factor"] * self.config.own["factor"]
+        return scaled(self.activation(x), factor)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+def other_of_class(part: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scaled, "factor", 2.0)
+
+
+def other_method(part: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scaled, "activation", lambda self, x: x)
+
+
+def other_by_name(part: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(globals(), "scaled", lambda x, factor: x + factor)
+
+
+def other_in_list(part: Any, patch: pytest.MonkeyPatch) -> None:
+    part.factors[0] = 2.0
+
+
+def other_in_dict(part: Any, patch: pytest.MonkeyPatch) -> None:
+    part.named["inside"]["factor"] = 2.0
+
+
+def other_in_config(part: Any, patch: pytest.MonkeyPatch) -> None:
+    part.config.own["factor"] = 2.0
+
+
+def other_partial(part: Any, patch: pytest.MonkeyPatch) -> None:
+    part.function = partial(functional.gelu, approximate="tanh")
+
+
+OF_CODE = [other_of_class, other_method, other_by_name, other_in_list, other_in_dict, other_in_config, other_partial]
+OF_WEIGHTS = [drop_a_bias, widen, tie, share, put_parameter, other_epsilon, other_function, other_class]
+
+
+def scaled_layer() -> Any:
+    layer = model_of(bert).encoder.layer[0]
+    layer.attention.self.config.own = {"factor": 1.0}
+    layer.intermediate.intermediate_act_fn = Scaled(layer.attention.self.config)
+    return layer
+
+
+@pytest.mark.parametrize("edit", OF_CODE)
+def test_a_layers_state_sees_edits_of_what_its_code_reads(
+    edit: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = scaled_layer()
+    state, x = LayerState(layer, BEFORE), torch.randn(1, 3, D)
+    before = layer(x)
+    with torch.no_grad():
+        layer.output.dense.weight.data.mul_(1)
+    assert state.holds() and not state.why and LayerState(layer, BEFORE).structure == state.structure
+    edit(layer.intermediate.intermediate_act_fn, monkeypatch)
+    assert not torch.allclose(layer(x), before), "it changes what the layer gives"
+    assert not state.holds() and LayerState(layer, BEFORE).structure != state.structure
+
+
+@pytest.mark.parametrize("edit", OF_WEIGHTS)
+def test_a_layers_state_sees_edits_of_its_parts(edit: Callable[[Any], None]) -> None:
+    layer = model_of(bert).encoder.layer[0]
+    state = LayerState(layer, BEFORE)
+    edit(layer)
+    other = LayerState(layer, BEFORE)
+    assert not state.holds() and other.holds()
+    assert other.structure != state.structure or edit is put_parameter
+
+
+class Stateful:
+    """What is called and has numbers of its own, which no artifact would look at."""
+
+    factor = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_what_is_called_and_has_numbers_of_its_own_is_in_no_artifact() -> None:
+    layer = scaled_layer()
+    part = layer.intermediate.intermediate_act_fn
+    for function in (Stateful(), Stateful().__call__, partial(Stateful())):
+        part.function = function
+        assert LayerState(layer, BEFORE).why == (
+            "its intermediate.intermediate_act_fn has function, of which an artifact would see no change"
+        )
 
 
 def test_copies_are_models_of_their_own(pair: tuple[Any, Any, AccelerationReport]) -> None:
@@ -389,6 +536,16 @@ class Writes(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
         return super().forward(hidden_states, attention_mask, encoder_hidden_states, **named)
 
 
+class Counts(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
+    """A layer that counts its calls in a buffer, and by a list."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any, encoder_hidden_states: Any, **named: Any) -> Any:
+        self.calls.add_(1)
+        self.places.append(1)
+        x = hidden_states * (self.calls + len(self.places))
+        return super().forward(x, attention_mask, encoder_hidden_states, **named)
+
+
 class Remembers(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
     """A layer that writes into itself."""
 
@@ -397,10 +554,12 @@ class Remembers(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
         return super().forward(hidden_states, attention_mask, encoder_hidden_states, **named)
 
 
-@pytest.mark.parametrize("kind", [Writes, Remembers])
+@pytest.mark.parametrize("kind", [Writes, Remembers, Counts])
 def test_a_layer_that_writes_is_called_by_its_parts(kind: type[nn.Module]) -> None:
     plain = model_of(bert)
     plain.encoder.layer[0].__class__ = kind
+    plain.encoder.layer[0].register_buffer("calls", torch.zeros(()))
+    plain.encoder.layer[0].places = []
     model, report = accelerated(plain)
     for _ in range(2):
         assert excess(plain, model, IDS) <= 1
@@ -423,6 +582,24 @@ def test_several_threads_call_and_bind_at_once(pair: tuple[Any, Any, Acceleratio
         assert sum(pool.map(wrong, range(4))) == 80
 
 
+def test_a_first_call_beside_another_is_checked_itself() -> None:
+    """As of two threads: the second begins while the first one's check is under way."""
+    checks = FirstCalls("layer", True, lambda: None)
+    wrong, right = [torch.ones(3)], [torch.zeros(3)]
+    second: list[str] = []
+
+    def theirs() -> list[Tensor]:
+        if not second:
+            second.append("")
+            second[0] = checks.check("kind", wrong, theirs)
+        return right
+
+    with pytest.warns(UserWarning, match="PyTorch computes its calls"):
+        assert "a result is off by" in checks.check("kind", wrong, theirs)
+    assert "a result is off by" in second[0] and checks.wrong
+    assert checks.check("kind", right, lambda: right) == "", "asked once"
+
+
 CACHE = "past_key_values is a DynamicCache, which no artifact fills: pass use_cache=False to go without"
 
 
@@ -437,6 +614,7 @@ def test_calls_that_no_artifact_takes() -> None:
     assert why(x, None) == why(x, torch.ones(2, 1, 3, 3)) == why(x, places=(x, x), use_cache=False) == "taken"
     assert why(None, x) == why(x[0]) == "its hidden_states are no sequences in a batch"
     assert why(x, output_attentions=True) == "output_attentions is asked for, which its parts alone have"
+    assert why(x, hidden_states=x) == "hidden_states is given twice"
     assert why(x.double()) == "hidden_states is float64 on cpu, not float32 in CPU memory"
     assert why(x, torch.ones(5, 1, 3, 3)) == "attention_mask is (5, 1, 3, 3), beside a batch of 2"
     assert (

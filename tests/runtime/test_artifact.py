@@ -424,6 +424,11 @@ def test_what_is_no_path_and_a_working_folder_that_is_gone_are_named(
         Artifact.open(None)  # type: ignore[arg-type]
     with pytest.raises(ArtifactError, match="nothing at"):
         Artifact.open(os.fsencode(tmp_path / "none"))  # type: ignore[arg-type]
+    (tmp_path / "attention.mhsa").mkdir()
+    for name, hint in (("atention.mhsa", "Did you mean 'attention.mhsa'?"), ("other.mhsa", "")):
+        with pytest.raises(ArtifactError) as caught:
+            Artifact.open(tmp_path / name)
+        assert caught.value.next_step == hint
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

@@ -145,6 +145,8 @@ def test_refusals_name_the_field(fields: dict[str, object], named: str, expected
         ({"dtype": "fp32"}, "Did you mean 'float32'?"),
         ({"dtype": "torch.bfloat16"}, "Did you mean 'bfloat16'?"),
         ({"mask": "boolean"}, "Did you mean 'bool'?"),
+        ({"mask": "causal"}, "Did you mean causal=True?"),
+        ({"mask": "hidden"}, ""),
         ({"n_heads": 8}, "Did you mean 'num_heads'?"),
         ({"d_model": 8}, f"The fields are {', '.join(AttentionSpec.__struct_fields__)}."),
     ],

@@ -2,6 +2,7 @@
 
 const MOST_LETTERS = 600; // of a passage
 const MOST_RESULTS = 8;
+const NEAR = 0.25; // the similarity from which on a passage fits: docs/apps.md
 const [text, form, query, status, results] = ["text", "search", "query", "status", "results"].map((id) =>
   document.getElementById(id),
 );
@@ -63,7 +64,8 @@ async function search() {
   const ranked = places.map((passage) => [cosine(vectors.get(passage)), passage]).sort(([a], [b]) => b - a);
   show(ranked.slice(0, MOST_RESULTS));
   const seconds = ((performance.now() - begin) / 1000).toFixed(2);
-  status.textContent = `${places.length} passages, ${fresh.length} of them read now: ${seconds} s.`;
+  const words = ranked[0][0] < NEAR ? "Nothing here fits. " : "";
+  status.textContent = `${words}${places.length} passages, ${fresh.length} of them read now: ${seconds} s.`;
   button.disabled = false;
 }
 

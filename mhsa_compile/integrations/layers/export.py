@@ -81,7 +81,10 @@ def call_of(names: tuple[str, ...], positional: tuple[Any, ...], named: Mapping[
     """A call of a forward whose arguments are called so; or why no artifact takes it."""
     if len(positional) > len(names):
         return "more arguments than its forward has names for"
-    arguments: dict[str, Any] = dict(zip(names, positional, strict=False)) | dict(named)
+    arguments: dict[str, Any] = dict(zip(names, positional, strict=False))
+    if twice := arguments.keys() & named.keys():
+        return f"{min(twice)} is given twice"
+    arguments |= named
     tensors: dict[str, Tensor] = {}
     constants: list[tuple[str, Any]] = []
     for name, value in arguments.items():
@@ -158,6 +161,12 @@ class _OfTensors(nn.Module):
         return {one for names in self._tuples().values() for one in names}
 
 
+def named_weights(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A layer's parameters and buffers; one that has several names comes by each."""
+    yield from layer.named_parameters(remove_duplicate=False)
+    yield from layer.named_buffers(remove_duplicate=False)
+
+
 def graph_of(layer: nn.Module, kind: ExportedKind) -> onnx.ModelProto:
     """The graph of calls of a kind. Weights have the layer's names, and are zeros until they are bound. Raises
     ModelError where torch.export or ONNX has no form for what the layer does."""
@@ -168,7 +177,7 @@ def graph_of(layer: nn.Module, kind: ExportedKind) -> onnx.ModelProto:
         name: {axis: dim for axis, dim in enumerate(dims) if isinstance(dim, str)} for name, dims, _ in kind.tensors
     }
     model = export(module, example_inputs=examples, dynamic_shapes=free)
-    own = {PREFIX + name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
+    own = {PREFIX + name for name, _ in named_weights(layer)}
     for tensor in model.graph.initializer:
         if tensor.name in own:
             zeros = np.zeros(tensor.dims, onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))

@@ -23,6 +23,7 @@ from mhsa_compile.integrations.layers.export import (
     ExportedKind,
     call_of,
     graph_of,
+    named_weights,
     parameter_names,
 )
 from mhsa_compile.integrations.layers.measured import MeasuredForward
@@ -145,14 +146,14 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         if kind not in self._forms:
             if len(self._forms) >= _MOST_KINDS:
                 return f"more than {_MOST_KINDS} kinds of calls, each of which would be compiled"
-            before = {name: x.clone() for name, x in call.tensors.items()}
             look = plain_look(self._layer, BEFORE)
-            fields = [(vars(part), dict(vars(part))) for part in look.modules()]
+            state = LayerState(look, BEFORE)
+            before = [(x, x.clone()) for x in (*call.tensors.values(), *look.buffers())]
             result = type(look).forward(look, **call.arguments)
-            written = [name for name, x in before.items() if not _equal(x, call.tensors[name])]
-            for name in written:
-                call.tensors[name].copy_(before[name])
-            if written or not all(_same(now, then) for now, then in fields):
+            written = [(x, then) for x, then in before if not _equal(x, then)]
+            for x, then in written:
+                x.copy_(then)
+            if written or not state.holds():
                 self._forms[kind] = "its forward writes into what it is given, or into the layer"
             elif isinstance(result, Tensor):
                 self._forms[kind] = None
@@ -166,8 +167,7 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         return (self._state or self._looked_at()).weights()
 
     def _source(self, kind: ExportedKind) -> tuple[Any, Mapping[str, Any]]:
-        named = (*self._layer.named_parameters(), *self._layer.named_buffers())
-        weights = {PREFIX + name: weight.detach() for name, weight in named}
+        weights = {PREFIX + name: weight.detach() for name, weight in named_weights(self._layer)}
         return (kind, lambda: graph_of(self._layer, kind)), weights
 
     def _bound_or_why(self, kind: ExportedKind) -> CompiledAttention | str:
@@ -179,11 +179,6 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         if isinstance(compiled, CompiledAttention) and (limits := compiled.manifest.limits):
             return f"an artifact of it takes sizes up to {', '.join(map(str, limits.values()))} alone"
         return compiled
-
-
-def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Whether fields are the very same objects."""
-    return now.keys() == then.keys() and all(now[name] is value for name, value in then.items())
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:

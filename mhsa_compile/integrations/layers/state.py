@@ -1,14 +1,18 @@
 """What a layer of transformers is made of, and whether it is that still: asked in each call, answered in microseconds.
 
-Its parts, their classes, fields and configs, and the hooks on them. The numbers of its weights: `weight_state`.
+Its parts, their classes, what these are written with, fields and configs, the forms of weights and which are one, and
+the hooks on them. The numbers of its weights: `weight_state`.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +28,8 @@ INDEX = "layer_idx"
 _CAPTURES = "transformers.utils.output_capturing"
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
+"""What is called and has no state of its own that decides on the result."""
 
 
 class LayerState:
@@ -36,28 +42,30 @@ class LayerState:
 
     def __init__(self, layer: nn.Module, implementation: str) -> None:
         self._layer, modules = layer, list(layer.modules())
-        self._modules = [(part, type(part), type(part).forward, vars(part)) for part in modules]
-        self._fields = [dict(vars(part)) for part in modules]
-        self._children = [dict(part._modules) for part in modules]
-        self._hooks = [_hooks(part) for part in modules]
-        configs = {id(config): config for part in modules for config in _configs(part)}
-        self._configs = [(config, dict(vars(config))) for config in configs.values()]
+        self._modules, self._kinds = modules, list(map(type, modules))
+        configs = {id(config): config for part in modules for config in _configs(vars(part))}
+        self._configs = list(configs.values())
+        fields = [vars(one) for one in (*modules, *self._configs)]
+        others: list[dict[Any, Any]] = []
+        for part in modules:
+            others += [part._modules, part._forward_hooks, part._forward_pre_hooks]
+        self._now, self._then = [*fields, *others], [*map(_copied, fields), *(dict(values) for values in others)]
         self._weights = [values for part in modules for values in (part._parameters, part._buffers)]
-        self.captures = any(map(_is_capture, chain.from_iterable(hooks for _, hooks in self._hooks[1:])))
+        self._forms = list(map(_form, self.weights()))
+        self._code = _code(set(self._kinds))
+        self.captures = any(map(_is_capture, chain.from_iterable(map(_hooks, modules[1:]))))
         self.why = self._why_not(implementation)
-        self.structure = "" if self.why else _number(tuple(_structure(layer)))
+        self.structure = "" if self.why else _number((*_structure(layer), *map(_words, self._code)))
 
     def holds(self) -> bool:
         """Whether the layer is what it was but for the numbers of its weights."""
         try:
-            for (part, kind, forward, fields), before, children, hooks in zip(
-                self._modules, self._fields, self._children, self._hooks, strict=True
-            ):
-                if type(part) is not kind or kind.forward is not forward or fields != before:
-                    return False
-                if part._modules != children or _hook_ids(fields) != hooks[0]:
-                    return False
-            return all(vars(config) == before for config, before in self._configs)
+            return (
+                list(map(type, self._modules)) == self._kinds
+                and all(map(operator.eq, self._now, self._then))
+                and list(map(_form, self.weights())) == self._forms
+                and all(names.get(name) is value for names, then in self._code for name, value in then.items())
+            )
         except (RuntimeError, ValueError):  # two tensors or arrays, which have no one truth
             return False
 
@@ -67,15 +75,15 @@ class LayerState:
 
     def _why_not(self, implementation: str) -> str:
         names = {part: name for name, part in self._layer.named_modules()}
-        for config, _ in self._configs:
+        for config in self._configs:
             if (attention := getattr(config, ATTENTION)) != implementation:
                 return f"its attention became {attention!r}"
-        for (part, *_, fields), (_, hooks) in zip(self._modules[1:], self._hooks[1:], strict=True):
-            if not all(map(_is_capture, hooks)):
+        for part in self._modules[1:]:
+            if not all(map(_is_capture, _hooks(part))):
                 return f"its {names[part]} has hooks, which would not run: remove them"
-            if "forward" in fields and not isinstance(fields["forward"], ReplacedForward):
+            if not isinstance(vars(part).get("forward"), ReplacedForward | None):
                 return f"its {names[part]} has a forward of its own"
-        for part, *_ in self._modules:
+        for part in self._modules:
             if part.training:
                 return f"its {names[part] or 'layer'} is in training mode: call model.eval()"
             if odd := [name for name, value in _own_fields(part) if _word(value) is None]:
@@ -94,13 +102,66 @@ def _why_not_weights(layer: nn.Module) -> str:
     return ""
 
 
-def _hook_ids(fields: dict[str, Any]) -> tuple[int, ...]:
-    return (*fields["_forward_hooks"], *fields["_forward_pre_hooks"])
+def _form(weight: Tensor | None) -> Hashable:
+    """All of a weight that decides on an artifact: which one it is, as two may be the same, and how it is laid out."""
+    return None if weight is None else (id(weight), weight.shape, weight.dtype)
 
 
-def _hooks(part: nn.Module) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """(what tells hooks on a part from others later, the hooks)."""
-    return _hook_ids(vars(part)), (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+def _copied(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields, with containers as they are now: somebody may write into them."""
+    return {name: value if name in _OF_MODULES else _copy(value) for name, value in fields.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return list(map(_copy, value))
+    return set(value) if isinstance(value, set) else value
+
+
+_Names = tuple[Mapping[str, Any], dict[str, Any]]
+"""Names of a class or a file of code, and what some of them stood for."""
+
+
+def _code(kinds: set[type]) -> list[_Names]:
+    """What parts' classes are written with: their attributes, and what functions of theirs call by name."""
+    classes = {one for kind in kinds for one in kind.__mro__ if issubclass(one, nn.Module) and one is not nn.Module}
+    ordered = sorted(classes, key=lambda one: (one.__module__, one.__qualname__))
+    own: list[_Names] = [(vars(kind), _shown(vars(kind))) for kind in ordered]
+    files: dict[int, _Names] = {}
+    waiting = [one for _, names in own for value in names.values() if (one := _function(value))]
+    looked: set[FunctionType] = set()
+    while waiting:
+        if (function := waiting.pop()) in looked:
+            continue
+        looked.add(function)
+        file = function.__globals__
+        called = {name: file[name] for name in function.__code__.co_names if name in file}
+        files.setdefault(id(file), (file, {}))[1].update(called)
+        waiting += [one for one in called.values() if isinstance(one, FunctionType) and one.__globals__ is file]
+    return own + sorted(files.values(), key=lambda names: str(names[0].get("__name__")))
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The function that a class's attribute is, or is made of."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    while hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value if isinstance(value, FunctionType) else None
+
+
+def _shown(names: Mapping[str, Any]) -> dict[str, Any]:
+    """A class's attributes without what Python notes there itself."""
+    return {name: value for name, value in names.items() if not name.startswith("__") or callable(value)}
+
+
+def _words(code: _Names) -> Hashable:
+    return tuple((name, value if isinstance(value, Hashable) else id(value)) for name, value in sorted(code[1].items()))
+
+
+def _hooks(part: nn.Module) -> Iterator[Any]:
+    return chain(part._forward_hooks.values(), part._forward_pre_hooks.values())
 
 
 def _is_capture(hook: Any) -> bool:
@@ -123,16 +184,22 @@ def _own_fields(part: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in vars(part).items() if name not in _OF_MODULES and name != INDEX)
 
 
-def _configs(part: nn.Module) -> Iterator[Any]:
-    return (value for value in vars(part).values() if hasattr(value, ATTENTION))
+def _configs(fields: Mapping[str, Any]) -> Iterator[Any]:
+    """The configs among fields, and those in them."""
+    for value in fields.values():
+        if hasattr(value, ATTENTION):
+            yield value
+            yield from _configs(vars(value))
 
 
 def _structure(layer: nn.Module) -> Iterator[Hashable]:
-    """All that an artifact of a layer depends on, but for the numbers of its weights."""
+    """All that an artifact of a layer depends on, but for the numbers of its weights, and the code of its classes."""
+    places: dict[int, int] = {}
     for name, part in layer.named_modules(remove_duplicate=False):
         yield name, type(part), tuple((field, _word(value)) for field, value in _own_fields(part))
         for values in (part._parameters, part._buffers):
-            yield tuple((key, None if x is None else (x.shape, x.dtype)) for key, x in values.items())
+            forms = ((key, x, places.setdefault(id(x), len(places))) for key, x in values.items())
+            yield tuple((key, None if x is None else (place, x.shape, x.dtype)) for key, x, place in forms)
 
 
 def _word(value: Any) -> Hashable | None:
@@ -146,7 +213,10 @@ def _word(value: Any) -> Hashable | None:
         return None if None in words else (type(value), words)
     if isinstance(value, dict):
         return _word(list(value.items()))
-    return value if callable(value) and isinstance(value, Hashable) and not isinstance(value, nn.Module) else None
+    if isinstance(value, partial):
+        word = _word([value.func, *value.args, value.keywords])
+        return None if word is None else (partial, word)
+    return value if isinstance(value, _FUNCTIONS) else None
 
 
 def _is_of_models(field: str) -> bool:
@@ -188,6 +258,7 @@ def plain_look(layer: nn.Module, implementation: str, *, has_index: bool = True)
         fields = dict(vars(value))
         if isinstance(fields.get("forward"), ReplacedForward):
             del fields["forward"]
+        fields = _copied(fields)
         fields |= {name: look(field) for name, field in fields.items() if hasattr(field, ATTENTION)}
         fields["_modules"] = {name: None if part is None else look(part) for name, part in value._modules.items()}
         if INDEX in fields and not has_index:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mhsa_compile.errors import ArtifactError, OutputError
+from mhsa_compile.errors import ArtifactError, OutputError, did_you_mean
 from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import Unfinished, atomic_folder, unwritable
 from mhsa_compile.files.foreign_errors import reading
@@ -191,7 +191,8 @@ def open_artifact(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
         ) from error
     if not places.is_folder(folder):
         got = "a file" if places.is_there(folder) else "nothing"
-        raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}")
+        hint = did_you_mean(folder.name, places.neighbours(folder), cutoff=0.8)
+        raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}", hint)
     with ExitStack() as stack:
         with _readable(folder):
             files = _open_whole(folder, stack)
