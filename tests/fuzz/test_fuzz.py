@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fuzz import attention, flows, runs
-from fuzz.campaign import Tally, rounds
+from fuzz.campaign import Plan, Tally, rounds
 from fuzz.cases import AttentionCase, DecodeCase, FlowCase, InsideCase, LinearCase, Outcome
 from fuzz.runs import OverBudget, program, run
 
@@ -37,7 +37,7 @@ FLOW = FlowCase(
 def slice_of(what: str, count: int, seed: int) -> list[Outcome]:
     found: list[Outcome] = []
     with contextlib.redirect_stderr(io.StringIO()):
-        wrong = rounds(what, count, seed, found.append)
+        wrong = rounds(what, Plan(count, seed), found.append)
     assert wrong is None, wrong
     return found
 
@@ -111,7 +111,7 @@ def test_what_is_over_budget_is_shrunk_and_printed(monkeypatch):
     for kind in (LinearCase, AttentionCase, InsideCase):
         monkeypatch.setitem(runs.RUNS, kind, faulty)
     with contextlib.redirect_stderr(io.StringIO()):
-        wrong = rounds("kernels", 200, 1, lambda outcome: None)
+        wrong = rounds("kernels", Plan(200, 1), lambda outcome: None)
     assert wrong is not None and wrong.startswith(
         "error 3 of the budget\n\nfrom fuzz.cases import LinearCase\nfrom fuzz.runs import run\n"
     )
