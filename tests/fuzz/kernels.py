@@ -53,8 +53,10 @@ class Controls(dict[str, float]):
     """Wrong results on purpose: of each the largest share of its budget that it came to."""
 
     def hold(self, name: str, draw: Draw, wrong: np.ndarray) -> None:
-        """What another result would have been told by, `wrong` being the truth of it."""
+        """What another result would have been told by, `wrong` being its truth; nothing where that is the same."""
         truth, yardstick, actual = draw
+        if max_error(truth, wrong) <= SAME * np.abs(truth).max(initial=0.0):
+            return
         allowed = budget(truth, yardstick, str(yardstick.dtype))
         self[name] = max(self.get(name, 0.0), share_of_budget(max_error(wrong, actual), allowed))
 
@@ -62,6 +64,8 @@ class Controls(dict[str, float]):
         return tuple(self.items())
 
 
+SAME = 2.0**-40
+"""Of the largest number of a result in float64, what two orders of its sums may differ by."""
 PLAIN_CLASSES = ("normal", "one sign")
 """Those of whose numbers a wrong one differs from its neighbours."""
 ORDERS = 8
