@@ -182,7 +182,7 @@ def worker(process: int, plans: dict[str, Plan], results: Any) -> None:
         emulator.install()
     logging.disable(logging.WARNING)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # hypothesis prints the falsifying example; we print a program
-    gc.freeze()  # modules of TVM and PyTorch: a fifth of the time that building code takes was their search for garbage
+    gc.freeze()  # no search for garbage walks through the modules of TVM and PyTorch
     for what, plan in plans.items():
         if plan.done >= plan.count:
             continue
