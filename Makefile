@@ -186,8 +186,8 @@ bench-serve-ray: $(RAY)  ## The same model on Ray Serve, with 1 and 2 replicas u
 bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pictures, in most of an hour
 	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build
 
-fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; DTYPE=bfloat16 MACHINE=tiles KIND=linear: these alone; half an hour
-	@PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 $(if $(DTYPE),--dtype $(DTYPE)) $(if $(MACHINE),--machine $(MACHINE)) $(if $(KIND),--kind $(KIND))
+fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; DTYPE=bfloat16 MACHINE=tiles KIND=linear PRODUCTS=bf16x6: these alone; half an hour, attention on tiles hours
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 $(if $(DTYPE),--dtype $(DTYPE)) $(if $(MACHINE),--machine $(MACHINE)) $(if $(KIND),--kind $(KIND)) $(if $(PRODUCTS),--products $(PRODUCTS))
 
 fuzz-caches: $(STAMP)  ## 2,000 random caches (what they store, lengths, groups, windows, ragged batches, truncations) against float64, from a seed that is printed; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.caches --configurations 2000

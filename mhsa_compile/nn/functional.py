@@ -183,8 +183,8 @@ def written(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
     return cache.scatter(2, place.expand_as(rows), rows.to(cache.dtype))
 
 
-SMALLEST_ROW = 1e-30
-"""Rows of int8 that are smaller everywhere count as zero: their step would have no reciprocal."""
+SMALLEST_ROW = 2.0**-119
+"""Rows of int8 that are smaller everywhere count as zero: their step would be less than a normal float32."""
 
 
 def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from support.attention_ops import attention_of, changed, features
 from support.kernel_runs import attention, masked_scores
 
 from fuzz.cases import AttentionCase
+from fuzz.numbers import OF_SCORES, numbers
 from mhsa_compile import masks
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
@@ -84,14 +85,22 @@ class Operands:
 
 
 def draw_operands(
-    rng: np.random.Generator, op: AttentionOp, sizes: tuple[int, int, int], magnitude: float, turn: int
+    rng: np.random.Generator,
+    op: AttentionOp,
+    sizes: tuple[int, int, int],
+    magnitude: float,
+    turn: int,
+    kind: str = "normal",
 ) -> Operands:
+    """`kind`: the class of V's numbers, and of those of Q and K where it leaves scores as large as they are."""
     (B, L, S), H, G = sizes, op.num_heads, op.num_kv_heads
     shapes = ((B, H, L, op.head_dim), (B, G, S, op.head_dim), (B, G, S, op.v_head_dim))
-    q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
-    narrow = NUMPY[op.dtype]
+    narrow, of_scores = NUMPY[op.dtype], kind if kind in OF_SCORES else "normal"
+    q, k = (numbers(rng, shape, of_scores, np.float32) for shape in shapes[:2])
     return Operands(
-        *(array.astype(narrow) for array in (q * np.float32(magnitude), k, v)),
+        (q * np.float32(magnitude)).astype(narrow),
+        k.astype(narrow),
+        numbers(rng, shapes[2], kind, narrow),
         mask=_mask(rng, op, sizes, turn),
         lengths=rng.integers(0, S + 1, B) if features(op).lengths else None,
         sinks=rng.standard_normal(H, np.float32).astype(narrow) if features(op).sinks else None,
@@ -129,6 +138,17 @@ def reordered(given: Operands, order: int) -> Operands:
     E = given.q.shape[-1]
     places = np.random.default_rng(order).permutation(E) if order else np.arange(E)
     return replace(given, q=given.q[..., places], k=given.k[..., places])
+
+
+def misread(given: Operands) -> dict[str, Operands]:
+    """What a kernel that is wrong would have multiplied: a budget must tell it from the operands."""
+    without = given.q.copy()
+    without[..., -1] = 0
+    return {
+        "scores without their last term": replace(given, q=without),
+        "scores larger by an eighth": replace(given, q=(given.q.astype(np.float64) * 1.125).astype(np.float32)),
+        "values of the next key": replace(given, v=np.roll(given.v, -1, axis=2)),
+    }
 
 
 def farthest(truth: np.ndarray, found: Sequence[np.ndarray]) -> np.ndarray:

@@ -46,6 +46,7 @@ class AttentionCase:
     poison      NaN and Inf in keys and values that nobody sees
     extras      what else the operation has, of "lengths", "sinks", "slopes"; and `softcap`, 0 where it has none
     products    how products of float32 are asked for; what no kernel of the machine makes is "ieee"
+    inputs      classes of numbers (`fuzz.numbers`): each call is made with each
     """
 
     seed: int
@@ -67,11 +68,13 @@ class AttentionCase:
     softcap: float
     calls: tuple[tuple[int, int, int], ...]
     products: Float32Request = "ieee"
+    inputs: tuple[str, ...] = ("normal",)
 
 
 @dataclass(frozen=True)
 class LinearCase:
-    """One linear kernel, projections side by side, and some calls of it: (B, L) of each."""
+    """One linear kernel, projections side by side, and some calls of it: (B, L) of each, with numbers of each class of
+    `inputs`. `weights` is the class of the weights' numbers."""
 
     seed: int
     machine: str
@@ -86,6 +89,50 @@ class LinearCase:
     fixed: bool
     calls: tuple[tuple[int, int], ...]
     products: Float32Request = "ieee"
+    inputs: tuple[str, ...] = ("normal",)
+    weights: str = "normal"
+
+
+@dataclass(frozen=True)
+class ProductCase:
+    """A product of two activations, and some calls of it: sizes of b, h, m, k and n, with numbers of each class.
+
+    order       a name of `support.product_ops.ORDERS`
+    result      the dtype of Y
+    fixed       letters of axes whose sizes the kernel is made for; they are those of the first call
+    """
+
+    seed: int
+    machine: str
+    cores: int
+    dtype: str
+    result: str
+    order: str
+    fixed: str
+    calls: tuple[tuple[int, int, int, int, int], ...]
+    products: Float32Request = "ieee"
+    inputs: tuple[str, ...] = ("normal",)
+
+
+@dataclass(frozen=True)
+class BytesCase:
+    """One linear kernel of bytes that a file stores, and some calls of it: (B, L) of each.
+
+    x_dtype     of x; `stored` has that of each weight
+    centred     whether the weights' zeros are all in the middle
+    """
+
+    seed: int
+    machine: str
+    cores: int
+    x_dtype: str
+    stored: tuple[str, ...]
+    in_features: int
+    widths: tuple[int, ...]
+    centred: bool
+    padding: int
+    fixed: bool
+    calls: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -130,15 +177,19 @@ class DecodeCase:
     spare: int
 
 
-Case = AttentionCase | InsideCase | LinearCase | FlowCase | DecodeCase
+Case = AttentionCase | InsideCase | LinearCase | ProductCase | BytesCase | FlowCase | DecodeCase
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found: the worst call's error as a share of its budget, and what the case counts as."""
+    """What a run found: the worst call's error as a share of its budget, and what the case counts as.
+
+    controls    what is wrong on purpose, of some calls: the largest share of the budget that it came to
+    """
 
     share: float
     calls: int
     kind: str
     dtype: str
     features: tuple[str, ...]
+    controls: tuple[tuple[str, float], ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from fuzz.attention import (
     draw_operands,
     evaluated,
     farthest,
+    misread,
     output_rows,
     output_shape,
     placed,
@@ -31,6 +33,7 @@ from fuzz.attention import (
     scores_of,
 )
 from fuzz.cases import MACHINES, AttentionCase, InsideCase, LinearCase, Outcome
+from fuzz.numbers import numbers
 from mhsa_compile.compiler.selection.float32_products import resolve
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.hardware.profile import TargetProfile, detect
@@ -38,12 +41,33 @@ from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, LinearOp, Op, SoftmaxStatsOp
 from mhsa_compile.nn.functional import softmax_outputs_of_rows, to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
+from mhsa_compile.verification.error_budget import budget, max_error, share_of_budget
 from mhsa_compile.verification.oracle import softmax_outputs as reference_inside
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
 from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
 from mhsa_compile.verification.parity import Draw, judge
 from mhsa_compile.verification.top_k_parity import repetitions
 
+
+class Controls(dict[str, float]):
+    """Wrong results on purpose: of each the largest share of its budget that it came to."""
+
+    def hold(self, name: str, draw: Draw, wrong: np.ndarray) -> None:
+        """What another result would have been told by, `wrong` being its truth; nothing where that is the same."""
+        truth, yardstick, actual = draw
+        if max_error(truth, wrong) <= SAME * np.abs(truth).max(initial=0.0):
+            return
+        allowed = budget(truth, yardstick, str(yardstick.dtype))
+        self[name] = max(self.get(name, 0.0), share_of_budget(max_error(wrong, actual), allowed))
+
+    def outcome(self) -> tuple[tuple[str, float], ...]:
+        return tuple(self.items())
+
+
+SAME = 2.0**-40
+"""Of the largest number of a result in float64, what two orders of its sums may differ by."""
+PLAIN_CLASSES = ("normal", "one sign")
+"""Those of whose numbers a wrong one differs from its neighbours."""
 ORDERS = 8
 """The number of orders in which PyTorch's sums are taken, where one may be luck."""
 
@@ -55,27 +79,36 @@ def linear_outcome(case: LinearCase) -> Outcome:
     )  # type: ignore[arg-type]
     target = profile(case.machine, case.cores)
     op = resolve(op, case.products, target).op  # type: ignore[assignment]
-    kernel, emitted, library = _built(op, target)
-    rng, dtype = np.random.default_rng(case.seed), NUMPY[case.dtype]
-    weights = [rng.standard_normal((n, op.in_features), np.float32).astype(dtype) for n in op.widths]
+    kernel, emitted, library = built(op, target)
+    rng, dtype, controls = np.random.default_rng(case.seed), NUMPY[case.dtype], Controls()
+    weights = [numbers(rng, (n, op.in_features), case.weights, dtype) for n in op.widths]
     biases = [
         rng.standard_normal(n, np.float32).astype(dtype) * has for n, has in zip(op.widths, op.biased, strict=True)
     ]
     given = [np.ascontiguousarray(w.T) if flip else w for w, flip in zip(weights, op.transposed, strict=True)]
     given += [bias for bias, has in zip(biases, op.biased, strict=True) if has]
-    packed = [tvm.runtime.tensor(_garbage(shape, dtype)) for shape, dtype in emitted.packed]
+    packed = [tvm.runtime.tensor(garbage(shape, dtype)) for shape, dtype in emitted.packed]
     library["pack"](*map(tvm.runtime.tensor, given), *packed)
 
-    def draw(B: int, L: int) -> list[Draw]:
-        x = rng.standard_normal((B, L, op.in_features), np.float32).astype(dtype)
-        y = tvm.runtime.tensor(_garbage((B, L, op.pitch), case.dtype))
+    def draw(turn: int, B: int, L: int, inputs: str) -> list[Draw]:
+        x = numbers(rng, (B, L, op.in_features), inputs, dtype)
+        y = tvm.runtime.tensor(garbage((B, L, op.pitch), case.dtype))
         library["run"](tvm.runtime.tensor(x), *packed, y)
-        return [(*_linear_truth(op, x, weights, biases), y.numpy()[..., : op.out_features])]
+        triple = (*_linear_truth(op, x, weights, biases), y.numpy()[..., : op.out_features])
+        if not turn and inputs in PLAIN_CLASSES and case.weights in PLAIN_CLASSES:
+            without = x.copy()
+            without[..., -1] = 0
+            controls.hold("sums without their last term", triple, _linear_truth(op, without, weights, biases)[0])
+            if op.out_features > 1:
+                controls.hold("the next feature", triple, np.roll(triple[0], -1, axis=-1))
+        return [triple]
 
-    shares = [judge(lambda turn, call=call: draw(*call), {}).ratio for call in case.calls]
+    runs = list(product(case.calls, case.inputs))
+    shares = [judge(lambda turn, run=run: draw(turn, *run[0], run[1]), {}).ratio for run in runs]
     features = [name for name in ("int8", "padding", "fixed") if getattr(case, name)]
     features += ["side by side"] * (len(op.widths) > 1) + [case.machine, op.float32_products]
-    return Outcome(max(shares), len(shares), kernel.name, case.dtype, tuple(features))
+    features += [*case.inputs, f"weights {case.weights}"]
+    return Outcome(max(shares), len(shares), kernel.name, case.dtype, tuple(features), controls.outcome())
 
 
 def _linear_truth(
@@ -83,36 +116,45 @@ def _linear_truth(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(the result in float64, PyTorch's at the dtype); in eight bits the rounding is the yardstick's, never the
     truth's."""
-    exact = [
-        x.astype(np.float64) @ w.T.astype(np.float64) + b.astype(np.float64)
-        for w, b in zip(weights, biases, strict=True)
-    ]
-    product = product_in_int8 if op.int8_weights else torch.matmul
+    with np.errstate(invalid="ignore"):
+        exact = [
+            x.astype(np.float64) @ w.T.astype(np.float64) + b.astype(np.float64)
+            for w, b in zip(weights, biases, strict=True)
+        ]
+    multiply = product_in_int8 if op.int8_weights else torch.matmul
     with products_by_terms(op.float32_products):
-        eager = [product(to_torch(x), to_torch(w).T) + to_torch(b) for w, b in zip(weights, biases, strict=True)]
+        eager = [multiply(to_torch(x), to_torch(w).T) + to_torch(b) for w, b in zip(weights, biases, strict=True)]
     return np.concatenate(exact, axis=-1), to_numpy(torch.cat(eager, dim=-1))
 
 
 def attention_outcome(case: AttentionCase) -> Outcome:
     target = profile(case.machine, case.cores)
     op: AttentionOp = resolve(attention_op(case), case.products, target).op  # type: ignore[assignment]
-    kernel, emitted, library = _built(op, target)
+    kernel, emitted, library = built(op, target)
+    runs, controls = list(product(case.calls, case.inputs)), Controls()
 
     def draw(rng: np.random.Generator, number: int, orders: int) -> list[Draw]:
-        sizes = case.calls[number]
-        operands = draw_operands(rng, op, sizes, case.magnitude, number)
+        sizes, kind = runs[number]
+        operands = draw_operands(rng, op, sizes, case.magnitude, number, kind)
         truth = evaluated(op, operands, torch.float64)
         narrow = getattr(torch, op.dtype)
         with products_by_terms(op.float32_products):
             yardstick = farthest(truth, [evaluated(op, reordered(operands, i), narrow) for i in range(orders)])
+        wrong = misread(operands) if kind in PLAIN_CLASSES and number not in held else {}
         if case.poison:
             poison(op, operands)
-        y = tvm.runtime.tensor(_garbage(output_shape(op, sizes), case.dtype))
+        y = tvm.runtime.tensor(garbage(output_shape(op, sizes), case.dtype))
         library["run"](*map(tvm.runtime.tensor, [*placed(op, operands), *emitted.constants]), y)
-        return [(truth, yardstick.astype(NUMPY[op.dtype]), output_rows(y.numpy(), op.output))]
+        triple = truth, yardstick.astype(NUMPY[op.dtype]), output_rows(y.numpy(), op.output)
+        for name, other in wrong.items():
+            controls.hold(name, triple, evaluated(op, other, torch.float64))
+        held.add(number)
+        return [triple]
 
-    shares = [_share(case, number, draw) for number in range(len(case.calls))]
-    return Outcome(max(shares), len(shares), kernel.name, case.dtype, (*_features(case), op.float32_products))
+    held: set[int] = set()
+    shares = [_share(case, number, draw) for number in range(len(runs))]
+    features = (*_features(case), op.float32_products, *case.inputs)
+    return Outcome(max(shares), len(shares), kernel.name, case.dtype, features, controls.outcome())
 
 
 def _share(case: AttentionCase, number: int, draw: Callable[[np.random.Generator, int, int], list[Draw]]) -> float:
@@ -145,7 +187,7 @@ def inside_outcome(case: InsideCase) -> Outcome:
     asked: SoftmaxStatsOp | AttentionProbsOp = SoftmaxStatsOp(op, wanted.lse, wanted.entropy, wanted.top_k)
     if wanted.weights:
         asked = AttentionProbsOp(op, wanted.heads, wanted.rows)
-    kernel, emitted, library = _built(asked, profile(given.machine, given.cores))
+    kernel, emitted, library = built(asked, profile(given.machine, given.cores))
 
     def draw(rng: np.random.Generator, number: int, orders: int) -> list[Draw]:
         operands = draw_operands(rng, op, given.calls[number], given.magnitude, number)
@@ -155,7 +197,7 @@ def inside_outcome(case: InsideCase) -> Outcome:
         if given.poison:
             poison(op, operands)
         dtypes = {"top_k_keys": "int64", "weights": op.dtype}
-        found = {name: _garbage(array.shape, dtypes.get(name, "float32")) for name, array in truth.items()}
+        found = {name: garbage(array.shape, dtypes.get(name, "float32")) for name, array in truth.items()}
         tensors = {name: tvm.runtime.tensor(array) for name, array in found.items()}
         library["run"](*map(tvm.runtime.tensor, [*placed(op, operands), *emitted.constants]), *tensors.values())
         found = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -204,14 +246,14 @@ def profile(machine: str, cores: int) -> TargetProfile:
     return msgspec.structs.replace(found, hardware=msgspec.structs.replace(found.hardware, cores=cores))
 
 
-def _built(op: Op, target: TargetProfile) -> tuple[Kernel[Any], Emitted, Any]:
+def built(op: Op, target: TargetProfile) -> tuple[Kernel[Any], Emitted, Any]:
     """The kernel that the compiler would take, its code and that as functions."""
     (kernel, *_), _ = kernels_for(op, target)
     emitted = kernel.emit(op, target, kernel.default_config(op, target))
     return kernel, emitted, compiled(emitted, target)
 
 
-def _garbage(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def garbage(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Memory as it may come: bytes that are NaN in every floating dtype."""
     array = np.zeros(shape, NUMPY[dtype])
     array.view(np.uint8)[...] = 0xFF

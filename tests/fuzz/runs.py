@@ -6,14 +6,27 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
-from fuzz.cases import AttentionCase, Case, DecodeCase, FlowCase, InsideCase, LinearCase, Outcome
+from fuzz.cases import (
+    AttentionCase,
+    BytesCase,
+    Case,
+    DecodeCase,
+    FlowCase,
+    InsideCase,
+    LinearCase,
+    Outcome,
+    ProductCase,
+)
 from fuzz.flows import decode_outcome, flow_outcome
 from fuzz.kernels import attention_outcome, inside_outcome, linear_outcome
+from fuzz.products import bytes_outcome, product_outcome
 
 RUNS: dict[type, Callable[[Any], Outcome]] = {
     AttentionCase: attention_outcome,
     InsideCase: inside_outcome,
     LinearCase: linear_outcome,
+    ProductCase: product_outcome,
+    BytesCase: bytes_outcome,
     FlowCase: flow_outcome,
     DecodeCase: decode_outcome,
 }

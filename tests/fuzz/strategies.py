@@ -11,14 +11,16 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from support import this_cpu
 from support.kernel_runs import vector_machine
+from support.product_ops import ORDERS
 
-from fuzz.cases import MACHINES, AttentionCase, InsideCase, LinearCase
+from fuzz.cases import MACHINES, AttentionCase, BytesCase, InsideCase, LinearCase, ProductCase
+from fuzz.numbers import CLASSES
 from mhsa_compile.hardware import host
 from mhsa_compile.spec.float32_products import Float32Request
 
 EXTRAS = ("lengths", "sinks", "slopes")
 DTYPES = ("float32", "bfloat16", "float16")
-WIDTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 40, 47, 48, 64, 80, 96, 128)
+WIDTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 40, 47, 48, 64, 80, 96, 128, 256)
 """Widths of a head: powers of two, their neighbours, and some that fill no vector."""
 LENGTHS = (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 47, 61, 64, 67, 97, 128, 131, 197, 257, 389, 521)
 MOST_TERMS = 2_000_000
@@ -41,6 +43,7 @@ machines = st.sampled_from(drawn())
 cores = st.sampled_from([1, 1, 2, 3, 7])
 dtypes = st.sampled_from(["float32", *DTYPES])
 products = st.sampled_from(get_args(Float32Request))
+inputs = st.lists(st.sampled_from(CLASSES), min_size=1, max_size=3, unique=True).map(tuple)
 
 
 def maybe(strategy: st.SearchStrategy[Any], share: int = 2) -> st.SearchStrategy[Any]:
@@ -143,6 +146,7 @@ def attention_cases(draw: st.DrawFn, *, few_queries: bool = False) -> AttentionC
         softcap=draw(st.sampled_from([0.0, 0.0, 0.0, 5.0, 30.0])),
         calls=_where_fixed(calls, fixed, same=layout == "fused"),
         products=draw(products),
+        inputs=draw(inputs),
     )
 
 
@@ -180,7 +184,35 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
         fixed=fixed,
         calls=tuple(calls[:1] if fixed else calls),
         products=draw(products),
+        inputs=draw(inputs),
+        weights=draw(st.sampled_from([*CLASSES[:-1], "normal", "normal"])),
     )
+
+
+@st.composite
+def product_cases(draw: st.DrawFn) -> ProductCase:
+    sizes = (1, 2, 3, 5, 16, 17, 31, 32, 33, 40, 64, 70, 96, 128, 197, 256, 385)
+    small, size = st.sampled_from([1, 1, 2, 3]), st.sampled_from(sizes)
+    fixed = "".join(draw(st.lists(st.sampled_from("bhmkn"), unique=True)))
+    first, *others = draw(st.lists(st.tuples(small, small, size, size, size), min_size=1, max_size=3))
+    at = [axis in fixed for axis in "bhmkn"]
+    others = [tuple(a if is_fixed else b for a, b, is_fixed in zip(first, call, at, strict=True)) for call in others]
+    dtype = draw(dtypes)
+    return ProductCase(
+        seed=draw(seeds), machine=draw(machines), cores=draw(cores), dtype=dtype,
+        result=draw(st.sampled_from([dtype, dtype, "float32"])), order=draw(st.sampled_from([*ORDERS])), fixed=fixed,
+        calls=tuple(dict.fromkeys((first, *others))), products=draw(products), inputs=draw(inputs),
+    )  # fmt: skip
+
+
+@st.composite
+def byte_cases(draw: st.DrawFn) -> BytesCase:
+    given = draw(linear_cases())
+    kinds = st.sampled_from(["int8", "uint8"])
+    return BytesCase(
+        given.seed, given.machine, given.cores, draw(kinds), draw(st.tuples(*[kinds] * len(given.widths))),
+        given.in_features, given.widths, draw(st.booleans()), given.padding, given.fixed, given.calls,
+    )  # fmt: skip
 
 
 @st.composite
@@ -206,19 +238,25 @@ def weights_words(draw: st.DrawFn, heads: int, rows: tuple[int, ...]) -> str:
     return f"weights:{said}" if said else "weights"
 
 
-KERNEL_SHARES = (("attention", 7), ("decode", 5), ("linear", 4), ("inside", 4))
-"""How many of twenty kernels are of each kind."""
+KERNEL_SHARES = (("attention", 7), ("decode", 5), ("linear", 4), ("inside", 4), ("product", 2), ("bytes", 1))
+"""How many of 23 kernels are of each kind."""
+TILE_SHARES = (("attention", 6), ("linear", 11), ("product", 8), ("bytes", 5))
+"""The same for a machine with tiles: decoding and what looks into a softmax have none of them."""
 
 
-def kernel_cases(kind: str | None = None) -> st.SearchStrategy[AttentionCase | LinearCase | InsideCase]:
-    """Of one kind of KERNEL_SHARES, or of all."""
+def kernel_cases(
+    kind: str | None = None, shares: tuple[tuple[str, int], ...] = KERNEL_SHARES
+) -> st.SearchStrategy[Any]:
+    """Of one kind of KERNEL_SHARES, or of all that `shares` has."""
     of_kind = {
         "attention": attention_cases(),
         "decode": attention_cases(few_queries=True),
         "linear": linear_cases(),
         "inside": inside_cases(),
+        "product": product_cases(),
+        "bytes": byte_cases(),
     }
     if kind is not None:
         return of_kind[kind]
-    turns = [kind for kind, share in KERNEL_SHARES for _ in range(share)]
+    turns = [kind for kind, share in shares for _ in range(share)]
     return st.sampled_from(turns).flatmap(of_kind.__getitem__)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from fuzz import attention, flows, runs
-from fuzz.campaign import Tally, rounds
-from fuzz.cases import AttentionCase, DecodeCase, FlowCase, InsideCase, LinearCase, Outcome
+from fuzz.campaign import Campaign, Plan, Record, Tally, rounds, spec_of
+from fuzz.cases import AttentionCase, BytesCase, DecodeCase, FlowCase, InsideCase, LinearCase, Outcome, ProductCase
+from fuzz.narrowing import Narrowing
 from fuzz.runs import OverBudget, program, run
 
 LINEAR = LinearCase(
@@ -24,6 +25,14 @@ ATTENTION = AttentionCase(
     magnitude=1.0, poison=True, extras=("lengths", "sinks", "slopes"), softcap=5.0, calls=((2, 3, 13),),
 )  # fmt: skip
 INSIDE = InsideCase(ATTENTION, ("lse", "top_k:2"))
+PRODUCT = ProductCase(
+    seed=0, machine="avx2", cores=1, dtype="float32", result="float32", order="heads", fixed="k",
+    calls=((1, 2, 17, 33, 5), (2, 1, 3, 33, 16)), inputs=("normal", "special"),
+)  # fmt: skip
+BYTES = BytesCase(
+    seed=0, machine="native", cores=1, x_dtype="uint8", stored=("int8", "uint8"), in_features=31, widths=(7, 16),
+    centred=False, padding=3, fixed=False, calls=((1, 7), (2, 3)),
+)  # fmt: skip
 DECODE = DecodeCase(
     seed=1, spec={"embed_dim": 96, "num_heads": 2, "head_dim": 5}, target="native", prompts=(3, 5),
     steps=(1, 2), spare=1,
@@ -37,7 +46,7 @@ FLOW = FlowCase(
 def slice_of(what: str, count: int, seed: int) -> list[Outcome]:
     found: list[Outcome] = []
     with contextlib.redirect_stderr(io.StringIO()):
-        wrong = rounds(what, count, seed, found.append)
+        wrong = rounds(what, Plan(count, seed), found.append)
     assert wrong is None, wrong
     return found
 
@@ -53,6 +62,59 @@ def test_some_kernels():
 def test_a_case_is_within_its_budget_and_more_than_zero(case):
     outcome = run(case)
     assert 0 < outcome.share <= 1 and outcome.calls == 1
+
+
+@pytest.mark.parametrize(("case", "calls"), [(PRODUCT, 4), (BYTES, 2)], ids=["product", "bytes"])
+def test_wrong_results_of_products_are_told(case, calls):
+    outcome = run(case)
+    assert outcome.share <= 1 and outcome.calls == calls
+    assert outcome.controls and all(share > 1 for _, share in outcome.controls)
+
+
+@pytest.mark.parametrize("kind", ["normal", pytest.param("special", marks=pytest.mark.thorough)])
+def test_wrong_scores_and_values_are_told(kind):
+    plain = replace(ATTENTION, band=None, mask=None, extras=(), calls=((2, 31, 47),), fixed="", poison=False)
+    outcome = run(replace(plain, inputs=(kind, "small")))
+    told = dict(outcome.controls)
+    assert outcome.calls == 2 and len(told) == (3 if kind == "normal" else 0) and all(s > 1 for s in told.values())
+
+
+def test_weights_of_eight_bits_may_be_small():
+    """2^-100 times as large as others, which is less than the least row that once had a step."""
+    case = replace(LINEAR, int8=True, widths=(33,), biased=(False,), calls=((1, 33),))
+    assert run(replace(case, weights="small")).share <= 1
+
+
+def test_a_stretch_goes_on_where_the_last_one_ended(tmp_path, monkeypatch):
+    """Different specs, each once; what is wrong is in the record, and the others go on."""
+    tried = []
+
+    def faulty(case):
+        tried.append(spec_of(case))
+        return Outcome(3.0 if len(tried) == 2 else 0.5, 1, "cpu.linear", "float32", (), (("the next feature", 0.0),))
+
+    monkeypatch.setitem(runs.RUNS, LinearCase, faulty)
+    record, narrowing = Record(tmp_path / "cases"), Narrowing(machine="avx2", kind="linear")
+    for stop in (3, 7):
+        known = Record(record.path)
+        plan = Plan(stop, 5, narrowing, known.done(0, "kernels"), seconds=100)
+        assert rounds("kernels", plan, lambda result: record.write(0, "kernels", result)) is None
+    assert len(tried) == len(set(tried)) == 7
+    whole = Campaign(7, 0, record)
+    for result in Record(record.path).results():
+        whole.add(result)
+    assert whole.tally.count("kernels") == 6
+    over, *blind = sorted(whole.wrong)
+    assert over.startswith("error 3 of the budget") and len(blind) == 6 and "no control was told" in blind[0]
+    assert "0 of 6 specs told the next feature, float32" in whole.tally.lines()
+
+
+def test_specs_differ_in_what_kernels_are_made_for():
+    assert spec_of(replace(LINEAR, seed=1, calls=((2, 5),), inputs=("small",))) == spec_of(LINEAR)
+    assert spec_of(replace(LINEAR, calls=((2, 5),), fixed=True)) != spec_of(replace(LINEAR, fixed=True))
+    assert spec_of(replace(ATTENTION, calls=((2, 3, 14),))) == spec_of(ATTENTION)
+    assert spec_of(replace(ATTENTION, calls=((2, 4, 13),))) != spec_of(ATTENTION)
+    assert spec_of(replace(PRODUCT, order="in order")) != spec_of(PRODUCT)
 
 
 @pytest.mark.thorough
@@ -111,7 +173,7 @@ def test_what_is_over_budget_is_shrunk_and_printed(monkeypatch):
     for kind in (LinearCase, AttentionCase, InsideCase):
         monkeypatch.setitem(runs.RUNS, kind, faulty)
     with contextlib.redirect_stderr(io.StringIO()):
-        wrong = rounds("kernels", 200, 1, lambda outcome: None)
+        wrong = rounds("kernels", Plan(200, 1), lambda outcome: None)
     assert wrong is not None and wrong.startswith(
         "error 3 of the budget\n\nfrom fuzz.cases import LinearCase\nfrom fuzz.runs import run\n"
     )

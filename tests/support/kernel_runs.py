@@ -118,8 +118,10 @@ def attention(
     scores = torch.cat((scores, sink.to(dtype)[:, None, None].expand(B, H, L, 1)), dim=-1)
     blind = scores.isneginf().all(dim=-1, keepdim=True)
     weights = scores.masked_fill(blind, 0).softmax(dim=-1)[..., :-1].masked_fill(~visible, 0)
-    y = torch.where(visible[..., None], weights[..., None] * v[:, :, None], 0) if not v.isfinite().all() else None
-    y = weights @ v if y is None else y.sum(dim=-2)
+    y = weights @ v.where(v.isfinite(), 0)
+    if not v.isfinite().all():  # not by way of the product, which has weights of 0 for keys that are hidden
+        others = v.where(~v.isfinite(), 0)[:, :, None]
+        y = y + torch.where(visible[..., None], weights[..., None] * others, 0).sum(dim=-2)
     return y.transpose(1, 2).reshape(B, L, -1).to(torch.float64).numpy()
 
 

@@ -15,6 +15,7 @@ import torch
 from onnx import TensorProto, helper
 from support import this_cpu
 from support.kernel_runs import call, compiled
+from support.product_ops import NARROW, ORDERS, matrices, operation
 from support.this_cpu import with_tiles
 
 import mhsa_compile as mhsa
@@ -22,7 +23,7 @@ from mhsa_compile.compiler.selection.float32_products import resolve
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
-from mhsa_compile.kernels.interface.ops import ProductOp, ProductOperand
+from mhsa_compile.kernels.interface.ops import ProductOp
 from mhsa_compile.spec.float32_products import TERM_PRODUCTS
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle.float32_terms import products_of_terms
@@ -31,33 +32,7 @@ KERNEL = CpuTileProductKernel()
 PROFILE, WITH_FLOAT16 = load_profile("sapphirerapids"), load_profile("graniterapids")
 KINDS = ("bfloat16", *TERM_PRODUCTS)
 """Words of float32's products, or bfloat16."""
-NARROW = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 RTOL = 4e-6  # of the largest value: float32 sums of up to 1,000 terms
-ORDERS = {  # as A and B are stored
-    "in order": "bmk,bkn->bmn",
-    "B turned": "bmk,bnk->bmn",
-    "A turned": "bkm,bkn->bmn",
-    "both turned": "bkm,bnk->bmn",
-    "heads": "bmhk,bnhk->bhmn",
-    "heads, A turned": "bkhm,bkhn->bhmn",
-    "a shared B": "bmk,kn->bmn",
-    "a shared A": "mk,bkn->bmn",
-    "a batch of each": "bmk,hkn->bhmn",
-}
-
-
-def operation(equation: str, sizes: dict[str, Any], kind: str = "bfloat16", result: str | None = None) -> ProductOp:
-    """`sizes`: of each letter, or its name."""
-    left, right, y = equation.replace("->", ",").split(",")
-
-    def operand(axes: str, rows: str, columns: str) -> ProductOperand:
-        batch = tuple(axes.index(axis) if axis in axes else None for axis in y[:-2])
-        return ProductOperand(tuple(sizes[axis] for axis in axes), batch, axes.index(rows), axes.index(columns))
-
-    dtype, word = (kind, "ieee") if kind in NARROW else ("float32", kind)
-    batch = tuple(sizes[axis] for axis in y[:-2])
-    operands = operand(left, "m", "k"), operand(right, "k", "n")
-    return ProductOp(batch, sizes["m"], sizes["k"], sizes["n"], *operands, dtype, result or dtype, word)
 
 
 def plain(m: Any, k: Any, n: Any, kind: str = "bf16x6", equation: str = "bmk,bkn->bmn") -> ProductOp:
@@ -79,18 +54,6 @@ def free(equation: str, kind: str, result: str | None = None) -> ProductOp:
 def numbers(rng: np.random.Generator, axes: str, sizes: dict[str, int], kind: str = "bf16x6") -> np.ndarray:
     dtype = NARROW.get(kind, np.float32)
     return rng.standard_normal([sizes[axis] for axis in axes], np.float32).astype(dtype)
-
-
-def matrices(equation: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both as (batch, M, K) and (batch, K, N), in the batch's order, 1 where they have none."""
-    left, right, y = equation.replace("->", ",").split(",")
-
-    def ordered(array: np.ndarray, axes: str, last: str) -> np.ndarray:
-        wanted = [axis for axis in y[:-2] if axis in axes] + list(last)
-        array = array.transpose([axes.index(axis) for axis in wanted])
-        return array.reshape([array.shape[wanted.index(x)] if x in axes else 1 for x in y[:-2] + last])
-
-    return ordered(a, left, "mk"), ordered(b, right, "kn")
 
 
 def check(run: Any, equation: str, sizes: dict[str, int], kind: str, result: Any = None) -> None:

@@ -191,5 +191,5 @@ def test_rows_are_within_half_a_step(layout, E):
         assert not np.isfinite(q[0, 0, 2:4] * steps[0, 0, 2:4, None]).any()
     q, steps, x = (np.delete(a.reshape(B * G * L, -1), (2, 3), axis=0).astype(np.float64) for a in (q, steps, x))
     assert np.isfinite(steps).all() and np.abs(q).max() == 127
-    # Half a step, and the rounding of the quotient and of the step; what is below 1e-30 counts as zero.
-    assert (np.abs(q * steps - x) <= steps * (0.5 + 127 * 2.0**-22) + 1e-30).all()
+    # Half a step, and the rounding of the quotient and of the step; what is below 2^-119 counts as zero.
+    assert (np.abs(q * steps - x) <= steps * (0.5 + 127 * 2.0**-22) + 2.0**-119).all()

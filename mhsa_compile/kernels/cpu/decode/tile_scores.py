@@ -21,7 +21,7 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout, add_halves
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
-from mhsa_compile.kernels.cpu.formats.int8_rows import LEAST, largest_magnitude
+from mhsa_compile.kernels.cpu.formats.int8_rows import largest_magnitude
 from mhsa_compile.kernels.cpu.simd.vectors import each_vector, let, load, materialize, store, zero_if_finite
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -30,6 +30,8 @@ ROWS, DIGITS, BITS = 4, 4, 7
 GROUP = 2 * tiles.ROWS
 """Keys whose sums are in tiles at once: while the vectors read those of one tile, the unit multiplies for the other."""
 _FIXED = float(1 << (BITS * DIGITS - 1))
+_LEAST = 2.0**-100
+"""Rows of Q that are smaller everywhere count as zero: steps to its largest have no float32."""
 _LONGEST = 1 << 9
 """Elements of a head of whose digits a sum is exact in float32."""
 
@@ -69,7 +71,9 @@ class TileQueries:
             return load_wide(query.buffer, query.at(at, k), n)
 
         largest = materialize(largest_magnitude(read, self.size, self.layout.lanes), "float32")
-        factor = materialize(T.Select(largest < T.float32(LEAST), T.float32(0), T.float32(_FIXED) / largest), "float32")
+        factor = materialize(
+            T.Select(largest < T.float32(_LEAST), T.float32(0), T.float32(_FIXED) / largest), "float32"
+        )
         step = materialize(largest * T.float32(self.scale / _FIXED) + zero_if_finite(largest, 1), "float32")
         for digit in range(DIGITS):
             weight = step * T.float32(1 << BITS * (DIGITS - 1 - digit))

@@ -13,8 +13,8 @@ from mhsa_compile.kernels.cpu.simd.vectors import constant, each_vector, load, m
 LARGEST = 127
 ROUNDING = 12582912.0  # 1.5 * 2**23: added to a small number, it leaves the nearest integer in the sum's low bits
 ROUNDING_BITS = 0x4B400000  # of that number itself
-LEAST = 1e-30
-"""Rows that are smaller everywhere count as zero: their step would have no reciprocal."""
+LEAST = 2.0**-119
+"""Rows that are smaller everywhere count as zero: their step would be less than a normal float32."""
 
 
 class Int8Rows(Format):
