@@ -200,10 +200,9 @@ class _FileCheck:
         return exact if all(max_error(_wide(e), r) <= self._coarse_budget(r) for e, r in pairs) else None
 
     def _coarse_budget(self, rounded: np.ndarray) -> float:
-        """How near evaluations are that mean the same: what is rounded to bytes on its way has as many digits as
-        bfloat16."""
+        """How near evaluations are that mean the same: an output has no more digits than what it was made of."""
         kind = str(rounded.dtype)
-        return coarse_budget(_wide(rounded), "bfloat16" if kind in _FLOATS and self.evaluators.of_bytes else kind)
+        return coarse_budget(_wide(rounded), self.evaluators.narrow or kind if kind in _FLOATS else kind)
 
     def _draws(self, sizes: dict[str, int], turn: int, *, lenient: bool) -> list[Draw]:
         inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)

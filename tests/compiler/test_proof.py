@@ -6,9 +6,10 @@ import json
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
 import mhsa_compile as mhsa
@@ -186,6 +187,27 @@ def test_narrow_floats_beyond_their_largest_number_are_not_judged():
 
     found = outcome(model, run)
     assert not isinstance(found, Difference) and "largest number" in found.note
+
+
+HALVES = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
+g (float[N, 64] x) => (float[N, 64] y) { h = Cast<to = 10>(x) a = com.microsoft.Gelu(h) y = Cast<to = 1>(a) }"""
+
+
+@pytest.mark.parametrize(("factor", "agrees"), [(1 + 2**-9, True), (1.2, False)])
+def test_what_is_computed_in_float16_has_no_more_digits(factor, agrees):
+    """Of float32, as a converter leaves a file's outputs: ONNX Runtime alone takes it, in float32 between its casts."""
+    model = parsed(HALVES)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    result = outcome(model, lambda inputs: [(session.run(None, dict(inputs))[0] * factor).astype(np.float32)])
+    assert isinstance(result, Check if agrees else Difference)
+
+
+def test_weights_of_float16_that_are_widened_first_leave_all_digits():
+    bodies = ("v = Cast<to = 1>(w) y = Mul(x, v)", "h = Cast<to = 10>(x) a = Mul(h, w) y = Cast<to = 1>(a)")
+    models = [graph(body, "float[N, 8] x, float16[8] w") for body in bodies]
+    for model in models:
+        model.graph.initializer.append(numpy_helper.from_array(np.ones(8, np.float16), "w"))
+    assert [Evaluators(model, model, None).narrow for model in models] == ["", "float16"]
 
 
 @pytest.mark.thorough
