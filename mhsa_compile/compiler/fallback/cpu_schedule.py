@@ -159,8 +159,7 @@ def _as_arithmetic(function: tirx.PrimFunc) -> tirx.PrimFunc:
 
     def call_mapped(call: Any) -> Any:
         formula = _CALLS.get(call.op.name) if isinstance(call.op, tvm.ir.Op) else None
-        dtype = str(call.ty.dtype)
-        if formula is None or dtype not in _COMPUTED or _has_names(call.args[0]):
+        if formula is None or (dtype := str(call.ty.dtype)) not in _COMPUTED or _has_names(call.args[0]):
             return call
         return _in_float32(formula, dtype)(call.args[0])
 
