@@ -168,7 +168,8 @@ def test_scores_in_coarse_steps_stay_what_the_file_makes_of_them(name: str, form
     feeds, coarse = rows(fill), fill < -255
     expected = of_onnx_runtime(model, feeds, optimised=False)[0]
     before = of_onnx_runtime(onnx.load(tmp_path / "float.onnx"), feeds)[0]
-    error = float(np.abs(mhsa.load(artifact)(**feeds) - expected).max())
-    lost = float(np.abs(before - expected).max())
+    # Of all elements: which of the largest two is larger is chance.
+    error = float(np.sqrt(np.mean((mhsa.load(artifact)(**feeds) - expected) ** 2)))
+    lost = float(np.sqrt(np.mean((before - expected) ** 2)))
     assert block.fused is not coarse and ("rounds scores in steps of" in block.note) is coarse
     assert error < (lost / 10 if coarse else lost)
