@@ -99,11 +99,11 @@ def _torch(model: str, folder: Path, sets: list[Any], threads: int, way: str = "
         module = torch.compile(module, backend="mhsa", options={"threads": threads, "strict": True})
     tensors = [[torch.from_numpy(array) for array in arrays.values()] for arrays in sets]
 
-    def call(given: list[Any]) -> Any:
+    def call(inputs: list[Any]) -> Any:
         with torch.inference_mode():
-            return module(*given)
+            return module(*inputs)
 
-    return [lambda given=given: call(given) for given in tensors]
+    return [partial(call, one) for one in tensors]
 
 
 def _onnxruntime(model: str, folder: Path, sets: list[Any], threads: int, fused: bool = False) -> list[Any]:
@@ -152,16 +152,16 @@ def _openvino(
 OPENERS: dict[str, Callable[..., list[Any]]] = {
     OWN: _ours,
     **{name: partial(_ours, products=products) for name, products in PRODUCTS.items()},
-    "mhsa-attention": lambda *given: _torch(*given, way="mhsa"),
-    "mhsa-in-place": lambda *given: _torch(*given, way="in-place"),
-    "mhsa-backend": lambda *given: _torch(*given, way="backend"),
+    "mhsa-attention": partial(_torch, way="mhsa"),
+    "mhsa-in-place": partial(_torch, way="in-place"),
+    "mhsa-backend": partial(_torch, way="backend"),
     "torch": _torch,
-    "torch-sdpa": lambda *given: _torch(*given, way="sdpa"),
-    "inductor": lambda *given: _torch(*given, way="inductor"),
+    "torch-sdpa": partial(_torch, way="sdpa"),
+    "inductor": partial(_torch, way="inductor"),
     "onnxruntime": _onnxruntime,
-    "onnxruntime-fused": lambda *given: _onnxruntime(*given, fused=True),
+    "onnxruntime-fused": partial(_onnxruntime, fused=True),
     "openvino": _openvino,
-    "openvino-default": lambda *given: _openvino(*given, precision=None),
+    "openvino-default": partial(_openvino, precision=None),
 }
 
 

@@ -109,10 +109,10 @@ def run_elsewhere(model: mhsa.MultiHeadAttention) -> None:
 
     x = np.random.default_rng(0).standard_normal((3, 197, 512), dtype=np.float32)
     with tempfile.TemporaryDirectory() as folder:
-        given, result = Path(folder, "x.npy"), Path(folder, "y.npy")
-        np.save(given, x)
+        source, result = Path(folder, "x.npy"), Path(folder, "y.npy")
+        np.save(source, x)
         with step("Load and call it in a fresh process, without PyTorch and ONNX"):
-            command = [sys.executable, "-c", APPLICATION + INSPECTION, ARTIFACT, given, result]
+            command = [sys.executable, "-c", APPLICATION + INSPECTION, ARTIFACT, source, result]
             child = subprocess.run(command, capture_output=True, text=True, check=False)
         if child.returncode:
             sys.exit(f"The process failed:\n{child.stderr}")

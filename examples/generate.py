@@ -81,14 +81,14 @@ class Layer:
     prefill: CompiledAttention
     step: CompiledAttention
     cache: KVCache
-    seen: list[Tensor] = field(default_factory=list)
-    gave: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
 
     def __call__(self, x: Tensor) -> Tensor:
         h = self.block.before(x)
         y = (self.step if h.shape[1] == 1 else self.prefill)(h, cache=self.cache)
-        self.seen.append(h)
-        self.gave.append(y)
+        self.inputs.append(h)
+        self.outputs.append(y)
         x = x + y
         return x + self.block.feed_forward(self.block.between(x))
 
@@ -96,9 +96,9 @@ class Layer:
         """The largest error of all steps against one call on the whole sequence in float64, and what is allowed."""
         whole = MultiHeadAttention(msgspec.structs.replace(self.attention.spec, kv_cache=False, causal="top_left"))
         whole.load_state_dict(self.attention.state_dict())
-        model, inputs = export(whole.eval()), {"x": torch.cat(self.seen, dim=1).numpy()}
+        model, inputs = export(whole.eval()), {"x": torch.cat(self.inputs, dim=1).numpy()}
         (expected,), (yardstick,) = oracle(model, inputs), eager(model, inputs)
-        return max_error(expected, torch.cat(self.gave, dim=1).numpy()), budget(expected, yardstick, "float32")
+        return max_error(expected, torch.cat(self.outputs, dim=1).numpy()), budget(expected, yardstick, "float32")
 
 
 class Decoder:
@@ -139,12 +139,12 @@ def generate(decoder: Decoder) -> tuple[list[int], float]:
 def step_times(layer: Layer) -> list[tuple[int, float]]:
     """(positions in the cache, median microseconds of attention on one more)."""
     cache = layer.prefill.new_cache(batch=1, capacity=TIMED_AT[-1] + 1)
-    found = []
+    times = []
     for length in TIMED_AT:
         more = length - int(cache.length[0])
         layer.prefill(torch.randn(1, more, layer.attention.spec.embed_dim), cache=cache)
-        found.append((length, _median_us(layer, cache)))
-    return found
+        times.append((length, _median_us(layer, cache)))
+    return times
 
 
 def _median_us(layer: Layer, cache: KVCache) -> float:

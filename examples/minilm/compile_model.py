@@ -47,13 +47,13 @@ class Pairs(nn.Module):
         self.attentions = nn.ModuleList(with_weights(layer.attention) for layer in bert.encoder.layer)
 
     def forward(self, ids: Tensor, types: Tensor) -> Tensor:
-        hidden, seen = self.embeddings(input_ids=ids, token_type_ids=types), []
+        hidden, weights_of_layers = self.embeddings(input_ids=ids, token_type_ids=types), []
         for layer, attention in zip(self.layers, self.attentions, strict=True):
             y, weights = attention(hidden)
-            seen.append(weights[0])
+            weights_of_layers.append(weights[0])
             attended = layer.attention.output.LayerNorm(y + hidden)
             hidden = layer.output(layer.intermediate(attended), attended)
-        return torch.stack(seen)
+        return torch.stack(weights_of_layers)
 
 
 def with_weights(attention: nn.Module) -> MultiHeadAttention:

@@ -87,8 +87,8 @@ class Gatherer:
                 for asked in taken:
                     asked.vectors.set_exception(error)
             else:
-                for asked, found in zip(taken, vectors, strict=True):
-                    asked.vectors.set_result(found)
+                for asked, vector in zip(taken, vectors, strict=True):
+                    asked.vectors.set_result(vector)
 
     def _taken(self) -> list[Asked]:
         """The next batch; empty at the end."""

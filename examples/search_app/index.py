@@ -50,11 +50,11 @@ class Index:
     def put(self, file: str, texts: list[str], vectors: np.ndarray, most: int) -> bool:
         """The passages of a file, instead of those it had; False, and nothing done, if all were over `most`."""
         with self._changes:
-            kept = self._without(file)
-            if len(kept.passages) + len(texts) > most:
+            others = self._without(file)
+            if len(others.passages) + len(texts) > most:
                 return False
             new = tuple(Passage(next(self._ids), file, text) for text in texts)
-            self._state = _State(kept.passages + new, np.concatenate([kept.vectors, vectors]))
+            self._state = _State(others.passages + new, np.concatenate([others.vectors, vectors]))
             return True
 
     def remove(self, file: str) -> None:
@@ -73,5 +73,5 @@ class Index:
 
     def _without(self, file: str) -> _State:
         state = self._state
-        kept = [i for i, passage in enumerate(state.passages) if passage.file != file]
-        return _State(tuple(state.passages[i] for i in kept), state.vectors[kept])
+        others = [i for i, passage in enumerate(state.passages) if passage.file != file]
+        return _State(tuple(state.passages[i] for i in others), state.vectors[others])

@@ -112,12 +112,12 @@ def client(number: int, port: int, sentences: list[str], end: float, answers: li
                 path, body = "/api/attention", body | {"passage": draw.choice(passages), "layer": draw.randrange(6)}
             begin = time.perf_counter()
             try:
-                status, found = asked(connection, "POST", path, json.dumps(body))
+                status, answer = asked(connection, "POST", path, json.dumps(body))
             except OSError:
-                status, found = 0, {}
+                status, answer = 0, {}
                 connection.close()
             answers.append(Answer(path, time.perf_counter() - begin, status))
-            passages = [result["id"] for result in found.get("results", ())] or passages
+            passages = [result["id"] for result in answer.get("results", ())] or passages
 
 
 def loaded(port: int, clients: int, seconds: float, sentences: list[str]) -> list[Answer]:
@@ -171,10 +171,10 @@ def main(
     print(f"memory     {memory[0]:.0f} MB at the start, {quarters} MB after each quarter")
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        found = {"clients": clients, "seconds": took, "batch": batch, "passages": size, "requests_per_second": rate}
+        summary = {"clients": clients, "seconds": took, "batch": batch, "passages": size, "requests_per_second": rate}
         kind_figures = {name: asdict(figures) for name, figures in kinds.items()}
         json_file.write_text(
-            json.dumps(found | {"errors": errors.total(), "rss_mb": memory} | kind_figures, indent=2) + "\n"
+            json.dumps(summary | {"errors": errors.total(), "rss_mb": memory} | kind_figures, indent=2) + "\n"
         )
     sys.exit(1 if errors else 0)
 

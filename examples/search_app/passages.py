@@ -19,14 +19,14 @@ _SENTENCE = re.compile(r"(?<=[.!?\u2026])[\"'\u201d\u2019)\]]*\s+")
 
 def passages(text: str, spans: Spans) -> list[str]:
     """The passages of a text, in order; no word is lost. `spans` says where each token of a text begins and ends."""
-    found: list[str] = []
+    parts: list[str] = []
     before = ""
     for paragraph in (" ".join(part.split()) for part in _PARAGRAPH.split(text)):
         joined = _after(before, _HEADING.sub("", paragraph))
         short = len(spans(joined)) < SHORTEST
         before = joined if short else ""
-        found.extend([] if short else _packed(joined, spans))
-    return found + ([before] if spans(before) else [])
+        parts.extend([] if short else _packed(joined, spans))
+    return parts + ([before] if spans(before) else [])
 
 
 def _after(heading: str, paragraph: str) -> str:

@@ -92,14 +92,14 @@ class Search:
 
     def add(self, name: str, raw: bytes) -> None:
         """Puts a file into the index, instead of one of that name. Raises Refused."""
-        found = passages(_text(name, raw), self.tokens.spans)
-        if not found:
+        parts = passages(_text(name, raw), self.tokens.spans)
+        if not parts:
             raise Refused(400, f"{name} has no words in it.")
         full = Refused(409, f"{name} would make more than {MOST_PASSAGES:,} passages. Remove a file first.")
-        if len(found) > MOST_PASSAGES:
+        if len(parts) > MOST_PASSAGES:
             raise full
-        vectors = self.gatherer.passages([self.encoder.row(passage) for passage in found])
-        if not self.index.put(name, found, vectors, MOST_PASSAGES):
+        vectors = self.gatherer.passages([self.encoder.row(passage) for passage in parts])
+        if not self.index.put(name, parts, vectors, MOST_PASSAGES):
             raise full
 
     def files(self) -> dict[str, object]:

@@ -98,7 +98,7 @@ def main(
         logging_level="error",
     )  # fmt: skip
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    found = []
+    rates = []
     try:
         serve.start(http_options={"host": HOST, "port": PORT})
         for replicas in (1, 2):
@@ -111,13 +111,13 @@ def main(
             figures = loaded(replicas, clients, seconds, sentences)
             rate = f"{replicas} replica(s), {clients} clients, {seconds:.0f} s: {figures.per_second:.0f} texts/s"
             print(f"{rate}, p50 {figures.p50:.1f} ms, p99 {figures.p99:.1f} ms, {figures.errors} errors", flush=True)
-            found.append(asdict(figures))
+            rates.append(asdict(figures))
     finally:
         ray.shutdown()  # Serve ends with it
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
-    sys.exit(1 if any(figures["errors"] for figures in found) else 0)
+        json_file.write_text(json.dumps(rates, indent=2) + "\n")
+    sys.exit(1 if any(figures["errors"] for figures in rates) else 0)
 
 
 if __name__ == "__main__":

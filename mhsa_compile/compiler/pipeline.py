@@ -109,42 +109,52 @@ def compile(
     >>> [op.kernel for op in artifact.manifest.ops]
     ['cpu.linear', 'cpu.attention', 'cpu.linear']
     """
-    _check_words(weights, without_attention)
-    products = float32_request(float32_products)
-    profile = _able_target(target)
-    at_hand = tuple(_records(records, profile))
+    _check_words(weights, without_attention, dims)
+    request = _request(target, weights, float32_products, records, check)
     if dump is not None:
         places.make_folder(dump, OutputError, "dump")
-    use_cache = cache and dump is None and artifact_store.is_on()
-    is_checked = proof.is_on(check)
     source, extra_outputs = with_outputs(as_module(source, example_inputs), outputs)
-    if in_place:
-        source = _in_place(source)
-    request = CacheRequest(profile, weights, at_hand, tuple(map(str, extra_outputs)), is_checked, products)
+    source = _in_place(source) if in_place else source
+    request = replace(request, outputs=tuple(map(str, extra_outputs)))
+    use_cache = cache and dump is None and artifact_store.is_on()
     stages = shown_stages("mhsa.compile") if progress is None else nullcontext(progress)
     with stages as tell, CacheLookup(request if use_cache else None) as before:
         tell("export")
-        if example_inputs is None and dynamic_shapes is None:
-            check_dims(dims)
-            if (entry := before.of_module(source, dims)) is not None:
-                return entry
+        is_bare = example_inputs is None and dynamic_shapes is None
+        if is_bare and (entry := before.of_module(source, dims)) is not None:
+            return entry
         read = read_source(source, dims, example_inputs, dynamic_shapes)
-        if (entry := before.of_model(read.original, dims)) is not None:
-            if not entry.manifest.attention and without_attention != "accept":
-                _canonical(read, extra_outputs, without_attention)
+        entry = before.of_model(read.original, dims)
+        if entry is not None and (entry.manifest.attention or without_attention == "accept"):
             return entry
         tell("import")
         canonical = _canonical(read, extra_outputs, without_attention)
-        artifact = _artifact(read, canonical, request, tell, None if dump is None else Path(dump))
-        before.keep(artifact)
-        return artifact
+        if entry is None:
+            entry = _artifact(read, canonical, request, tell, None if dump is None else Path(dump))
+            before.keep(entry)
+        return entry
 
 
-def _check_words(weights: str | None, without_attention: WithoutAttention) -> None:
-    """Raises InputError for a word that is none, before the work."""
+def _check_words(weights: str | None, without_attention: WithoutAttention, dims: Mapping[str, int] | None) -> None:
+    """Raises InputError for a word that is none and a size that no dim has, before the work."""
     block_form(weights)
     if without_attention not in get_args(WithoutAttention):
         raise InputError("without_attention", '"warn", "accept" or "refuse"', repr(without_attention))
+    check_dims(dims)
+
+
+def _request(
+    target: str | TargetProfile,
+    weights: str | None,
+    float32_products: Float32Request,
+    records: str | Path | Iterable[Record] | None,
+    check: bool | None,
+) -> CacheRequest:
+    """What is asked for beside the source. Raises InputError, TargetError, InstallationError and RecordsError."""
+    products = float32_request(float32_products)
+    profile = _able_target(target)
+    at_hand = tuple(_records(records, profile))
+    return CacheRequest(profile, weights, at_hand, check=proof.is_on(check), float32_products=products)
 
 
 def _able_target(target: str | TargetProfile) -> TargetProfile:
@@ -332,7 +342,7 @@ def _records(source: str | Path | Iterable[Record] | None, profile: TargetProfil
         return records
     shelf, warnings_of_files = record_files.gather(profile.records() if source is None else [Path(source)])
     for sentence in warnings_of_files:
-        warnings.warn(sentence, stacklevel=4)  # behind `compile` and its entry point
+        warnings.warn(sentence, stacklevel=5)  # behind `_request`, `compile` and its entry point
     return shelf
 
 

@@ -96,8 +96,8 @@ def attend(
         return by_pytorch(operands)
     plan = CallPlan(compiled, call.kv_layout, q, k, v)
     y = plan.run(q, k, v, mask, sinks)
-    if TABLE.is_first(call, q, mask) and (why := why_wrong(y, operands, compiled.manifest.coarsest_products)):
-        TABLE.leave(call, why)
+    if wrong := TABLE.check(call, q, mask, lambda: why_wrong(y, operands, compiled.manifest.coarsest_products)):
+        TABLE.leave(call, wrong)
         return by_pytorch(operands)
     if len(plans) >= _KNOWN_PLANS:
         plans.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -120,16 +120,16 @@ class CallTable:
             self._complete[key] = compiled
             return compiled
 
-    def is_first(self, call: AttentionCall, q: Tensor, mask: Tensor | None) -> bool:
-        """Whether this is the first call of its kind: one query or several, a mask of these axes; of q (B, H, L, E)."""
-        if not self._checks:
-            return False
+    def check(self, call: AttentionCall, q: Tensor, mask: Tensor | None, difference: Callable[[], str]) -> str:
+        """What is wrong with a first call of its kind (one query or several, a mask of these axes; q is (B, H, L, E)),
+        as `difference` says; "" for other calls."""
         axes = None if mask is None else tuple(size == 1 for size in mask.shape)
-        kind = (call, q.shape[2] == 1, axes)
-        if kind in self._checked:
-            return False
-        self._checked.add(kind)
-        return True
+        kind, checked = (call, q.shape[2] == 1, axes), self._checked
+        if not self._checks or kind in checked:
+            return ""
+        wrong = difference()
+        checked.add(kind)  # not before: other threads' first calls are as unsure, and a check may be cut short
+        return wrong
 
     def is_left(self, call: AttentionCall) -> bool:
         """Whether calls of this kind are PyTorch's, since one of them was wrong."""

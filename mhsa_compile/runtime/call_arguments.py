@@ -47,7 +47,7 @@ _KNOWN_SHAPES = 64
 
 class Argument:
     """One input or weight: what it must be, and where sizes that it shares were seen first. `written`: a call writes
-    into it."""
+    into it. `has_bits`: NumPy's arrays of it are handed over as their bits."""
 
     def __init__(
         self, info: TensorInfo, role: str, owners: Mapping[str, str], aligned: bool = False, written: bool = False
@@ -55,7 +55,7 @@ class Argument:
         self.info = info
         self._aligned = aligned and not written
         self._written = written
-        self._bfloat16 = info.dtype == "bfloat16"
+        self.has_bits = info.dtype == "bfloat16"
         self.label = f"{role} {info.name!r}"
         self._differentiable = role == "input" and not written
         self._owners = owners
@@ -72,20 +72,13 @@ class Argument:
         """Whether the numbers themselves must lie in bounds."""
         return self.info.most is not None or self.info.rows is not None
 
-    @property
-    def has_bits(self) -> bool:
-        """Whether NumPy's arrays of it are handed over as their bits."""
-        return self._bfloat16
-
     def reads(self, value: Any, array: Any) -> bool:
         """Whether `array`, which `ready` made of a contiguous array or tensor, is it, or its bits."""
-        return array is value or (self._bfloat16 and type(value) is np.ndarray)
+        return array is value or (self.has_bits and type(value) is np.ndarray)
 
     def in_place(self, value: Any) -> Any:
         """A contiguous array or tensor that was right, as TVM reads it in place."""
-        if self._bfloat16 and type(value) is np.ndarray:
-            return tvm_runtime.start().reinterpreted(value.view(np.uint16), "bfloat16")
-        return value
+        return _bfloat16(value) if self.has_bits and type(value) is np.ndarray else value
 
     def ready(self, value: Any, sizes: Sizes) -> Any:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
@@ -109,9 +102,7 @@ class Argument:
             )
         if self._aligned and array.__array_interface__["data"][0] % ALIGNMENT and array.size:
             array = aligned_copy(array)
-        if self._bfloat16:
-            return tvm_runtime.start().reinterpreted(exportable(array.view(np.uint16)), "bfloat16")
-        return array if array.flags.carray else exportable(array)
+        return _bfloat16(array) if self.has_bits else exportable(array)
 
     def _adopt(self, value: Any) -> Any:
         if isinstance(value, np.ma.MaskedArray):
@@ -458,6 +449,12 @@ def fits(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:
         if size != (dim if isinstance(dim, int) else sizes.setdefault(dim, size)):
             return False
     return True
+
+
+def _bfloat16(array: np.ndarray[Any, Any]) -> Any:
+    """An array of ml_dtypes.bfloat16, which NumPy cannot hand over, as TVM's of the same memory where that is
+    possible."""
+    return tvm_runtime.start().reinterpreted(exportable(array.view(np.uint16)), "bfloat16")
 
 
 def _broadcasts(shape: Sequence[int], full: Sequence[int | None]) -> bool:

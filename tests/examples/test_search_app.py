@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import importlib.util
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from search_app.gather import PASSAGES, Asked, Gatherer, fitting
 from search_app.index import Hit, Index, Passage
 from search_app.passages import LONGEST, passages
 from search_app.server import LARGEST_FILE, NEAR, TEXTS, Search, create_app
+from search_page.__main__ import PAGE as PAGE_ALONE
 from tokenizers import Tokenizer
 
 
@@ -238,6 +240,10 @@ def test_an_answer_says_when_nothing_fits(score: float, fits: bool) -> None:
     app: Any = SimpleNamespace(index=Fixed(score), encoder=MagicMock(), gatherer=MagicMock())
     best = str(Search.search(app, "the cat?")["best"])
     assert best.startswith("Nothing here fits. ") != fits and f"similarity of {score:.2f}" in best
+
+
+def test_the_page_alone_says_so_from_the_same_similarity_on() -> None:
+    assert re.findall(r"NEAR = (.+?);", (PAGE_ALONE / "page.js").read_text()) == [str(NEAR)]
 
 
 FITTING = """which vegetables need protection against cold nights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -95,7 +96,31 @@ def test_without_room_a_kind_is_pytorchs(table: CallTable, monkeypatch: pytest.M
 
 def test_a_kind_is_looked_at_once_and_not_at_all_where_it_is_switched_off(table: CallTable) -> None:
     q = _tensors()[0]
-    assert table.is_first(CALL, q, BOOL) and not table.is_first(CALL, q, BOOL)
-    assert table.is_first(CALL, q[:, :, :1], BOOL) and table.is_first(CALL, q, BOOL[:1])
+
+    def is_looked_at(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        return table.check(CALL, q, mask, lambda: "off") == "off"
+
+    assert is_looked_at(q, BOOL) and not is_looked_at(q, BOOL)
+    assert is_looked_at(q[:, :, :1], BOOL) and is_looked_at(q, BOOL[:1])
     table.use("native", check=False)
-    assert not table.is_first(CALL, q, None)
+    assert not is_looked_at(q, None)
+
+
+def test_a_kind_counts_as_checked_once_its_check_is_over(table: CallTable) -> None:
+    q, wrong_of_others = _tensors()[0], []
+
+    def slow() -> str:
+        """A check during which another thread makes its own first call."""
+        other = threading.Thread(target=lambda: wrong_of_others.append(table.check(CALL, q, None, lambda: "off")))
+        other.start()
+        other.join()
+        return "off"
+
+    assert table.check(CALL, q, None, slow) == "off" and wrong_of_others == ["off"]
+
+    def cut_short() -> str:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        table.check(CALL, q, BOOL, cut_short)
+    assert table.check(CALL, q, BOOL, lambda: "off") == "off"

@@ -38,8 +38,8 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     splat,
     store,
 )
+from mhsa_compile.kernels.interface import score_step
 from mhsa_compile.kernels.interface.kernel import Config
-from mhsa_compile.kernels.interface.score_step import first
 
 LONGEST_SUM_OF_WEIGHTS = 16
 """Vectors of probs that one float32 sum takes one after another. Of a row of equal probs each addition is rounded
@@ -142,7 +142,7 @@ class DecodeTask:
     def _begin_with_no_keys(self, begins: Expr) -> None:
         """Begins rows with their scores of no key, where there are any: a maximum with a sum of 1, in one part of a
         head only."""
-        if (no_key_of := first(part.no_keys() for part in self.parts)) is None:
+        if (no_key_of := score_step.first(part.no_keys() for part in self.parts)) is None:
             return
         with T.serial(T.int64(self.layout.rows)) as row:
             score = no_key_of(materialize(T.truncmod(row, T.int64(self.ratio))))
