@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+gc.disable()  # until all is imported: `pytest_collection_finish`
 # Child processes find what the tests share, and look for data there as well.
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="mhsa-tests-")
@@ -145,6 +146,7 @@ def pytest_collection_finish() -> None:
     comes is looked through seldom: exporting and lowering make many objects, and hardly a cycle."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 
@@ -153,10 +155,7 @@ def native_code(request: pytest.FixtureRequest) -> Iterator[None]:
     """What no vectors decide `make test` compiles for any CPU; a run of what is thorough, too, has all for this one."""
     from support import this_cpu
 
-    if "not thorough" in request.config.getoption("markexpr"):
-        with this_cpu.native_anywhere(request.path):
-            yield
-    else:
+    with this_cpu.native_of(request.path, request.config):
         yield
 
 

@@ -13,7 +13,7 @@ NEEDED = ("tokenizers", "transformers")
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of `small_bert`, as `minilm.compile_model` writes it."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
@@ -27,7 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
         if not (folder / "model" / TOKENIZER).exists():
             from minilm.compile_model import save
+            from support import this_cpu
             from support.small_encoder import small_bert, write_tokenizer
 
-            save(small_bert(), write_tokenizer(folder / "source.json"), folder / "model")
+            with this_cpu.native_of(Path(__file__), request.config):
+                save(small_bert(), write_tokenizer(folder / "source.json"), folder / "model")
     return folder / "model"

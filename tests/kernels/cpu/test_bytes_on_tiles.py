@@ -127,7 +127,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough_but("*1*", "*2*")
+@pytest.mark.thorough_but("1")
 @pytest.mark.parametrize("case", CASES, ids=map(str, range(len(CASES))))
 def test_bytes_of_a_file(case: Any, machine: CpuProfile) -> None:
     """Zeros of each feature; tails of rows, of features and of K; rows in place and copied."""
@@ -182,8 +182,9 @@ def check_rounded(op: LinearOp, machine: CpuProfile, config: Config, *, rows: An
         pair.check(rng.standard_normal((B, L, op.in_features), np.float32).astype(dtype))
 
 
-@pytest.mark.parametrize("in_features", [5, pytest.param(64, marks=pytest.mark.thorough), 200])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
+@pytest.mark.thorough_but("float32-5", "bfloat16-200")
+@pytest.mark.parametrize("in_features", [5, 64, 200])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_rounded_by_their_own_scale(dtype: Any, in_features: int, machine: CpuProfile) -> None:
     transposed, biased = (True, False, True), (True, False, True)
     op = LinearOp(("B", "L"), in_features, (33, 1, 50), biased, transposed, dtype=dtype, int8_weights=True)

@@ -70,7 +70,7 @@ def test_what_it_takes():
     assert "one pass" in KERNEL.why_not_config(operation(197, 64), PROFILE, config | {"depth": 6})
 
 
-@pytest.mark.thorough_but("by terms-33", "by terms-197")
+@pytest.mark.thorough_but("by terms-197")
 @pytest.mark.parametrize("in_features", [1, 33, 64, 197, 1100, 3072])
 @BOTH
 def test_any_number_of_rows(in_features, way):

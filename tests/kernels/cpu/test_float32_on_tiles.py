@@ -134,6 +134,7 @@ def test_what_it_takes():
     assert set(offers_products(op, PROFILE)) == set(TERM_PRODUCTS)
 
 
+@pytest.mark.thorough_only("bf16x3")
 @pytest.mark.parametrize("word", TERM_PRODUCTS)
 def test_linears_side_by_side(word):
     """Of both layouts, with and without bias; every tail of rows, of features and of K."""
@@ -143,7 +144,7 @@ def test_linears_side_by_side(word):
         layer.check(rows(count, 197))
 
 
-@pytest.mark.thorough_but("33-*")
+@pytest.mark.thorough_but("33-bf16x3", "33-bf16")
 @pytest.mark.parametrize("word", TERM_PRODUCTS)
 @pytest.mark.parametrize("in_features", [1, 2, 33, 64, 1100])
 def test_blocks_passes_and_parts(in_features, word):
@@ -178,7 +179,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.thorough_but("64", "768")
+@pytest.mark.thorough_but("768")
 @pytest.mark.parametrize("in_features", [*range(1, 8), 16, 31, 32, 33, 64, 100, 128, 129, 384, 768, 1000, 3072])
 def test_six_products_are_inside_float32s_budget(in_features):
     """In every class of inputs. Few rows are multiplied in float32."""

@@ -64,7 +64,7 @@ def test_nothing_calls_libm(code):
     assert not re.findall(r"\b(?:call|jmp)\w*\s+\S*\b(?:exp|log|pow|tanh|fmax|fmin|fma|floor|round|rint)\w*", text)
 
 
-@pytest.mark.thorough_only("attention-x86-64-v4")
+@pytest.mark.thorough_only("attention-x86-64-v4", "attention, clamped-*")
 def test_inner_loops_keep_their_sums_in_registers(code):
     name, machine, text = code
     few = machine.hardware.vector_registers < 32

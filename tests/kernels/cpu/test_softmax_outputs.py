@@ -95,7 +95,7 @@ def test_constant_masks(heads, wanted):
 
 @pytest.mark.parametrize(
     ("dtype", "profile", "wanted"),
-    [("bfloat16", detect(), ALL), ("float16", NARROW, SUMS)],
+    [pytest.param("bfloat16", detect(), ALL, marks=pytest.mark.thorough), ("float16", NARROW, SUMS)],
     ids=["bfloat16", "float16"],
 )
 def test_sixteen_bits(dtype, profile, wanted):

@@ -117,6 +117,7 @@ def beside(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.tanh(score) - 0.1 * (q - k).abs() + 0.5 * h
 
 
+@pytest.mark.thorough_but("mma")
 @pytest.mark.parametrize("kind", KERNELS)
 def test_beside_a_band_lengths_and_each_other(kind: str) -> None:
     """Places are counted from the end where the band is; NaN in keys that nobody sees stays there."""
