@@ -26,7 +26,9 @@ what no vectors decide, such as what a graph means, a cache or a process, is com
 
 VECTORS_DECIDE_NOTHING = (
     *("analysis/", "compiler/", "conversion/", "examples/", "flow/", "frontend/", "integrations/", "runtime/"),
-    *("kernels/cpu/test_recurrence.py", "verification/"),
+    *("verification/", "kernels/cpu/test_recurrence.py", "spec/test_picture.py"),
+    *(f"cli/test_cli{name}.py" for name in ("", "_heads")),
+    *(f"bench/test_{name}.py" for name in ("bench", "own_file")),
 )
 VECTORS_DECIDE = (
     *(f"compiler/test_{name}.py" for name in ("data_races", "exact_arithmetic", "fallback_schedule", "running_sums")),
