@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -111,28 +110,6 @@ def test_targets_are_listed() -> None:
     assert [target["name"] for target in listed] == list(profile.profile_names())
     table = mhsa("targets").stdout
     assert all(name in table for name in profile.profile_names())
-
-
-def test_native_is_printed_as_a_file_to_save(tmp_path: Path) -> None:
-    text = mhsa("targets", "native").stdout
-    assert tomllib.loads(text)["hardware"]["cores"] == host.allowed_cpus()
-    saved = tmp_path / "mine.toml"
-    saved.write_text(text)
-    assert printed_json("targets", saved)["name"] == "mine"
-
-
-def test_this_machine_is_detected_and_written(tmp_path: Path) -> None:
-    saved = tmp_path / "mine.toml"
-    text = mhsa("targets", "--detect", "-o", saved).stdout
-    assert saved.read_text() == text == mhsa("targets", "native").stdout
-    assert host.cpu_model() in text.splitlines()[0]
-    written, found = profile.load_profile(saved), profile.detect()
-    assert (written.tvm, written.hardware, written.link) == (found.tvm, found.hardware, found.link)
-    assert "not there yet" in refused(mhsa("targets", "--detect", "-o", saved))
-    assert "named .toml" in refused(mhsa("targets", "znver4", "-o", tmp_path / "mine"))
-    assert "Leave one of them out" in refused(mhsa("targets", "znver4", "--detect"))
-    assert "--detect" in refused(mhsa("targets", "-o", tmp_path / "other.toml"))
-    assert list(tmp_path.iterdir()) == [saved]
 
 
 def test_an_unknown_target_gets_near_names() -> None:
