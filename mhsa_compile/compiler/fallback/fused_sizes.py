@@ -16,7 +16,7 @@ from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 
-@tvm.transform.module_pass(opt_level=0, name="SizesAtOnePlace")
+@tvm.transform.module_pass(opt_level=0, name="SizesAtOnePlace")  # type: ignore[untyped-decorator]
 def sizes_at_one_place(module: Any, _: Any) -> Any:
     """The module, whose fused functions have either sizes of their own as parameters or `tir_vars`, not both."""
     moved = {variable: places for variable, f in module.functions_items() if (places := _of_their_own(f))}
@@ -24,7 +24,7 @@ def sizes_at_one_place(module: Any, _: Any) -> Any:
         return module
     others = {variable: function for variable, function in module.functions_items() if variable not in moved}
     builder = relax.BlockBuilder(tvm.IRModule(others, attrs=module.attrs))
-    calls = _Calls(
+    calls = _SizesLast(
         {
             variable: (builder.add_func(_with_sizes_last(module[variable], places), variable.name_hint), places)
             for variable, places in moved.items()
@@ -55,7 +55,7 @@ def _with_sizes_last(function: relax.Function, places: list[int]) -> relax.Funct
 
 
 @mutator
-class _Calls(PyExprMutator):  # type: ignore[misc]
+class _SizesLast(PyExprMutator):  # type: ignore[misc]
     """Calls of such functions, with their sizes last."""
 
     def __init__(self, moved: dict[Any, tuple[Any, list[int]]]) -> None:

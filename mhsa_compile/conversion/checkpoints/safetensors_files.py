@@ -113,7 +113,7 @@ def _format(words: Mapping[str, Any]) -> _Format:
         raise ModelError("quant_method", '"gptq" or "awq"', repr(method))
     if words.get("dynamic"):
         raise ModelError("quantization_config", "one form for all layers", f"dynamic {words['dynamic']!r}")
-    if not isinstance(bits, int) or bits not in ((4, 8) if method == "gptq" else (4,)):
+    if isinstance(bits, float) or bits not in ((4, 8) if method == "gptq" else (4,)):
         raise ModelError("bits", "4 or 8" if method == "gptq" else "4, as AutoAWQ packs", repr(bits))
     if not isinstance(group, int) or (group != -1 and group < BLOCKS[0]):
         raise ModelError("group_size", f"{BLOCKS[0]} terms or more, or -1 for a whole column", repr(group))
