@@ -119,6 +119,7 @@ def models() -> dict[str, tuple[nn.Module, Callable[..., Feeds]]]:
     clip = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS}
     clip |= {"intermediate_size": 4 * WIDTH, "max_position_embeddings": 64, "attn_implementation": "eager"}
     t5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 16, "num_layers": 1, "num_heads": HEADS, "d_ff": 4 * WIDTH}
+    t5["attn_implementation"] = "eager"
     tf = transformers
     return {
         "bert": (Encoder(tf.BertModel(tf.BertConfig(**layer))), texts),
