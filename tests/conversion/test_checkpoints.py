@@ -91,13 +91,18 @@ def with_scale(number: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
+def narrow(tensors: dict[str, Tensor], outputs: int) -> None:
+    for part, count in (("qweight", outputs), ("scales", outputs), ("qzeros", outputs // 8)):
+        tensors[f"layers.0.{part}"] = tensors[f"layers.0.{part}"][:, :count]
+
+
 BAD: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], Mapping[str, Any], str]] = {
     "zero scale": ("awq-4", changed("scales", with_scale(0.0)), {}, "positive, finite numbers, got 0.0"),
     "negative scale": ("gptqmodel-4-v2", changed("scales", with_scale(-0.5)), {}, "positive, finite numbers, got -0.5"),
     "NaN scale": ("autogptq-4", changed("scales", with_scale(np.nan)), {}, "positive, finite numbers, got nan"),
     "infinite scale": ("awq-4", changed("scales", with_scale(np.inf)), {}, "positive, finite numbers, got inf"),
     "zeros of floats": ("awq-4", changed("qzeros", torch.Tensor.float), {}, r"layers.0.qzeros: expected a matrix of"),
-    "zeros of int64": ("autogptq-4", changed("qzeros", torch.Tensor.long), {}, r"qzeros.*int32, got torch.int64"),
+    "zeros of int64": ("autogptq-4", changed("qzeros", torch.Tensor.long), {}, r"qzeros.*int32.*got torch.int64"),
     "no zeros": ("awq-4", lambda tensors: tensors.pop("layers.0.qzeros"), {}, "got no qzeros"),
     "numbers of floats": ("awq-4", changed("qweight", torch.Tensor.float), {}, r"layers.0.qweight: expected a matrix"),
     "scales of int32": ("awq-4", changed("scales", torch.Tensor.int), {}, r"layers.0.scales: expected a matrix of"),
@@ -111,6 +116,12 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], Mapping[str, An
     "dynamic": ("gptqmodel-4-v2", lambda tensors: None, {"dynamic": {"-:x": {}}}, "one form for all layers"),
     "another tool": ("awq-4", lambda tensors: None, {"quant_method": "hqq"}, "quant_method: expected"),
     "no linears": ("awq-4", lambda tensors: tensors.pop("layers.0.qweight"), {}, "linears with a qweight"),
+    "bits of a float": ("gptqmodel-4-v2", lambda tensors: None, {"bits": 4.0}, "bits: expected 4 or 8, got 4.0"),
+    "infinite weights": ("awq-4", changed("scales", lambda s: with_scale(3e38)(s.float())), {}, "numbers, got 3"),
+    "no inputs": ("awq-4", changed("qweight", lambda words: words[:0]), {"group_size": -1}, "not empty, got"),
+    "28 outputs": ("autogptq-4", lambda tensors: narrow(tensors, 28), {}, "a multiple of 8 outputs.*, got 28"),
+    "two weights": ("awq-4", lambda tensors: tensors.update({"layers.0.weight": torch.ones(32, 64)}), {}, "one weight"),
+    "meta is text": ("gptqmodel-4-v1", lambda tensors: None, {"meta": "gptqmodel"}, "which tools read differently"),
     "who knows": ("gptqmodel-4-v1", lambda tensors: None, {"meta": {}}, "one of 0, which tools read differently"),
 }  # fmt: skip
 
@@ -162,6 +173,18 @@ def test_other_paths_are_refused(tmp_path: Path) -> None:
         mhsa.read_checkpoint(tmp_path / "absent.safetensors")
 
 
+def test_a_tensor_of_two_files_is_one_and_the_same(tmp_path: Path) -> None:
+    """A folder may hold a model twice, whole and in parts; which of two others is meant, nobody says."""
+    path = copied("awq-4", tmp_path, lambda tensors: None)
+    shutil.copy(path / "model.safetensors", path / "other.safetensors")
+    assert len(mhsa.read_checkpoint(path).linears) == 1
+    tensors = load_file(path / "model.safetensors")
+    tensors["layers.0.scales"] *= 2
+    save_file(tensors, path / "other.safetensors")
+    with pytest.raises(ModelError, match=r"other.safetensors: expected each tensor in one file, got another layers.0"):
+        mhsa.read_checkpoint(path)
+
+
 # ---- GGUF
 
 
@@ -209,3 +232,38 @@ def test_blocks_without_a_finite_scale_are_refused(kind: str) -> None:
     rows[3, place : place + 2] = np.array([np.nan], np.float16).view(np.uint8)
     with pytest.raises(ModelError, match=f"w: expected finite scales of {kind}, got NaN or infinity"):
         _blocks("w", kind, rows)
+
+
+def written(path: Path, names: list[str], **words: Any) -> Path:
+    """A file whose tensors are all of Q8_0, with some metadata."""
+    gguf = pytest.importorskip("gguf")
+    which, order = gguf.GGMLQuantizationType.Q8_0, words.pop("order", "LITTLE")
+    writer = gguf.GGUFWriter(str(path), "llama", endianess=gguf.GGUFEndian[order])
+    for key, number in words.items():
+        writer.add_int64(f"llama.{key}", number)
+    for name in names:
+        weight = np.random.default_rng(len(name)).standard_normal((32, 64), dtype=np.float32)
+        writer.add_tensor(name, gguf.quantize(weight, which), raw_dtype=which)
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
+    writer.close()
+    return path
+
+
+def test_what_a_gguf_file_states_of_itself_is_not_trusted(tmp_path: Path) -> None:
+    """The package makes a table of as many layers as are stated, for hours; heads are those that rows can have."""
+    checkpoint = mhsa.read_checkpoint(written(tmp_path / "a.gguf", ["blk.0.attn_q.weight"], block_count=2**62))
+    layer = "model.layers.0.self_attn.q_proj"
+    weight = checkpoint.linears["blk.0.attn_q"].floats()
+    assert checkpoint.aliases[layer] == "blk.0.attn_q"
+    assert not isinstance(checkpoint.of_layer(layer, weight), str)
+    path = written(tmp_path / "b.gguf", ["blk.0.attn_q.weight"], block_count=1, **{"attention.head_count": -4})
+    assert isinstance(mhsa.read_checkpoint(path).of_layer(layer, weight + 1), str)
+
+
+def test_gguf_of_the_other_byte_order_and_of_one_name_twice_is_refused(tmp_path: Path) -> None:
+    """The package swaps numbers of metadata, not the scales within blocks."""
+    with pytest.raises(ModelError, match="bytes in this machine's order"):
+        mhsa.read_checkpoint(written(tmp_path / "a.gguf", ["up.weight"], order="BIG"))
+    with pytest.raises(ModelError, match=r"each weight once, got 'up' and 'up\.weight'"):
+        mhsa.read_checkpoint(written(tmp_path / "b.gguf", ["up.weight", "up"]))

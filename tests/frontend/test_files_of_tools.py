@@ -1,5 +1,5 @@
 """Files as tools write them beside what ONNX's checker asks for, and of calibrations that saw a mask: against ONNX
-Runtime. `fuzz.quantised_files` has whole models."""
+Runtime. `campaigns.quantised_files` has whole models."""
 
 from __future__ import annotations
 
@@ -101,6 +101,29 @@ def test_a_mask_is_looked_up_where_keys_are_a_sum_of_lengths() -> None:
     assert np.array_equal(z, np.concatenate([feeds["past"], feeds["new"]], 1)[b, k])
     k[0, 0, 0], b[1, 0, 2] = 11, 3  # beyond the last: NaN of floats, as Gather has it
     assert np.isnan(call(**feeds, places=np.stack([b, k], -1))[1]).sum() == 2
+
+
+FLAT = """<ir_version: 9, opset_import: ["" : 18]>
+g (int64[B, T] ids, bool[B, S] mask, float[B, 4, P, 16] past) => (bool[B, 1, 1, R] y) {
+    zero = Constant <value_int = 0> ()    one = Constant <value_int = 1> ()   all = Constant <value_ints = [-1]> ()
+    first = Constant <value_ints = [0]> ()  last = Constant <value_ints = [1, 2, 3]> ()
+    before = Constant <value_ints = [0, 1, 2]> ()
+    b = Shape <start = 0, end = 1> (ids)  t = Shape <start = 1, end = 2> (ids)  s = Shape <start = 1, end = 2> (mask)
+    p = Shape <start = 2, end = 3> (past) r = Add (p, t)      rows = Squeeze (b)      keys = Squeeze (r)
+    i = Range (zero, rows, one)           j = Range (zero, keys, one)
+    e = Unsqueeze (i, last)               f = Unsqueeze (j, before)                   w = Mul (e, s)
+    places = Add (w, f)                   flat = Reshape (mask, all)                  y = Gather (flat, places) }"""
+
+
+def test_a_mask_is_looked_up_by_flat_places() -> None:
+    """As TorchScript's exporter has a decoder with a past: batch times a size that no array of the group has, plus a
+    key, of which there are a sum of sizes."""
+    call = mhsa.load(mhsa.compile(parser.parse_model(FLAT), without_attention="accept", check=False))
+    for batch, new, past in ((3, 5, 4), (2, 1, 11), (1, 13, 2)):
+        mask = RNG.random((batch, past + new + 3)) < 0.5
+        rows = np.zeros((batch, 4, past, 16), np.float32)
+        y = call(ids=np.zeros((batch, new), np.int64), mask=mask, past=rows)
+        assert np.array_equal(y, mask[:, None, None, : past + new])
 
 
 HEADS = """<ir_version: 9, opset_import: ["" : 18]> g (float[B, 17, 64] q, float[B, 17, 64] k, float[B, 17, 64] v)

@@ -84,6 +84,30 @@ def test_products(kernel: str, words: dict[str, Any]) -> None:
         assert (np.abs(y - exact).max() > 1e-4 * np.abs(exact).max()) == (kernel == BLOCKS)
 
 
+@pytest.mark.parametrize("domain", ["com.microsoft", pytest.param("", marks=pytest.mark.thorough)])
+def test_activations_that_are_bytes_already_are_not_rounded_once_more(domain: str) -> None:
+    """Of either domain: before opset 21 the quantiser writes pairs beside weights of four bits as Microsoft's."""
+    model, weights = product("INT4", 1, 0)
+    scale, zero = numpy_helper.from_array(np.float32(0.03), "xs"), numpy_helper.from_array(np.int8(-4), "xz")
+    model.graph.initializer.extend([scale, zero])
+    model.graph.node[1].input[0] = "xd"
+    pair = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["xq"], domain=domain),
+        helper.make_node("DequantizeLinear", ["xq", "xs", "xz"], ["xd"], domain=domain),
+    ]
+    nodes = [*pair, *model.graph.node]
+    nodes[2].domain = domain
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    x = np.random.default_rng(1).standard_normal((2, 3, K)).astype(np.float32)
+    y = mhsa.load(mhsa.compile(model, without_attention="accept", check=False))(x)
+    exact = (np.clip(np.rint(x / np.float32(0.03)) - 4, -128, 127) + 4) * np.float64(np.float32(0.03)) @ weights
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for expected in (exact, session.run(None, {"x": x})[0]):
+        np.testing.assert_allclose(y, expected, atol=2e-6 * np.abs(exact).max())
+
+
 def test_weights_that_others_read_too_are_floats() -> None:
     model, weights = product("INT4", 0, 16)
     model.graph.node.append(helper.make_node("ReduceSum", ["w"], ["sum"]))

@@ -26,6 +26,7 @@ from mhsa_compile.compiler.fallback import running_sums, top_k, traces
 from mhsa_compile.compiler.fallback.binding_order import sizes_first
 from mhsa_compile.compiler.fallback.edges import EDGES
 from mhsa_compile.compiler.fallback.function_nodes import at_any_address, rewritten, without_scopes
+from mhsa_compile.compiler.fallback.fused_sizes import sizes_at_one_place
 from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_operands
 from mhsa_compile.compiler.fallback.plain_function import product
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
@@ -92,6 +93,7 @@ def legalize_all(module: Any, profile: TargetProfile, arithmetic: dict[str, Any]
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),
+        sizes_at_one_place,
         relax.transform.FuseTIR(),
         relax.transform.RewriteDataflowReshape(),
         relax.transform.DeadCodeElimination(),

@@ -42,11 +42,15 @@ def read(place: Path) -> Checkpoint:
     input_files.open_file(place, InputError, "path", "a .gguf file").close()
     with reading(ModelError, str(place), "a GGUF file"):
         reader = gguf.GGUFReader(place)
-        linears, unread = {}, {}
+        if reader.byte_order == "S":
+            raise ModelError(str(place), "bytes in this machine's order", "those of the other, which scales are in")
+        linears, unread = dict[str, WeightBlocks](), dict[str, str]()
         for tensor in reader.tensors:
             name, kind = tensor.name.removesuffix(".weight"), tensor.tensor_type.name
             if len(tensor.shape) < 2 or kind in ("F32", "F16", "BF16", "F64"):
                 continue
+            if name in linears:
+                raise ModelError(str(place), "each weight once", f"{name!r} and '{name}.weight'")
             if len(tensor.shape) > 2:
                 unread[name] = f"{kind} of {len(tensor.shape)} axes"
             elif kind not in _TYPES:
@@ -72,7 +76,7 @@ def _aliases(gguf: Any, reader: Any) -> Mapping[str, str]:
     kinds = [kind for kind, word in gguf.MODEL_ARCH_NAMES.items() if word == name]
     if not kinds:
         return {}
-    layers = int(_field(reader, f"{name}.block_count") or 0)
+    layers = min(int(_field(reader, f"{name}.block_count") or 0), len(reader.tensors))  # a file may state any number
     return {alias: place for alias, (_, place) in gguf.get_tensor_name_map(kinds[0], layers).mapping.items()}
 
 
@@ -86,7 +90,7 @@ def _heads(reader: Any, linears: Mapping[str, WeightBlocks]) -> Mapping[str, int
         linear: count
         for linear in linears
         for part, count in counts.items()
-        if linear.endswith(part) and isinstance(count, int)
+        if linear.endswith(part) and isinstance(count, int) and count > 0
     }
 
 

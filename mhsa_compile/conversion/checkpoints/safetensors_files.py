@@ -59,6 +59,8 @@ def read(place: Path) -> Checkpoint:
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     if not names:
         raise ModelError(str(place), "linears with a qweight", f"tensors such as {', '.join(sorted(tensors)[:3])}")
+    if twice := [name for name in names if f"{name}.weight" in tensors]:
+        raise ModelError(twice[0], "one weight", "a weight beside its qweight")
     parts = {name: {part: tensors.pop(f"{name}.{part}", None) for part in _PARTS} for name in names}
     linears = {name: _linear(name, parts[name], form) for name in names}
     if all(_is_middle(blocks) for blocks in linears.values()):
@@ -78,7 +80,11 @@ def _tensors(files: list[Path]) -> dict[str, Tensor]:
     for file in files:
         raw = input_files.read(file, InputError, "path", "a safetensors file")
         with reading(ModelError, str(file), "a safetensors file"):
-            tensors |= load(raw)
+            more = load(raw)
+        if twice := sorted(name for name in more.keys() & tensors if not torch.equal(more[name], tensors[name])):
+            hint = "Name the file that is meant, or remove the others."
+            raise ModelError(str(file), "each tensor in one file", f"another {twice[0]} than a file before it", hint)
+        tensors |= more
     return tensors
 
 
@@ -107,7 +113,7 @@ def _format(words: Mapping[str, Any]) -> _Format:
         raise ModelError("quant_method", '"gptq" or "awq"', repr(method))
     if words.get("dynamic"):
         raise ModelError("quantization_config", "one form for all layers", f"dynamic {words['dynamic']!r}")
-    if bits not in ((4, 8) if method == "gptq" else (4,)):
+    if isinstance(bits, float) or bits not in ((4, 8) if method == "gptq" else (4,)):
         raise ModelError("bits", "4 or 8" if method == "gptq" else "4, as AutoAWQ packs", repr(bits))
     if not isinstance(group, int) or (group != -1 and group < BLOCKS[0]):
         raise ModelError("group_size", f"{BLOCKS[0]} terms or more, or -1 for a whole column", repr(group))
@@ -120,7 +126,8 @@ def _format(words: Mapping[str, Any]) -> _Format:
     kind = str(words.get("checkpoint_format", words.get("format", "gptq"))).lower()
     if kind not in ("gptq", "gptq_v2") or words.get("is_marlin_format"):
         raise ModelError("checkpoint_format", '"gptq" or "gptq_v2"', repr(kind))
-    by = str(dict(words.get("meta") or {}).get("quantizer", "")).lower()
+    meta = words.get("meta")
+    by = str(meta.get("quantizer", "")).lower() if isinstance(meta, Mapping) else ""
     return _Format("GPTQ", bits, width, kind == "gptq", "gptqmodel" in by)
 
 
@@ -133,6 +140,8 @@ def _linear(name: str, parts: Mapping[str, Tensor | None], form: _Format) -> Wei
     K = qweight.shape[0] * form.numbers if turned else qweight.shape[0]
     N = qweight.shape[1] if turned else qweight.shape[1] * form.numbers
     group = form.group or K
+    if N % form.numbers:
+        raise ModelError(f"{name}.qweight", f"a multiple of {form.numbers} outputs, as zero points are packed", f"{N}")
     if K % group:
         raise ModelError(f"{name}.qweight", f"groups of {group} that divide its inputs", f"{K} of them")
     for part, value, width in (("scales", scales, N), ("qzeros", qzeros, N // form.numbers)):
@@ -145,14 +154,14 @@ def _linear(name: str, parts: Mapping[str, Tensor | None], form: _Format) -> Wei
 
 
 def _matrix(name: str, parts: Mapping[str, Tensor | None], part: str) -> Tensor:
-    """A part of a linear: a matrix of its type, and of scales that are some."""
+    """A part of a linear: a matrix of its type, and of scales that are some, with finite weights."""
     if (value := parts[part]) is None:
         raise ModelError(name, "qweight, qzeros and scales", f"no {part}")
     dtypes = _FLOATS if part == "scales" else (torch.int32,)
-    if value.dtype not in dtypes or value.ndim != 2:
-        expected = f"a matrix of {' or '.join(map(str, dtypes))}"
+    if value.dtype not in dtypes or value.ndim != 2 or not value.numel():
+        expected = f"a matrix of {' or '.join(map(str, dtypes))}, not empty"
         raise ModelError(f"{name}.{part}", expected, f"{value.dtype} {list(value.shape)}")
-    if part == "scales" and (bad := value[~((value > 0) & torch.isfinite(value))]).numel():
+    if part == "scales" and (bad := value[~((value > 0) & torch.isfinite(value.float() * 255))]).numel():
         raise ModelError(f"{name}.scales", "positive, finite numbers", f"{float(bad[0])}")
     return value
 

@@ -78,15 +78,20 @@ def _dequantises(node: onnx.NodeProto) -> bool:
     return own or is_standard(node, "DequantizeLinear")
 
 
+def _is_pair(left: onnx.NodeProto | None, weights: dict[str, onnx.TensorProto]) -> bool:
+    """Whether x is made of bytes already, which are multiplied as they are."""
+    return left is not None and _dequantises(left) and left.input[0] not in weights
+
+
 def _product(rewriter: Rewriter, node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> onnx.NodeProto | None:
     """The MatMul of floats that alone reads these weights, if ONNX Runtime would take both together."""
     graph, tensor, scale, attrs = rewriter.graph, weights[node.input[0]], weights[node.input[1]], attributes(node)
     product = graph.only_consumer(node.output[0], "MatMul")
     if product is None or list(product.input).index(node.output[0]) != 1 or tensor.data_type not in _NUMBERS:
         return None
-    left = graph.producer(product.input[0], "DequantizeLinear")
+    left = graph.producer(product.input[0])
     kind = attrs.get("output_dtype", 0) or scale.data_type
-    if len(tensor.dims) != 2 or (left is not None and left.input[0] not in weights) or kind != scale.data_type:
+    if len(tensor.dims) != 2 or _is_pair(left, weights) or kind != scale.data_type:
         return None
     block, axis = attrs.get("block_size", 0), attrs.get("axis", 1) % 2
     if block:
