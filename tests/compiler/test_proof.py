@@ -210,6 +210,28 @@ def test_weights_of_float16_that_are_widened_first_leave_all_digits():
     assert [Evaluators(model, model, None).narrow for model in models] == ["", "float16"]
 
 
+@pytest.mark.parametrize(
+    ("past", "cap", "length"), [(5, 6, 1), (0, 3, 3), (16, 16, 1)], ids=["grows", "begins", "buffer"]
+)
+def test_caches_of_microsofts_are_called_by_the_lengths_that_their_files_say(past, cap, length):
+    """seqlens_k and the total come by the call: ONNX Runtime makes presents as long as the total."""
+    values = {
+        "q": (1, [2, length, 64]), "k": (1, [2, length, 32]), "v": (1, [2, length, 32]), "pk": (1, [2, 2, past, 16]),
+        "pv": (1, [2, 2, past, 16]), "last": (6, [2]), "total": (6, [1]),
+    }  # fmt: skip
+    node = helper.make_node(
+        "GroupQueryAttention", [*values], ["y", "ok", "ov"], domain="com.microsoft", num_heads=4, kv_num_heads=2
+    )
+    outputs = {"y": [2, length, 64], "ok": [2, 2, cap, 16], "ov": [2, 2, cap, 16]}
+    body = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info(name, *value) for name, value in values.items()],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in outputs.items()],
+    )  # fmt: skip
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    check = mhsa.compile(helper.make_model(body, opset_imports=imports, ir_version=10), check=True).manifest.check
+    assert check is not None and check.sizes == ({},) and "ONNX Runtime" in " ".join(check.against)
+
+
 @pytest.mark.thorough
 def test_an_entry_of_the_cache_keeps_its_outcome(monkeypatch, tmp_path):
     monkeypatch.setenv("MHSA_CACHE", "1")

@@ -21,7 +21,7 @@ from mhsa_compile.frontend.reading.check import check_domains, check_file, check
 from mhsa_compile.frontend.reading.contradictions import check_shapes
 from mhsa_compile.frontend.reading.dialect import in_one_dialect
 from mhsa_compile.frontend.reading.functions import check_functions, inline
-from mhsa_compile.frontend.reading.well_formed import check_well_formed
+from mhsa_compile.frontend.reading.well_formed import CORRECT, check_well_formed
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import LayerWord, layer_words
 
@@ -171,7 +171,7 @@ def _check(name: str, model: onnx.ModelProto) -> None:
     check_domains(model)
     check_functions(model)
     check_well_formed(model)
-    with reading(ModelError, name, "a valid ONNX model"):
+    with reading(ModelError, name, "a valid ONNX model", CORRECT):
         onnx.checker.check_model(_with_ranks(contents_as_inputs(model)), full_check=False)
     for tensor in model.graph.initializer:
         if is_large(tensor) and (elements := stored_elements(tensor)) != math.prod(tensor.dims):
