@@ -16,7 +16,7 @@ from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements
 from mhsa_compile.frontend.export.input_dims import check_dims, dims_of, with_named_dims, with_symbols
-from mhsa_compile.frontend.onnx_graph import metadata_of
+from mhsa_compile.frontend.onnx_graph import metadata_of, tensors_of
 from mhsa_compile.frontend.reading.check import check_domains, check_file, check_operands
 from mhsa_compile.frontend.reading.contradictions import check_shapes
 from mhsa_compile.frontend.reading.dialect import in_one_dialect
@@ -135,11 +135,11 @@ def _load(path: Path) -> onnx.ModelProto:
             raise ModelError(name, "an ONNX model", "a file that does not parse: truncated, or not ONNX") from error
     if not model.graph.node:
         raise ModelError(name, "an ONNX model", "no graph: the file is empty or truncated")
-    for tensor in model.graph.initializer:
+    for tensor in tensors_of(model):
         for entry in tensor.external_data:
             if entry.key == "location":
                 _check_inside(name, path.parent, entry.value)
-    with reading(ModelError, name, "a valid ONNX model"):
+    with reading(ModelError, name, "external data that can be read", CORRECT):
         onnx.load_external_data_for_model(model, str(path.parent))
     return model
 
@@ -153,10 +153,10 @@ def _checked_file(path: Path, original: onnx.ModelProto) -> onnx.ModelProto:
 
 def _check(name: str, model: onnx.ModelProto) -> None:
     """Raises ModelError for what ONNX itself does not allow, and for weights that are elsewhere."""
-    away = [t.name for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    away = [tensor for tensor in tensors_of(model) if tensor.data_location == onnx.TensorProto.EXTERNAL]
     if away:
         hint = "Load it with its data, onnx.load(path), or compile its path."
-        raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
+        raise ModelError(name, "a model with its weights in it", f"{_title(away[0])} in a file beside it", hint)
     for role, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
             if (kind := value.type.WhichOneof("value")) not in ("tensor_type", None):
@@ -197,6 +197,11 @@ def symbols_of(path: Path) -> set[str]:
     return {dim.dim_param for value in values for dim in dims_of(value) if dim.dim_param}
 
 
+def _title(tensor: onnx.TensorProto) -> str:
+    place = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    return repr(tensor.name) if tensor.name else f"a constant, at {place!r},"
+
+
 def _check_inside(name: str, folder: Path, location: str) -> None:
     inside = folder.resolve()
     with reading(ModelError, name, f"its external data {location!r} beside it"):
@@ -204,7 +209,8 @@ def _check_inside(name: str, folder: Path, location: str) -> None:
     if not resolved.is_relative_to(inside):
         raise ModelError(name, "external data in the model's own folder", repr(location), "Copy the data beside it.")
     if not places.is_file(resolved):
-        raise ModelError(name, f"its external data {location!r} beside it", "no such file")
+        hint = "Copy the file there, as it was written with the model."
+        raise ModelError(name, f"its external data {location!r} beside it", "no such file", hint)
 
 
 def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.ModelProto:
