@@ -111,16 +111,20 @@ def _place_in_caches(evaluators: Evaluators, inputs: dict[str, np.ndarray], seed
     entry is nobody's. It takes numbers that disagree for a first prompt."""
     rng = np.random.default_rng(seed)
     for node in evaluators.original.graph.node:
-        names = [*node.input, *[""] * 7][:7]
+        names = [*node.input, *[""] * 10][:10]
         query, past, last, total = (inputs.get(names[number]) for number in (0, 3, 5, 6))
-        if node.op_type != "GroupQueryAttention" or query is None or past is None or last is None or total is None:
+        if node.op_type != "GroupQueryAttention" or query is None or last is None or total is None:
             continue
-        length, places = query.shape[1], past.shape[2]
-        if _is_longer(evaluators.canonical, names[3], [*node.output, ""][1]):
+        if past is None and names[3]:
+            continue
+        length, places = query.shape[1], 0 if past is None else past.shape[2]
+        if past is None or _is_longer(evaluators.canonical, names[3], [*node.output, ""][1]):
             first, end = places + length - 1, places + length
         else:
             first, end = (0, places) if length == 1 else (length - 1, length)
         inputs[names[5]] = rng.integers(first, end, last.shape).astype(last.dtype)
+        if (positions := inputs.get(names[9])) is not None and length > 1:  # of a prompt it reads the first alone
+            positions[...] = np.arange(length)
         inputs[names[6]] = np.full(total.shape, inputs[names[5]].max() + 1, total.dtype)
         for cache in (inputs[name] for name in names[3:5] if name in inputs):
             for entry, place in zip(cache, inputs[names[5]].reshape(-1), strict=True):
