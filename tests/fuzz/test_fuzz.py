@@ -162,6 +162,15 @@ def test_a_kernel_that_is_wrong_is_found(dtype, monkeypatch):
         run(replace(case, poison=False))
 
 
+def test_rows_whose_visible_scores_are_all_minus_infinity_are_zeros():
+    case = replace(ATTENTION, heads=(1, 1), widths=(2, 3), extras=(), softcap=0.0, mask=None, band=None, fixed="")
+    operation = attention.attention_op(case)
+    q, k, v = np.float32([[[[np.inf, 0.0], [1, 1]]]]), np.float32([[[[-1, 1], [-2, 1]]]]), np.ones((1, 1, 2, 3), "f4")
+    operands = attention.Operands(q, k, v, None, None, None, None)
+    rows = attention.evaluated(operation, operands, torch.float64)
+    np.testing.assert_allclose(rows[0], [[0, 0, 0], [1, 1, 1]])
+
+
 def test_other_orders_of_products_by_terms_have_other_terms():
     case = replace(ATTENTION, heads=(1, 1), widths=(32, 32), extras=(), softcap=0.0, magnitude=30.0, seed=304)
     operation = replace(attention.attention_op(case), float32_products="bf16x3")
