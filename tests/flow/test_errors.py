@@ -339,6 +339,17 @@ def test_weights_beside_a_file_are_read_from_its_folder_alone(tmp_path: Path) ->
         read_source(path, None, None)
 
 
+@pytest.mark.parametrize("number", [0, 99])
+def test_a_weight_of_no_dtype_is_named(number: int, tmp_path: Path) -> None:
+    model = attention()
+    model.graph.initializer.add(name="w", dims=[2], data_type=number, raw_data=bytes(8))
+    with pytest.raises(ModelError, match=f"weight 'w' of a dtype of ONNX's, got number {number}"):
+        read_source(model, None, None)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=f"weight 'w' of a dtype of ONNX's, got number {number}"):
+        read_source(tmp_path / "model.onnx", None, None)
+
+
 def held_elsewhere(place: str, location: str) -> onnx.ModelProto:
     """A model with a tensor of external data in a node, in a branch or in a function."""
     held = onnx.parser.parse_model(

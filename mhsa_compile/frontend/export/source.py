@@ -63,6 +63,7 @@ def read_source(
 def _read(source: str | Path | onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """(a model as its author wrote it, the same in one dialect and checked). Raises ModelError."""
     if isinstance(source, onnx.ModelProto):
+        _check_dtypes("model", source)
         model = in_one_dialect(source)
         _check("model", model)
         return source, model
@@ -145,10 +146,22 @@ def _load(path: Path) -> onnx.ModelProto:
 
 
 def _checked_file(path: Path, original: onnx.ModelProto) -> onnx.ModelProto:
-    name, model = f"model {str(path)!r}", in_one_dialect(original)
+    name = f"model {str(path)!r}"
+    _check_dtypes(name, original)
+    model = in_one_dialect(original)
     _check(name, model)
     check_shapes(model)
     return model
+
+
+def _check_dtypes(name: str, model: onnx.ModelProto) -> None:
+    """Raises ModelError for a tensor of a dtype that ONNX does not have."""
+    known = {number for number in onnx.TensorProto.DataType.values() if number}
+    for tensor in tensors_of(model):
+        if tensor.data_type not in known:
+            raise ModelError(
+                name, f"weight {tensor.name!r} of a dtype of ONNX's", f"number {tensor.data_type}", CORRECT
+            )
 
 
 def _check(name: str, model: onnx.ModelProto) -> None:

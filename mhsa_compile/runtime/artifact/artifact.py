@@ -191,7 +191,8 @@ def open_artifact(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
         ) from error
     if not places.is_folder(folder):
         got = "a file" if (is_file := places.is_there(folder)) else "nothing"
-        folders = [name for name in places.neighbours(folder) if places.is_folder(folder.parent / name)]
+        others = (name for name in places.neighbours(folder) if name != folder.name)
+        folders = [name for name in others if places.is_folder(folder.parent / name)]
         hint = _instead_of_file(folder) if is_file else did_you_mean(folder.name, folders, cutoff=0.8)
         raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}", hint)
     with ExitStack() as stack:
