@@ -16,7 +16,7 @@ from functools import partial
 from mhsa_bench.peers import iree, onnxruntime, openvino, torch_compile, torch_eager
 from mhsa_bench.peers.peer import Opened, Peer, Problem
 from mhsa_compile.bench.timing import quickest, tasks, workers_apart
-from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.errors import InputError, ModelError, did_you_mean
 from mhsa_compile.runtime.array_memory import to_list
 
 
@@ -93,5 +93,7 @@ def find(names: Iterable[str]) -> tuple[Peer, ...]:
     by_name = {peer.name: peer for peer in PEERS}
     unique_names = dict.fromkeys(names)
     if unknown := [name for name in unique_names if name not in by_name]:
-        raise InputError("against", f"some of {', '.join(by_name)}", repr(unknown[0]))
+        raise InputError(
+            "against", f"some of {', '.join(by_name)}", repr(unknown[0]), did_you_mean(unknown[0], by_name)
+        )
     return tuple(by_name[name] for name in unique_names)

@@ -24,6 +24,7 @@ from mhsa_compile.cli.commands import (
     tune,
 )
 from mhsa_compile.cli.common import output
+from mhsa_compile.cli.common.bad_values import refusal_of_value
 from mhsa_compile.cli.common.option_groups import flatten_options
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import refusal_of
@@ -55,7 +56,7 @@ class _Commands(TyperGroup):
         except MhsaError as error:
             _refuse(error)
         except Exception as error:
-            if (refusal := refusal_of(error)) is None:
+            if (refusal := refusal_of_value(error) or refusal_of(error)) is None:
                 raise
             _refuse(refusal)
 

@@ -56,7 +56,12 @@ def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, names: set[st
         for inner in branches(node):
             _move_weights(inner, graph, names, alone)
     outputs = {value.name for value in branch.output}
-    moved = {t.name: t for t in branch.initializer if t.name not in outputs}
+    for tensor in branch.initializer:
+        if tensor.name in outputs:  # a value of its own, which another branch may call alike
+            held = fresh_name(tensor.name, names)
+            branch.node.insert(0, helper.make_node("Identity", [held], [tensor.name]))
+            tensor.name = held
+    moved = {t.name: t for t in branch.initializer}
     for node in branch.node:
         value = constant_value(node) if node.op_type == "Constant" and node.output[0] not in outputs else None
         if value is not None and value.ndim:

@@ -183,6 +183,20 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
         yield from inner_nodes(node)
 
 
+def tensors_of(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """All tensors of a model: initializers, and what nodes hold, of the graphs in it and of its functions, too."""
+    yield from model.graph.initializer
+    for owner in (model.graph, *model.functions):
+        for outer in owner.node:
+            for node in (outer, *inner_nodes(outer)):
+                for graph in branches(node):
+                    yield from graph.initializer
+                for attribute in node.attribute:
+                    if attribute.HasField("t"):
+                        yield attribute.t
+                    yield from attribute.tensors
+
+
 def _forget_zeros(graph: onnx.GraphProto) -> None:
     """Takes out of computed shapes the sizes of 0: onnx infers them for the scores of an Attention whose number of keys
     it does not know."""

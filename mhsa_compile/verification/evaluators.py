@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -18,6 +17,7 @@ from mhsa_compile.hardware import environment
 from mhsa_compile.verification.oracle.evaluate import FLOATS, Reference
 from mhsa_compile.verification.precision import AS_STATED, Precision
 from mhsa_compile.verification.random_inputs import Arrays
+from mhsa_compile.verification.runtime_process import RuntimeProcess
 
 _MOST_BYTES = 1 << 30
 """Floating weights of so many bytes in float64: an evaluation has as much beside them."""
@@ -101,7 +101,7 @@ class Evaluators:
         if not self.precision.is_plain or environment.installed_version("onnxruntime") is None:
             return None
         name = f"ONNX Runtime {environment.installed_version('onnxruntime')}"
-        return self._attempt(name, lambda: [np.asarray(a) for a in self._session.run(self.names, dict(inputs))])
+        return self._attempt(name, lambda: self._session.run(inputs))
 
     def eager(self, inputs: Arrays) -> list[np.ndarray] | None:
         """The outputs with PyTorch's arithmetic at the file's own dtypes."""
@@ -136,14 +136,8 @@ class Evaluators:
         return Reference(self.canonical, self.precision)
 
     @cached_property
-    def _session(self) -> Any:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1  # the same sums in the same order each time
-        options.log_severity_level = 4  # what fails is raised, too
-        model = self.original.SerializeToString() if self._file is None else str(self._file)
-        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    def _session(self) -> RuntimeProcess:
+        return RuntimeProcess(self.original, self._file)
 
 
 def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

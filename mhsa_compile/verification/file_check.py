@@ -104,23 +104,39 @@ def sensible_inputs(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int)
     return inputs
 
 
-def _place_in_buffers(original: onnx.ModelProto, inputs: dict[str, np.ndarray], seed: int) -> None:
-    """What calls say to a GroupQueryAttention of Microsoft's with a buffer: the last place of each entry, and how many
-    places there are, as the furthest has them. A token stands anywhere, several are a first prompt. ONNX Runtime takes
-    numbers that disagree for a first prompt."""
+def _place_in_caches(evaluators: Evaluators, inputs: dict[str, np.ndarray], seed: int) -> None:
+    """What calls say to a GroupQueryAttention of Microsoft's with a past: the last place of each entry, and how many
+    places there are, as the furthest has them. In a buffer a token stands anywhere, several are a first prompt. A past
+    that grows is full: ONNX Runtime makes presents as long as the total says, and what lies in them behind a shorter
+    entry is nobody's. It takes numbers that disagree for a first prompt."""
     rng = np.random.default_rng(seed)
-    for node in original.graph.node:
-        names = [*node.input, *[""] * 7][:7]
-        query, buffer, last, total = (inputs.get(names[number]) for number in (0, 3, 5, 6))
-        if node.op_type != "GroupQueryAttention" or query is None or buffer is None or last is None or total is None:
+    for node in evaluators.original.graph.node:
+        names = [*node.input, *[""] * 10][:10]
+        query, past, last, total = (inputs.get(names[number]) for number in (0, 3, 5, 6))
+        if node.op_type != "GroupQueryAttention" or query is None or last is None or total is None:
             continue
-        length, places = query.shape[1], buffer.shape[2]
-        first, end = (0, places) if length == 1 else (length - 1, length)
+        if past is None and names[3]:
+            continue
+        length, places = query.shape[1], 0 if past is None else past.shape[2]
+        if past is None or _is_longer(evaluators.canonical, names[3], [*node.output, ""][1]):
+            first, end = places + length - 1, places + length
+        else:
+            first, end = (0, places) if length == 1 else (length - 1, length)
         inputs[names[5]] = rng.integers(first, end, last.shape).astype(last.dtype)
+        if (positions := inputs.get(names[9])) is not None and length > 1:  # of a prompt it reads the first alone
+            positions[...] = np.arange(length)
         inputs[names[6]] = np.full(total.shape, inputs[names[5]].max() + 1, total.dtype)
         for cache in (inputs[name] for name in names[3:5] if name in inputs):
-            for entry, place in zip(cache, inputs[names[5]], strict=True):
+            for entry, place in zip(cache, inputs[names[5]].reshape(-1), strict=True):
                 entry[:, place + 1 - length :] = 0  # as ONNX Runtime leaves what lies behind
+
+
+def _is_longer(model: onnx.ModelProto, past: str, present: str) -> bool:
+    """Whether a present that a model gives out has another length than its past, (B, G, P, E)."""
+    dims = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.input, *model.graph.output)}
+    if not len(dims.get(past, ())) == len(dims.get(present, ())) == 4:
+        return False
+    return bool(dims[past][2] != dims[present][2])
 
 
 def _candidates(model: onnx.ModelProto) -> Iterator[dict[str, int]]:
@@ -162,7 +178,7 @@ class _FileCheck:
             raise _Refused("its inputs are too large for an evaluation in Python")
         try:
             inputs = sensible_inputs(model, sizes, 0)
-            _place_in_buffers(self.evaluators.original, inputs, 0)
+            _place_in_caches(self.evaluators, inputs, 0)
         except (MhsaError, ValueError, TypeError) as error:
             raise _Refused(f"no inputs could be drawn ({error})") from error
         rounded = self.evaluators.rounded(inputs)
@@ -206,7 +222,7 @@ class _FileCheck:
 
     def _draws(self, sizes: dict[str, int], turn: int, *, lenient: bool) -> list[Draw]:
         inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)
-        _place_in_buffers(self.evaluators.original, inputs, turn)
+        _place_in_caches(self.evaluators, inputs, turn)
         actual, rounded = self._outputs_of(inputs), self.evaluators.rounded(inputs)
         exact = self._exact(inputs, rounded)
         yardstick = rounded if rounded is not None and not lenient else self._wider(exact, rounded, inputs)
@@ -300,7 +316,7 @@ class _FileCheck:
         """The output that is off by most of its budget, of the first draw in which one is."""
         for turn in range(8):
             inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)
-            _place_in_buffers(self.evaluators.original, inputs, turn)
+            _place_in_caches(self.evaluators, inputs, turn)
             actual, rounded = self._outputs_of(inputs), self.evaluators.rounded(inputs)
             exact = self._exact(inputs, rounded)
             if exact is None:

@@ -231,10 +231,39 @@ def test_bad_compiles_are_refused(tmp_path: Path, arguments: list[object], reaso
     assert list(tmp_path.iterdir()) == []
 
 
+BAD_VALUES = {
+    "word": (
+        ["compile", "--causal", "top-left"],
+        "--causal: expected one of 'true', 'top_left', 'bottom_right', got 'top-left'. Did you mean 'top_left'?",
+    ),
+    "below": (["compile", "--batch", "0"], f"--batch: expected a whole number from 1 to {checks.LARGEST}, got '0'."),
+    "beyond": (
+        ["compile", "--length", "9" * 5000],
+        f"--length: expected a whole number from 1 to {checks.LARGEST}, got '{'9' * 60}'.",
+    ),
+    "no integer": (["compile", "--embed-dim", "3e2"], "--embed-dim: expected a whole number, got '3e2'."),
+    "no number": (["compile", "--softcap", "much"], "--softcap: expected a number, got 'much'."),
+    "no largest": (["run", "a.mhsa", "--threads", "-1"], "--threads: expected a whole number of 1 or more, got '-1'."),
+    "NaN": (["bench", "--seconds", "nan"], "--seconds: expected a number of 0.1 or more, got 'nan'."),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_VALUES.values(), ids=BAD_VALUES.keys())
+def test_values_that_options_cannot_take_are_refused_in_our_words(arguments: list[str], message: str) -> None:
+    assert refused(mhsa(*arguments, *(["-o", "out"] if arguments[0] == "compile" else []))) == f"Error: {message}\n"
+
+
 def test_a_broken_spec_file_is_refused(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     spec.write_text("embed_dim = 64\nnum_heads = 8\nheads = 3\n")
     assert "heads" in refused(mhsa("compile", spec, "-o", tmp_path / "out"))
+
+
+def test_an_artifact_as_a_source_is_told_where_its_model_is(tmp_path: Path) -> None:
+    folder = tmp_path / "a.mhsa"
+    folder.mkdir()
+    (folder / "model.onnx").touch()
+    assert repr(str(folder / "model.onnx")) in refused(mhsa("compile", folder, "-o", tmp_path / "out"))
 
 
 def test_an_existing_output_is_refused_before_the_work(tmp_path: Path) -> None:
@@ -266,6 +295,7 @@ def test_what_is_no_artifact_is_refused(command: str, tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         (["--against", "torch,magic"], "'magic'"),
+        (["--against", "torch,opnvino"], "Did you mean 'openvino'?"),
         (["--workload", "base129", "--against", ""], "base128"),
         (["--workload", "base128", "--length", 7], "A workload brings its own"),
     ],

@@ -210,6 +210,39 @@ def test_weights_of_float16_that_are_widened_first_leave_all_digits():
     assert [Evaluators(model, model, None).narrow for model in models] == ["", "float16"]
 
 
+@pytest.mark.parametrize(
+    ("past", "cap", "length", "rotary"),
+    [(5, 6, 1, False), (0, 3, 3, False), (16, 16, 1, False), (5, 6, 1, True), (0, 3, 3, True)],
+    ids=["grows", "begins", "buffer", "position", "positions"],
+)
+def test_caches_of_microsofts_are_called_by_what_their_files_say(past, cap, length, rotary):
+    """seqlens_k, the total and positions come by the call. ONNX Runtime makes presents as long as the total, and reads
+    the first position of a prompt alone."""
+    values = {
+        "q": (1, [2, length, 64]), "k": (1, [2, length, 32]), "v": (1, [2, length, 32]), "pk": (1, [2, 2, past, 16]),
+        "pv": (1, [2, 2, past, 16]), "last": (6, [2]), "total": (6, [1]),
+    }  # fmt: skip
+    names, tables = [*values], []
+    if rotary:
+        angles = np.arange(20)[:, np.newaxis] / 100.0 ** (np.arange(8) / 8)
+        pairs = {"cos": np.cos(angles), "sin": np.sin(angles)}
+        tables = [numpy_helper.from_array(table.astype("f4"), name) for name, table in pairs.items()]
+        values["at"] = (7, [2, length])
+        names += ["cos", "sin", "at"]
+    node = helper.make_node(
+        "GroupQueryAttention", names, ["y", "ok", "ov"], domain="com.microsoft", num_heads=4, kv_num_heads=2,
+        do_rotary=int(rotary),
+    )  # fmt: skip
+    outputs = {"y": [2, length, 64], "ok": [2, 2, cap, 16], "ov": [2, 2, cap, 16]}
+    body = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info(name, *value) for name, value in values.items()],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in outputs.items()], tables,
+    )  # fmt: skip
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    check = mhsa.compile(helper.make_model(body, opset_imports=imports, ir_version=10), check=True).manifest.check
+    assert check is not None and check.sizes == ({},) and "ONNX Runtime" in " ".join(check.against)
+
+
 @pytest.mark.thorough
 def test_an_entry_of_the_cache_keeps_its_outcome(monkeypatch, tmp_path):
     monkeypatch.setenv("MHSA_CACHE", "1")

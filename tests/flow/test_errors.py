@@ -319,7 +319,7 @@ def test_sizes_that_are_none(size: object) -> None:
 
 
 def test_a_model_in_memory_is_checked_as_a_file_is() -> None:
-    with pytest.raises(ModelError, match="a valid ONNX model"):
+    with pytest.raises(ModelError, match="input 'k': expected one input of that name, got two"):
         read_source(attention(name="k"), None, None)
     away = attention()
     away.graph.initializer.add(name="w", dims=[2], data_type=1, data_location=1).external_data.add(key="location")
@@ -337,6 +337,54 @@ def test_weights_beside_a_file_are_read_from_its_folder_alone(tmp_path: Path) ->
     (path.parent / "w.bin").rename(tmp_path / "w.bin")
     with pytest.raises(ModelError, match="external data 'w\\.bin' beside it"):
         read_source(path, None, None)
+
+
+@pytest.mark.parametrize("number", [0, 99])
+def test_a_weight_of_no_dtype_is_named(number: int, tmp_path: Path) -> None:
+    model = attention()
+    model.graph.initializer.add(name="w", dims=[2], data_type=number, raw_data=bytes(8))
+    with pytest.raises(ModelError, match=f"weight 'w' of a dtype of ONNX's, got number {number}"):
+        read_source(model, None, None)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=f"weight 'w' of a dtype of ONNX's, got number {number}"):
+        read_source(tmp_path / "model.onnx", None, None)
+
+
+def held_elsewhere(place: str, location: str) -> onnx.ModelProto:
+    """A model with a tensor of external data in a node, in a branch or in a function."""
+    held = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21, "own" : 1]> g (float[2] x, bool c) => (float[2] y) {
+            a = Constant<value = float[2] {1, 2}>() b = Add(x, a)
+            d = If(c)<then_branch = t () => (float[2] p) <float[2] w = {1, 2}> { p = Add(b, w) },
+                      else_branch = e () => (float[2] q) { q = Identity(b) }>
+            y = own.Plus(d) }
+        <domain: "own", opset_import: ["" : 21]> Plus (u) => (v) {
+            f = Constant<value = float[2] {1, 2}>() v = Add(u, f) }"""
+    )
+    branch = held.graph.node[2].attribute[0].g
+    tensor = {
+        "node": held.graph.node[0].attribute[0].t,
+        "branch": branch.initializer[0],
+        "function": held.functions[0].node[0].attribute[0].t,
+    }[place]
+    tensor.CopyFrom(onnx.TensorProto(name=tensor.name, dims=[2], data_type=1, data_location=1))
+    tensor.external_data.add(key="location", value=location)
+    return held
+
+
+@pytest.mark.parametrize("place", ["node", "branch", "function"])
+def test_external_data_is_looked_after_wherever_a_model_holds_it(place: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"its weights in it, got .* in a file beside it\. Load it with"):
+        read_source(held_elsewhere(place, "w.bin"), None, None)
+    (tmp_path / "outside.bin").write_bytes(np.float32([1, 2]).tobytes())
+    path = tmp_path / "folder" / "model.onnx"
+    path.parent.mkdir()
+    for location, message in (("../outside.bin", "the model's own folder"), ("w.bin", "no such file. Copy the file")):
+        path.write_bytes(held_elsewhere(place, location).SerializeToString())
+        with pytest.raises(ModelError, match=message):
+            read_source(path, None, None)
+    (path.parent / "w.bin").write_bytes(np.float32([1, 2]).tobytes())
+    read_source(path, None, None)
 
 
 @pytest.mark.parametrize(

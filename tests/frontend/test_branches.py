@@ -162,3 +162,19 @@ def test_results_of_another_length() -> None:
             (expected,) = ReferenceEvaluator(model).run(None, inputs)
             actual = np.asarray(compiled(**inputs))
             assert actual.shape == expected.shape and np.allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_weights_that_branches_give_out_may_have_one_name(flag: bool) -> None:
+    model = parsed(
+        """agraph (float[B, 4] x, bool flag) => (float[B, 4] y) {
+            w = If (flag) <
+                then_branch = t () => (float[1] one) <float[1] one = {3}> {},
+                else_branch = e () => (float[1] one) <float[1] one = {5}> {}
+            >
+            y = Mul(x, w)
+        }"""
+    )
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    y = mhsa.load(mhsa.compile(model, without_attention="accept"))(x, np.array(flag))
+    np.testing.assert_array_equal(y, x * (3 if flag else 5))

@@ -160,6 +160,23 @@ def grouped(past: str = "", length: int = L, ends: tuple[int, ...] = (L, L), rot
     return file
 
 
+def first_prompt(length: int | str) -> File:
+    """A past of no rows, as exporters write it for a prompt, and presents whose lengths the file does not say."""
+    file = grouped("grows", rotary=E)
+    sizes = [B, G, 0, E]
+    for value in file.inputs:
+        if value.name.startswith("past"):
+            value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, sizes))
+            file.feeds[value.name] = np.zeros(sizes, np.float32)
+        elif value.name in "qkv":
+            value.type.tensor_type.shape.dim[1].CopyFrom(
+                onnx.TensorShapeProto.Dimension(**{"dim_value" if isinstance(length, int) else "dim_param": length})
+            )
+    for value in file.outputs[1:]:
+        value.type.tensor_type.shape.dim[2].Clear()
+    return file
+
+
 CASES: dict[str, Callable[[], File]] = {
     "attention": attention,
     "attention, causal": lambda: attention(unidirectional=1),
@@ -181,6 +198,8 @@ CASES: dict[str, Callable[[], File]] = {
     "grouped, softcap, scale": lambda: grouped(softcap=2.5, scale=0.4),
     "grouped, window": lambda: grouped(local_window_size=3),
     "grouped, past grows": lambda: grouped("grows", ends=(P + L,), rotary=E),
+    "grouped, no rows before": lambda: first_prompt(L),
+    "grouped, no rows before a prompt of any length": lambda: first_prompt("L"),
     "grouped, one step in a buffer of rows of different length": lambda: grouped("buffer", 1, (5, 9), rotary=E),
     "grouped, first prompt in a buffer": lambda: grouped("buffer", local_window_size=2),
 }
@@ -277,6 +296,13 @@ def test_packed_heads_are_those_side_by_side(packed: str) -> None:
     assert max_error(exact, expected) <= budget(exact, y, "float32")
 
 
+def bias_by_call() -> File:
+    file = multi_head(bias=True)
+    file.constants.clear()
+    file.input("bias", [3 * D], (3 * D,))
+    return file
+
+
 REFUSED: dict[str, tuple[Callable[[], File], str]] = {
     "rotary": (lambda: attention(do_rotary=1), "Attention node 'Attention': expected do_rotary=0, got do_rotary=1"),
     "smooth": (
@@ -289,7 +315,11 @@ REFUSED: dict[str, tuple[Callable[[], File], str]] = {
     ),
     "causal of other keys": (
         lambda: multi_head(unidirectional=1),
-        "expected unidirectional=0, or as many keys as queries",
+        "expected unidirectional=0, or as many keys as queries, .*Export the model without it",
+    ),
+    "bias of the call": (
+        bias_by_call,
+        "'bias' as a constant, got an input of the model. Make it an initializer",
     ),
 }
 

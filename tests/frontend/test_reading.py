@@ -150,6 +150,9 @@ def test_one_dialect() -> None:
     file.opset_import.append(helper.make_opsetid("", 20))
     with pytest.raises(ModelError, match=r"opsets 20 and 21, one as 'ai.onnx'"):
         read(file)
+    file.opset_import[0].domain = ""
+    with pytest.raises(ModelError, match=r"got opsets 20 and 21\."):
+        read(file)
 
 
 def test_layer_normalization_of_old_opsets_is_onnx_runtimes() -> None:

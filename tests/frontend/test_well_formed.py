@@ -3,6 +3,7 @@ and from memory alike."""
 
 import re
 
+import numpy as np
 import onnx
 import pytest
 from onnx import parser
@@ -10,9 +11,12 @@ from support.foreign_words import foreign_words
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.reading.well_formed import CORRECT
 
 HEADER = '<ir_version: 9, opset_import: ["" : 21]> g '
 CASES = {
+    "no rank": ("(float[] a) => (float[3] y) { y = Relu (a) }", "input 'a'.*for each of its axes, got no shape"),
+    "input twice": ("(float[3] a, float[3] a) => (float[3] y) { y = Relu (a) }", "input 'a'.*of that name, got two"),
     "nobody makes it": ("(float[3] a) => (float[3] y) { [odd] y = Add (a, z) }",
                         "Add node 'odd'.*'z', which nothing makes"),
     "circle": ("(float[3] a) => (float[3] y) { y = Add (a, z) [odd] z = Relu (y) }", "Relu node 'odd'.*a circle"),
@@ -97,6 +101,21 @@ def test_a_model_says_which_operators_it_means(opsets, got):
     model.opset_import.extend(onnx.helper.make_opsetid(*opset) for opset in opsets)
     with pytest.raises(ModelError, match=f"model: expected an opset of ONNX's operators from 1 .* {got}"):
         mhsa.compile(model, without_attention="accept", check=False)
+
+
+def test_a_file_of_a_format_to_come_says_what_reads_it():
+    model = parser.parse_model(HEADER + "(float[3] a) => (float[3] y) { y = Relu (a) }")
+    model.ir_version = onnx.IR_VERSION + 1
+    with pytest.raises(ModelError, match=f"ir_version of at most {onnx.IR_VERSION}.*Install a newer onnx"):
+        mhsa.compile(model, without_attention="accept")
+
+
+def test_what_the_checker_of_onnx_refuses_has_a_next_step():
+    model = parser.parse_model(HEADER + "(float[3] a) => (float[3] y) { z = Relu (a) y = Abs (z) }")
+    model.graph.initializer.add().CopyFrom(onnx.numpy_helper.from_array(np.ones(3, np.float32), "z"))
+    with pytest.raises(ModelError, match="'z'") as caught:
+        mhsa.compile(model, without_attention="accept")
+    assert caught.value.next_step == CORRECT
 
 
 def test_a_graph_gives_something_out():

@@ -20,6 +20,7 @@ from mhsa_compile import masks
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.float32_products import Float32Products, is_coarse
 
 NUMPY = {
     "float32": np.float32,
@@ -133,11 +134,21 @@ def scores_of(op: AttentionOp, given: Operands, dtype: torch.dtype) -> tuple[tor
     return masked_scores(op, given.q, given.k, given.mask, given.lengths, given.slopes, dtype)
 
 
-def reordered(given: Operands, order: int) -> Operands:
-    """The operands with the head dim in another order, which only changes how sums are rounded; 0 is as it is."""
-    E = given.q.shape[-1]
-    places = np.random.default_rng(order).permutation(E) if order else np.arange(E)
-    return replace(given, q=given.q[..., places], k=given.k[..., places])
+def reordered(given: Operands, order: int, products: Float32Products = "ieee") -> Operands:
+    """The operands with the head dim in another order, which only changes how sums are rounded; 0 is as it is.
+
+    Factors that are cut into terms lose the same in every order. So what multiplies Q divides K then: the terms are
+    others, and what float32 rounds is far below what they lose.
+    """
+    if not order:
+        return given
+    rng = np.random.default_rng(order)
+    places = rng.permutation(given.q.shape[-1])
+    q, k = given.q[..., places], given.k[..., places]
+    if is_coarse(products):
+        factor = np.float32(rng.uniform(1, 2))
+        q, k = q * factor, k / factor
+    return replace(given, q=q, k=k)
 
 
 def misread(given: Operands) -> dict[str, Operands]:

@@ -138,8 +138,9 @@ def attention_outcome(case: AttentionCase) -> Outcome:
         operands = draw_operands(rng, op, sizes, case.magnitude, number, kind)
         truth = evaluated(op, operands, torch.float64)
         narrow = getattr(torch, op.dtype)
+        every_order = [reordered(operands, order, op.float32_products) for order in range(orders)]
         with products_by_terms(op.float32_products):
-            yardstick = farthest(truth, [evaluated(op, reordered(operands, i), narrow) for i in range(orders)])
+            yardstick = farthest(truth, [evaluated(op, one, narrow) for one in every_order])
         wrong = misread(operands) if kind in PLAIN_CLASSES and number not in held else {}
         if case.poison:
             poison(op, operands)

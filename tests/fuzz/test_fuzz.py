@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from fuzz import attention, flows, runs
 from fuzz.campaign import Campaign, Plan, Record, Tally, rounds, spec_of
 from fuzz.cases import AttentionCase, BytesCase, DecodeCase, FlowCase, InsideCase, LinearCase, Outcome, ProductCase
 from fuzz.narrowing import Narrowing
 from fuzz.runs import OverBudget, program, run
+from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
 
 LINEAR = LinearCase(
     seed=0, machine="avx2", cores=1, dtype="float32", int8=False, in_features=7, widths=(5,), biased=(True,),
@@ -158,6 +160,30 @@ def test_a_kernel_that_is_wrong_is_found(dtype, monkeypatch):
     monkeypatch.setattr(attention, "attention", with_sinks)
     with pytest.raises(OverBudget, match="of the budget"):
         run(replace(case, poison=False))
+
+
+def test_rows_whose_visible_scores_are_all_minus_infinity_are_zeros():
+    case = replace(ATTENTION, heads=(1, 1), widths=(2, 3), extras=(), softcap=0.0, mask=None, band=None, fixed="")
+    operation = attention.attention_op(case)
+    q, k, v = np.float32([[[[np.inf, 0.0], [1, 1]]]]), np.float32([[[[-1, 1], [-2, 1]]]]), np.ones((1, 1, 2, 3), "f4")
+    operands = attention.Operands(q, k, v, None, None, None, None)
+    rows = attention.evaluated(operation, operands, torch.float64)
+    np.testing.assert_allclose(rows[0], [[0, 0, 0], [1, 1, 1]])
+
+
+def test_other_orders_of_products_by_terms_have_other_terms():
+    case = replace(ATTENTION, heads=(1, 1), widths=(32, 32), extras=(), softcap=0.0, magnitude=30.0, seed=304)
+    operation = replace(attention.attention_op(case), float32_products="bf16x3")
+    operands = attention.draw_operands(np.random.default_rng(7), operation, (1, 3, 64), case.magnitude, 0)
+    scores, _ = attention.scores_of(operation, operands, torch.float64)
+    errors = []
+    for order in range(4):
+        with products_by_terms("bf16x3"):
+            other, _ = attention.scores_of(operation, attention.reordered(operands, order, "bf16x3"), torch.float32)
+        errors.append(np.nan_to_num((other.double() - scores).numpy(), nan=0.0))
+    loss = np.abs(errors[0]).max()
+    assert all(np.abs(error - errors[0]).max() > loss / 2 for error in errors[1:])
+    assert all(np.abs(error).max() < 4 * loss for error in errors[1:])
 
 
 @pytest.mark.thorough

@@ -117,7 +117,7 @@ def attention(
     sink = torch.full((H,), -torch.inf) if sinks is None else to_torch(sinks)
     scores = torch.cat((scores, sink.to(dtype)[:, None, None].expand(B, H, L, 1)), dim=-1)
     blind = scores.isneginf().all(dim=-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0).softmax(dim=-1)[..., :-1].masked_fill(~visible, 0)
+    weights = scores.masked_fill(blind, 0).softmax(dim=-1)[..., :-1].masked_fill(~visible | blind, 0)
     y = weights @ v.where(v.isfinite(), 0)
     if not v.isfinite().all():  # not by way of the product, which has weights of 0 for keys that are hidden
         others = v.where(~v.isfinite(), 0)[:, :, None]

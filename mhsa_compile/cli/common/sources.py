@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from mhsa_compile.cli.common import output
 from mhsa_compile.errors import ModelError
-from mhsa_compile.files import input_files
+from mhsa_compile.files import input_files, places
 
 if TYPE_CHECKING:
     from mhsa_compile.records.record import Record
@@ -46,7 +46,11 @@ def resolve(source: Path | None, fields: dict[str, Any]) -> Path | AttentionSpec
             "SOURCE", "a file or the spec's flags", f"{source} and {_flags(fields)}", "Leave one of them out."
         )
     if source.suffix not in (".onnx", ".toml"):
-        raise ModelError("SOURCE", "a file named .onnx or .toml", repr(str(source)))
+        from mhsa_compile.runtime.artifact.manifest import MODEL
+
+        inner = source / MODEL
+        hint = f"It is an artifact, whose model is {str(inner)!r}." if places.is_file(inner) else ""
+        raise ModelError("SOURCE", "a file named .onnx or .toml", repr(str(source)), hint)
     if source.suffix == ".toml":
         return AttentionSpec.from_toml(input_files.read_text(source, ModelError, "SOURCE", "a spec .toml"))
     input_files.open_file(source, ModelError, "SOURCE", "an .onnx file").close()  # now, not after seconds of imports

@@ -16,12 +16,12 @@ from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements
 from mhsa_compile.frontend.export.input_dims import check_dims, dims_of, with_named_dims, with_symbols
-from mhsa_compile.frontend.onnx_graph import metadata_of
+from mhsa_compile.frontend.onnx_graph import metadata_of, tensors_of
 from mhsa_compile.frontend.reading.check import check_domains, check_file, check_operands
 from mhsa_compile.frontend.reading.contradictions import check_shapes
 from mhsa_compile.frontend.reading.dialect import in_one_dialect
 from mhsa_compile.frontend.reading.functions import check_functions, inline
-from mhsa_compile.frontend.reading.well_formed import check_well_formed
+from mhsa_compile.frontend.reading.well_formed import CORRECT, check_well_formed
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import LayerWord, layer_words
 
@@ -63,6 +63,7 @@ def read_source(
 def _read(source: str | Path | onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """(a model as its author wrote it, the same in one dialect and checked). Raises ModelError."""
     if isinstance(source, onnx.ModelProto):
+        _check_dtypes("model", source)
         model = in_one_dialect(source)
         _check("model", model)
         return source, model
@@ -135,28 +136,40 @@ def _load(path: Path) -> onnx.ModelProto:
             raise ModelError(name, "an ONNX model", "a file that does not parse: truncated, or not ONNX") from error
     if not model.graph.node:
         raise ModelError(name, "an ONNX model", "no graph: the file is empty or truncated")
-    for tensor in model.graph.initializer:
+    for tensor in tensors_of(model):
         for entry in tensor.external_data:
             if entry.key == "location":
                 _check_inside(name, path.parent, entry.value)
-    with reading(ModelError, name, "a valid ONNX model"):
+    with reading(ModelError, name, "external data that can be read", CORRECT):
         onnx.load_external_data_for_model(model, str(path.parent))
     return model
 
 
 def _checked_file(path: Path, original: onnx.ModelProto) -> onnx.ModelProto:
-    name, model = f"model {str(path)!r}", in_one_dialect(original)
+    name = f"model {str(path)!r}"
+    _check_dtypes(name, original)
+    model = in_one_dialect(original)
     _check(name, model)
     check_shapes(model)
     return model
 
 
+def _check_dtypes(name: str, model: onnx.ModelProto) -> None:
+    """Raises ModelError for a tensor of a dtype that ONNX does not have."""
+    known = {number for number in onnx.TensorProto.DataType.values() if number}
+    for tensor in tensors_of(model):
+        if tensor.data_type not in known:
+            raise ModelError(
+                name, f"weight {tensor.name!r} of a dtype of ONNX's", f"number {tensor.data_type}", CORRECT
+            )
+
+
 def _check(name: str, model: onnx.ModelProto) -> None:
     """Raises ModelError for what ONNX itself does not allow, and for weights that are elsewhere."""
-    away = [t.name for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    away = [tensor for tensor in tensors_of(model) if tensor.data_location == onnx.TensorProto.EXTERNAL]
     if away:
         hint = "Load it with its data, onnx.load(path), or compile its path."
-        raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
+        raise ModelError(name, "a model with its weights in it", f"{_title(away[0])} in a file beside it", hint)
     for role, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
             if (kind := value.type.WhichOneof("value")) not in ("tensor_type", None):
@@ -171,7 +184,7 @@ def _check(name: str, model: onnx.ModelProto) -> None:
     check_domains(model)
     check_functions(model)
     check_well_formed(model)
-    with reading(ModelError, name, "a valid ONNX model"):
+    with reading(ModelError, name, "a valid ONNX model", CORRECT):
         onnx.checker.check_model(_with_ranks(contents_as_inputs(model)), full_check=False)
     for tensor in model.graph.initializer:
         if is_large(tensor) and (elements := stored_elements(tensor)) != math.prod(tensor.dims):
@@ -197,6 +210,11 @@ def symbols_of(path: Path) -> set[str]:
     return {dim.dim_param for value in values for dim in dims_of(value) if dim.dim_param}
 
 
+def _title(tensor: onnx.TensorProto) -> str:
+    place = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    return repr(tensor.name) if tensor.name else f"a constant, at {place!r},"
+
+
 def _check_inside(name: str, folder: Path, location: str) -> None:
     inside = folder.resolve()
     with reading(ModelError, name, f"its external data {location!r} beside it"):
@@ -204,7 +222,8 @@ def _check_inside(name: str, folder: Path, location: str) -> None:
     if not resolved.is_relative_to(inside):
         raise ModelError(name, "external data in the model's own folder", repr(location), "Copy the data beside it.")
     if not places.is_file(resolved):
-        raise ModelError(name, f"its external data {location!r} beside it", "no such file")
+        hint = "Copy the file there, as it was written with the model."
+        raise ModelError(name, f"its external data {location!r} beside it", "no such file", hint)
 
 
 def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.ModelProto:

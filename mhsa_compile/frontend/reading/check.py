@@ -31,7 +31,6 @@ OWN_OPERATORS = ("Attention", *ROW_OPERATORS)
 _DOMAINS = ("", microsoft.DOMAIN, DOMAIN)
 _VALUES = ("extrapolation_value", "mask_filter_value", "max", "min", "value", "value_float", "value_floats")
 """Attributes that are values of tensors, or bounds of them: those may be infinite."""
-_WAY_OUT = "Export the model without it, or write what it does in operators that are understood."
 _VENDOR = (
     "Only its author knows what it computes: put its meaning into the file as a model-local function, or write it in "
     "ONNX's own operators."
@@ -65,7 +64,7 @@ def check_file(model: onnx.ModelProto) -> None:
         if node.domain == microsoft.DOMAIN:
             if node.op_type not in MICROSOFT:
                 expected = f"an operator of com.microsoft among {', '.join(MICROSOFT)}"
-                raise ModelError(title(node), expected, node.op_type, _WAY_OUT)
+                raise ModelError(title(node), expected, node.op_type)
             _check_row(graph, node, MICROSOFT[node.op_type], {})
 
 
@@ -91,10 +90,10 @@ def check_graph(model: onnx.ModelProto) -> None:
     for node in all_nodes(model.graph):
         if node.domain == PREVIEW:
             expected = f"one that its definition of version {PREVIEW_VERSION} holds, with inputs of known types"
-            raise ModelError(title(node), expected, "another", _WAY_OUT)
+            raise ModelError(title(node), expected, "another")
         if node.domain == microsoft.DOMAIN:  # in a graph that says it is one of ours, which no pass looks at
             if node.op_type not in microsoft.STAYING:
-                raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}", _WAY_OUT)
+                raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}")
             _check_row(graph, node, MICROSOFT[node.op_type], {})
         if node.domain != DOMAIN and node.op_type in STANDARD:  # the importer says which operators it knows
             _check_standard(graph, node)
@@ -171,7 +170,7 @@ def _check_row(graph: _Graph, node: onnx.NodeProto, row: Row, defaults: Mapping[
     """Refuses what a node says beyond its row."""
 
     def refused(expected: str, got: str) -> ModelError:
-        return ModelError(title(node), expected, got, row.hint or _WAY_OUT)
+        return ModelError(title(node), expected, got, row.hint)
 
     for name, value in attributes(node).items():
         values = row.attributes.get(name, (defaults[name],) if name in defaults else ())

@@ -108,7 +108,8 @@ def _shorten(owner: onnx.ModelProto | onnx.FunctionProto) -> None:
     with two versions."""
     versions = {entry.version for entry in owner.opset_import if entry.domain in ("", _LONG)}
     if len(versions) > 1:
-        got = f"opsets {' and '.join(map(str, sorted(versions)))}, one as {_LONG!r}"
+        spelt = f", one as {_LONG!r}" if any(entry.domain == _LONG for entry in owner.opset_import) else ""
+        got = f"opsets {' and '.join(map(str, sorted(versions)))}{spelt}"
         raise ModelError("model", "one version of ONNX's own operators", got, "Leave one of the imports out.")
     others = [entry for entry in owner.opset_import if entry.domain not in ("", _LONG)]
     replace(owner.opset_import, [helper.make_opsetid("", version) for version in versions] + others)

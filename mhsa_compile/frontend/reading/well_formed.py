@@ -25,7 +25,7 @@ _KINDS = {
     "SPARSE_TENSOR": "a sparse tensor",
     "TYPE_PROTO": "a type",
 }
-_CORRECT = "Correct the file, or export it again."
+CORRECT = "Correct the file, or export it again."
 _LEFT_OUT = frozenset(("Resize",))
 """Operators of which runtimes take inputs as absent that a schema of theirs asks for."""
 
@@ -35,9 +35,25 @@ def check_well_formed(model: onnx.ModelProto) -> None:
     that does not hold together."""
     opset = _opset(model)
     if not model.graph.output:
-        raise ModelError("model", "an output at least", "a graph without any", _CORRECT)
+        raise ModelError("model", "an output at least", "a graph without any", CORRECT)
+    if model.ir_version > onnx.IR_VERSION:
+        expected = f"ir_version of at most {onnx.IR_VERSION}, which onnx {onnx.__version__} reads"
+        hint = "Install a newer onnx, or export it with an older one."
+        raise ModelError("model", expected, str(model.ir_version), hint)
+    _check_inputs(model.graph)
     functions = {(function.domain, function.name) for function in model.functions}
     _check_graph(model.graph, frozenset(), opset, functions)
+
+
+def _check_inputs(graph: onnx.GraphProto) -> None:
+    names: set[str] = set()
+    for value in graph.input:
+        if value.name in names:
+            raise ModelError(f"input {value.name!r}", "one input of that name", "two", CORRECT)
+        names.add(value.name)
+        if not value.type.tensor_type.HasField("shape"):
+            hint = "Declare it, as onnx.helper.make_tensor_value_info(name, dtype, ['B', 'L', 64]) does."
+            raise ModelError(f"input {value.name!r}", "a size or a symbol for each of its axes", "no shape", hint)
 
 
 def _opset(model: onnx.ModelProto) -> int:
@@ -62,7 +78,7 @@ def _check_graph(
     for node in graph.node:
         for name in node.input:
             if name and name not in names:
-                raise ModelError(title(node), *_unmade(graph, node, name), _CORRECT)
+                raise ModelError(title(node), *_unmade(graph, node, name), CORRECT)
         if node.domain == "" and (node.domain, node.op_type) not in functions:
             _check_node(node, opset)
         for branch in branches(node):
@@ -70,13 +86,13 @@ def _check_graph(
         for name in filter(None, node.output):
             if name in makers:
                 got = f"{name!r}, which {makers[name]} makes already"
-                raise ModelError(title(node), "outputs of names that no other node makes", got, _CORRECT)
+                raise ModelError(title(node), "outputs of names that no other node makes", got, CORRECT)
             makers[name] = title(node)
             names.add(name)
     for value in graph.output:
         if value.name not in names:
             got = "one that no node makes"
-            raise ModelError(f"output {value.name!r}", "a value that a node of the graph makes", got, _CORRECT)
+            raise ModelError(f"output {value.name!r}", "a value that a node of the graph makes", got, CORRECT)
 
 
 def _unmade(graph: onnx.GraphProto, node: onnx.NodeProto, name: str) -> tuple[str, str]:
@@ -102,11 +118,11 @@ def _check_node(node: onnx.NodeProto, opset: int) -> None:
     ):
         if not least <= len(names) <= most:
             count = str(least) if least == most else f"{least} or more" if most > 1 << 20 else f"{least} to {most}"
-            raise ModelError(title(node), f"{count} {what}, as {operator} has", str(len(names)), _CORRECT)
+            raise ModelError(title(node), f"{count} {what}, as {operator} has", str(len(names)), CORRECT)
     for place, (name, parameter) in enumerate(zip(node.input, schema.inputs, strict=False)):
         required = parameter.option == defs.OpSchema.FormalParameterOption.Single
         if required and not name and operator not in _LEFT_OUT:
-            raise ModelError(title(node), f"input {place}, {parameter.name!r}", "none: its name is empty", _CORRECT)
+            raise ModelError(title(node), f"input {place}, {parameter.name!r}", "none: its name is empty", CORRECT)
     _check_attributes(node, schema)
 
 
@@ -139,7 +155,7 @@ def _check_attributes(node: onnx.NodeProto, schema: defs.OpSchema) -> None:
         kind = onnx.AttributeProto.AttributeType.Name(attribute.type)
         if kind not in (type_name, "UNDEFINED"):
             expected = f"attribute {name!r} as {_KINDS.get(type_name, type_name)}"
-            raise ModelError(title(node), expected, _KINDS.get(kind, kind), _CORRECT)
+            raise ModelError(title(node), expected, _KINDS.get(kind, kind), CORRECT)
     for name, declaration in schema.attributes.items():
         if declaration.required and name not in attrs:
-            raise ModelError(title(node), f"attribute {name!r}, which {schema.name} needs", "none", _CORRECT)
+            raise ModelError(title(node), f"attribute {name!r}, which {schema.name} needs", "none", CORRECT)

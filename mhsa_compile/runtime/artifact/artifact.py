@@ -190,13 +190,22 @@ def open_artifact(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
             "artifact", "the path of a folder that `mhsa compile` wrote, or an Artifact", got
         ) from error
     if not places.is_folder(folder):
-        got = "a file" if places.is_there(folder) else "nothing"
-        hint = did_you_mean(folder.name, places.neighbours(folder), cutoff=0.8)
+        got = "a file" if (is_file := places.is_there(folder)) else "nothing"
+        others = (name for name in places.neighbours(folder) if name != folder.name)
+        folders = [name for name in others if places.is_folder(folder.parent / name)]
+        hint = _instead_of_file(folder) if is_file else did_you_mean(folder.name, folders, cutoff=0.8)
         raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}", hint)
     with ExitStack() as stack:
         with _readable(folder):
             files = _open_whole(folder, stack)
         yield files
+
+
+def _instead_of_file(path: Path) -> str:
+    """The next step where a file stands for a folder."""
+    if places.is_there(path.parent / MANIFEST):
+        return f"Did you mean the folder that it lies in, {path.parent.name!r}?"
+    return "Compile it first: `mhsa compile` writes such a folder." if path.suffix in (".onnx", ".toml") else ""
 
 
 @contextmanager

@@ -175,14 +175,16 @@ def _append(node: MicrosoftNode, new: str, past: str, before: str, present: str)
 def _is_buffer(node: MicrosoftNode, past: str, present: str) -> bool:
     """Whether the present is the past's buffer, with what is new in it: where the file says one length of both.
 
-    Where it says none of the present, a past of a fixed length is a buffer, and one of a free length grows.
+    Where it says none of the present, a past of a fixed length is a buffer if it can hold what the call brings, and
+    one of a free length grows.
     """
     length, declared = node.dims(past)[2], node.rewriter.graph.shape(present)
     if length is None:
         raise NotYet(f"{past!r} of unknown length")
     if declared is not None and declared[2] is not None:
         return declared[2] == length
-    buffer = isinstance(length, int)
+    brought = node.dims(node.inputs[0])[1]
+    buffer = isinstance(length, int) and length >= (brought if isinstance(brought, int) else 1)
     guess = "the buffer of" if buffer else "longer than"
     node.note = f"{present!r} has no length in the file: taken to be {guess} {past!r}"
     return buffer

@@ -13,6 +13,7 @@ from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.detach_weights import Tensors
 from mhsa_compile.frontend.onnx_graph import GraphDim, attributes
 
+_AS_WEIGHT = "Make it an initializer: weights are bound at load, and another one by mhsa.load(artifact, weights=...)."
 MOST_INPUTS = 18
 """Those of QEmbedLayerNormalization."""
 
@@ -37,8 +38,8 @@ class MicrosoftNode:
         self.name = node.name or node.output[0]
         self.note = ""
 
-    def refused(self, expected: str, got: str) -> ModelError:
-        return ModelError(f"{self.node.op_type} node {self.name!r}", expected, got)
+    def refused(self, expected: str, got: str, next_step: str = "") -> ModelError:
+        return ModelError(f"{self.node.op_type} node {self.name!r}", expected, got, next_step)
 
     def dims(self, name: str) -> tuple[GraphDim, ...]:
         dims = self.rewriter.graph.shape(name)
@@ -65,7 +66,9 @@ class MicrosoftNode:
             return np.asarray(numpy_helper.to_array(self._tensors[name]))
         value = self.rewriter.graph.constant(name)
         if value is None:
-            raise self.refused(f"{name!r} as a constant", "a computed value")
+            is_input = name in self.rewriter.graph.inputs
+            got, hint = ("an input of the model", _AS_WEIGHT) if is_input else ("a computed value", "")
+            raise self.refused(f"{name!r} as a constant", got, hint)
         return value
 
     # What the nodes below are written with.
