@@ -341,6 +341,26 @@ def test_the_faster_way_is_taken_and_reported(
     assert way in repr(report)
 
 
+class Doubled(nn.TransformerEncoderLayer):
+    """A layer that became another."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        return super().forward(*inputs, **named) * 2
+
+
+@pytest.mark.parametrize("ours", [1.0, 3.0])
+def test_a_layer_that_became_another_after_a_way_was_chosen(ours: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "in_turns", lambda *calls: (ours, 2.0))
+    layer, x = layer_of(), drawn(B, L, D)
+    model, report = accelerated(layer, layers="fastest")
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(model(x), layer(x), atol=1e-5)
+        model.__class__ = Doubled
+        assert torch.allclose(model(x), 2 * layer(x), atol=1e-5)
+    assert list(report.layers[0].parts) == ["a layer that became a Doubled"]
+
+
 MASKED = torch.zeros(L, L).bool()
 MASKED[2] = True
 
