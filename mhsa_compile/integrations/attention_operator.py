@@ -113,9 +113,9 @@ def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
     float32, as compiled attention sums, but what is float64."""
     q, k, v, mask, sinks, scale, softcap, causal = operands
     L, S = q.shape[2], k.shape[2]
-    rows = torch.arange(L) if rows is None else rows
+    rows = torch.arange(L, device=q.device) if rows is None else rows
     wide = torch.promote_types(q.dtype, torch.float32)
-    visible = rows[:, None] >= torch.arange(S) if causal and L > 1 else None
+    visible = rows[:, None] >= torch.arange(S, device=q.device) if causal and L > 1 else None
     bias = None
     if mask is not None:
         mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
