@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -44,6 +44,8 @@ from mhsa_compile.spec.weight_words import BlockForm, block_form
 
 NAME = "_mhsa_acceleration"
 """The attribute of an accelerated model that holds its report."""
+_UNDO = "_mhsa_restore"
+"""That which holds what `restore` runs, the last first."""
 
 
 def accelerate(
@@ -96,8 +98,9 @@ def accelerate(
     """
     _check(model, on_unsupported, layers)
     report = AccelerationReport(float32_request(float32_products))
-    _Acceleration(model, load_profile(target), layers, _linear_choice(linears), check, report).run(on_unsupported)
-    vars(model)[NAME] = report
+    acceleration = _Acceleration(model, load_profile(target), layers, _linear_choice(linears), check, report)
+    acceleration.run(on_unsupported)
+    vars(model).update({NAME: report, _UNDO: acceleration.undo})
     return report
 
 
@@ -116,12 +119,15 @@ def restore(model: nn.Module) -> None:
         raise InputError(
             "model", "one that accelerate() was given", f"a {type(model).__name__} that is not accelerated"
         )
-    _undo(report)
+    _undo(vars(model).pop(_UNDO))
+    for layer in model.modules():  # of those that are copies of others, the report knows nothing
+        if isinstance(forward := vars(layer).get("forward"), ReplacedForward | EncoderForward):
+            _put_back(layer, forward)
 
 
-def _undo(report: AccelerationReport) -> None:
-    while report.undo:
-        report.undo.pop()()
+def _undo(steps: list[Callable[[], None]]) -> None:
+    while steps:
+        steps.pop()()
 
 
 def _check(model: nn.Module, on_unsupported: str, layers: str) -> None:
@@ -173,6 +179,7 @@ class _Acceleration:
     ) -> None:
         self._model, self._profile, self._linears, self._check = model, profile, linears, check
         self._report, self._artifacts = report, LayerArtifacts(profile, report)
+        self.undo: list[Callable[[], None]] = []
         self._timings = WayTimings() if layers == "fastest" else None
         self._why_parts = 'layers="parts"' if layers == "parts" else ""
         if not self._why_parts and not isinstance(linears, bool):
@@ -191,17 +198,17 @@ class _Acceleration:
                 row = self._report.kept[0]
                 raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
         except BaseException:
-            _undo(self._report)
+            _undo(self.undo)
             raise
 
     def _use(self, name: str, layer: nn.Module, load: Callable[..., CompiledAttention]) -> LayerInUse:
-        return LayerInUse(layer, load, self._report.count, FirstCalls(name, self._check, self._report.count_check))
+        report = self._report
+        first_calls = FirstCalls(name, self._check, report.count_check)
+        return LayerInUse(layer, load, report.count, first_calls, report.refreshes)
 
     def _put_forward(self, layer: nn.Module, forward: ReplacedForward[Any, Any] | EncoderForward) -> None:
         vars(layer)["forward"] = forward
-        self._report.undo.append(partial(_forget_forward, layer))
-        if isinstance(forward, ReplacedForward):
-            self._report.on_refresh.append(forward.forget)
+        self.undo.append(partial(_put_back, layer, forward))
 
     def _replace_in_transformers(self) -> None:
         """Replaces attention in the outermost models of transformers, what asks for it by name gets ours, and the
@@ -216,29 +223,34 @@ class _Acceleration:
                 hint = f'load the model with attn_implementation="{BEFORE}"'
                 reason = f"the model's attention was {' and '.join(others)}: {hint}" if others else ""
                 for place, layer in layers_of(submodel):
-                    self._replace_exported(layer, LayerRow(f"{name}.{place}".strip("."), type(layer).__name__, reason))
+                    row = LayerRow(f"{name}.{place}".strip("."), type(layer).__name__, reason)
+                    self._replace_exported(layer, row, self._registration.name)
+
+    @cached_property
+    def _registration(self) -> transformers_attention.Registration:
+        registration = transformers_attention.Registration(self._profile, self._check, self._report.float32_products)
+        self._report.registered.append(registration)
+        return registration
 
     def _registered(self, submodel: Any, before: list[tuple[Any, Any]]) -> str:
         """Has a model of transformers ask for our attention; why it does not, "" if it does."""
-        registration = transformers_attention.Registration(self._profile, self._check, self._report.float32_products)
-        self._report.registered.append(registration)
         undo = [partial(setattr, config, ATTENTION, implementation) for config, implementation in before]
-        self._report.undo += undo
+        self.undo += undo
         try:
-            submodel.set_attn_implementation(transformers_attention.NAME)
+            submodel.set_attn_implementation(self._registration.name)
         except ValueError as error:
             for put_back in undo:
                 put_back()
             return first_line(error)
         return ""
 
-    def _replace_exported(self, layer: nn.Module, row: LayerRow) -> None:
+    def _replace_exported(self, layer: nn.Module, row: LayerRow, implementation: str) -> None:
         """Replaces the forward of a layer of transformers, unless the row says why not."""
         self._report.layers.append(row)
         row.why_parts = self._why_parts or row.why_parts or why_kept(layer, whatever_its_size=self._timings is None)
         if not row.why_parts:
             use = self._use(row.name, layer, self._artifacts.exported)
-            self._put_forward(layer, ExportedLayerForward(use, row, self._timings))
+            self._put_forward(layer, ExportedLayerForward(use, row, self._timings, implementation))
 
     def _replace_attentions(self) -> None:
         """Replaces the forward of every nn.MultiheadAttention."""
@@ -253,7 +265,7 @@ class _Acceleration:
                 if (
                     layer not in inside
                 ):  # where a hook is there, subclasses of nn.TransformerEncoderLayer call their parts
-                    self._report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
+                    self.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
 
     def _replace_layers(self) -> None:
         """Replaces the forward of layers all of whose attentions are replaced, and of encoders around them, which drop
@@ -279,7 +291,7 @@ class _Acceleration:
         alike = around <= replaced and len({attention.num_heads for attention in around}) == 1
         if encoder.use_nested_tensor and alike and "forward" not in vars(encoder):
             self._put_forward(encoder, EncoderForward(encoder))
-        self._report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
+        self.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
         _set_nested(encoder, False)
 
     def _replace_linears(self) -> None:
@@ -324,8 +336,12 @@ def _stored_form(
     return (None, None, stored) if isinstance(stored, str) else (stored.form(rounds_x=choice.rounds_x), stored, "")
 
 
-def _forget_forward(layer: nn.Module) -> None:
-    del vars(layer)["forward"]
+def _put_back(layer: nn.Module, forward: ReplacedForward[Any, Any] | EncoderForward) -> None:
+    """Lets a layer have its own forward. One that somebody put there since stays: where it calls ours, as wrappers of
+    libraries that move weights do, that is from now on the layer's own."""
+    forward.is_restored = True
+    if isinstance(vars(layer).get("forward"), ReplacedForward | EncoderForward):
+        vars(layer).pop("forward").is_restored = True
 
 
 def _calls_parts(layer: nn.Module, inputs: Any) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mhsa_compile.integrations.call_table import TABLE
 from mhsa_compile.integrations.layers.ways import LayerRow
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.spec.float32_products import Float32Request
@@ -48,8 +47,7 @@ class AccelerationReport:
         self.calls: dict[str, int] = {}
         self.checked = 0
         self._outcomes: dict[str, int] = {}
-        self.undo: list[Callable[[], None]] = []  # what `restore` runs, the last first
-        self.on_refresh: list[Callable[[], None]] = []
+        self._refreshes = 0
         self.registered: list[Any] = []  # what a copy in another process needs to be there
 
     def __iter__(self) -> Iterator[AccelerationRow]:
@@ -66,8 +64,12 @@ class AccelerationReport:
     def refresh(self) -> None:
         """Binds the weights of all replaced layers anew, for edits of a few numbers that PyTorch does not count: by
         `.data`, by NumPy's views, and of inference tensors. All others are noticed by the next call: `weight_state`."""
-        for bind in self.on_refresh:
-            bind()
+        self._refreshes += 1
+
+    def refreshes(self) -> int:
+        """How often weights were to be bound anew. Layers ask; no report knows a layer, so that a copy of one layer is
+        none of the whole model."""
+        return self._refreshes
 
     def count(self, why: str) -> None:
         """Counts a call that PyTorch computes itself."""
@@ -84,8 +86,9 @@ class AccelerationReport:
 
     def float32_outcomes(self) -> dict[str, int]:
         """What layers got of `float32_products`, and why not what was asked for -> in how many artifacts: known from
-        their first calls on. Those of transformers' attention are the whole process's."""
-        return dict(Counter(self._outcomes) + Counter(TABLE.float32_outcomes() if self.registered else {}))
+        their first calls on. Those of transformers' attention are of all models that asked the same."""
+        tables = {registration.name: registration.table for registration in self.registered}
+        return dict(sum((Counter(table.float32_outcomes()) for table in tables.values()), Counter(self._outcomes)))
 
     def __repr__(self) -> str:
         lines = [f"{len(self.replaced)} of {len(self.rows)} attentions replaced"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.call_context import no_gradient
-from mhsa_compile.integrations.call_table import TABLE, CallPlan
+from mhsa_compile.integrations.call_table import TABLES, CallPlan
 from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.integrations.weight_state import no_room
 from mhsa_compile.nn import functional
@@ -64,6 +64,7 @@ def attend(
     causal: bool,
     causal_unmasked: bool,
     windowed: bool,
+    implementation: str = "mhsa",
 ) -> Tensor:
     """q (B, H, L, E), k (B, G, S, E), v (B, G, S, F), in memory by heads or by rows -> y (B, L, H, F).
 
@@ -72,32 +73,34 @@ def attend(
     causal             query i sees key j iff j <= i; a single query sees every key
     causal_unmasked    what `causal` would be without a mask
     windowed           whether the layer has a window, which `mask` says where it hides something
+    implementation     whose call table it is
 
-    The last two decide what is compiled along with this kind of call: `call_table.siblings`.
+    `causal_unmasked` and `windowed` decide what is compiled along with this kind of call: `call_table.siblings`.
 
     Raises InputError for what the artifact refuses.
     """
     shape_of_mask = None if mask is None else (mask.shape, mask.dtype)
     sizes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, shape_of_mask, sinks is None)
     key = (sizes, scale, softcap, causal, causal_unmasked, windowed)
-    plans = TABLE.plans
+    table = TABLES[implementation]
+    plans = table.plans
     if (plan := plans.get(key)) is not None:
         return plan.run(q, k, v, mask, sinks)
     _check_ranks(q, k, v, mask)
     operands = Operands(q, k, v, mask, sinks, scale, softcap, causal)
     call = operands.call
-    if TABLE.is_left(call):
+    if table.is_left(call):
         return by_pytorch(operands)
-    call = call._replace(kv_layout=TABLE.layout(call, k.transpose(1, 2), v.transpose(1, 2)))
+    call = call._replace(kv_layout=table.layout(call, k.transpose(1, 2), v.transpose(1, 2)))
     try:
-        compiled = TABLE.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
+        compiled = table.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
     except OutputError as error:
-        TABLE.leave(call, no_room(error))
+        table.leave(call, no_room(error))
         return by_pytorch(operands)
     plan = CallPlan(compiled, call.kv_layout, q, k, v)
     y = plan.run(q, k, v, mask, sinks)
-    if wrong := TABLE.check(call, q, mask, lambda: why_wrong(y, operands, compiled.manifest.coarsest_products)):
-        TABLE.leave(call, wrong)
+    if wrong := table.check(call, q, mask, lambda: why_wrong(y, operands, compiled.manifest.coarsest_products)):
+        table.leave(call, wrong)
         return by_pytorch(operands)
     if len(plans) >= _KNOWN_PLANS:
         plans.clear()
@@ -106,21 +109,23 @@ def attend(
 
 
 def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
-    """What `attend` gives, (B, L, H, F), by PyTorch's operators; of the queries `rows` alone, where they are stated."""
+    """What `attend` gives, (B, L, H, F), by PyTorch's operators; of the queries `rows` alone, where they are stated. In
+    float32, as compiled attention sums, but what is float64."""
     q, k, v, mask, sinks, scale, softcap, causal = operands
     L, S = q.shape[2], k.shape[2]
-    rows = torch.arange(L) if rows is None else rows
-    visible = rows[:, None] >= torch.arange(S) if causal and L > 1 else None
+    rows = torch.arange(L, device=q.device) if rows is None else rows
+    wide = torch.promote_types(q.dtype, torch.float32)
+    visible = rows[:, None] >= torch.arange(S, device=q.device) if causal and L > 1 else None
     bias = None
     if mask is not None:
         mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
         if mask.dtype == torch.bool:
             visible = mask if visible is None else mask & visible
         else:
-            bias = mask.float()
-    sinks = None if sinks is None else sinks.float()  # all in float32, as compiled attention sums
+            bias = mask.to(wide)
+    sinks = None if sinks is None else sinks.to(wide)
     scoring = EagerScoring(visible, bias, {"softcap": softcap} if softcap else {}, no_key=sinks)
-    y = functional.attend(q[:, :, rows].float(), k.float(), v.float(), scoring, scale)
+    y = functional.attend(q[:, :, rows].to(wide), k.to(wide), v.to(wide), scoring, scale)
     return y.to(q.dtype).transpose(1, 2)
 
 
@@ -152,7 +157,7 @@ def define() -> Any:
     """Makes the operator known to PyTorch, once; a program that was exported with it needs that before it runs."""
     schema = (
         "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, float softcap, bool causal, "
-        "bool causal_unmasked, bool windowed) -> Tensor"
+        "bool causal_unmasked, bool windowed, str implementation='mhsa') -> Tensor"
     )
     operator = torch.library.custom_op(NAME, attend, mutates_args=(), schema=schema)
     operator.register_fake(_shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from mhsa_compile.errors import InputError
 
@@ -18,9 +19,20 @@ def why_not_a_call() -> str:
     return ""
 
 
+def why_watched() -> str:
+    """Who watches or changes this thread's operators, of which an artifact's call is none: a counter of them, make_fx,
+    a TorchFunctionMode; "" if nobody does. `torch.device` as a context says of new tensors alone where they are."""
+    modes = torch._C._len_torch_function_stack()
+    if torch._C._len_torch_dispatch_stack():
+        return "a mode that watches PyTorch's operators"
+    if modes and any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(modes)):
+        return "a mode that watches PyTorch's functions"
+    return ""
+
+
 def why_not_numbers(*tensors: Tensor | None) -> str:
     """Why PyTorch is to compute a call with these inputs; "" where they are plain numbers in memory."""
-    if why := why_not_a_call():
+    if why := why_not_a_call() or why_watched():
         return why
     if torch.is_autocast_enabled("cpu"):
         return "autocast"

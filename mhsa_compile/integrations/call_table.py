@@ -172,5 +172,6 @@ def siblings(call: AttentionCall, *, causal: bool, windowed: bool) -> list[Atten
     return list(dict.fromkeys(kinds))
 
 
-TABLE = CallTable()
-"""The call table of this process: models come and go, and those of one shape share what was compiled."""
+TABLES = {"mhsa": CallTable()}
+"""The call tables of this process, by attention implementation: models come and go, and those of one shape share what
+was compiled."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.conversion.from_torch import from_torch, join_masks
 from mhsa_compile.errors import ModelError
-from mhsa_compile.integrations.call_context import check_inference, is_recorded, why_not_numbers
+from mhsa_compile.integrations.call_context import check_inference, why_not_numbers
 from mhsa_compile.integrations.weight_state import ReplacedForward
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 
@@ -99,7 +99,7 @@ class LayerForward(ReplacedForward[CallKind, tuple[Tensor, Tensor | None]]):
         """Computes what `nn.MultiheadAttention.forward` does, but that a query which sees no key gets zeros before the
         output projection, not NaN. Raises InputError in training and where a gradient is wanted."""
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if is_recorded():  # what PyTorch does is as right
+        if self._is_pytorchs():  # what PyTorch does is as right
             return self._by_pytorch(*arguments)
         why = self._why_not(*arguments)
         if not why:

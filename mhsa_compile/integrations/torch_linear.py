@@ -16,7 +16,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from mhsa_compile.integrations.call_context import check_inference, is_recorded, why_not_numbers
+from mhsa_compile.integrations.call_context import check_inference, why_not_numbers
 from mhsa_compile.integrations.weight_state import LayerInUse, ReplacedForward
 from mhsa_compile.nn.weight_blocks import WeightBlocks, in_blocks, rounded, stands_for
 from mhsa_compile.spec.weight_words import BlockForm
@@ -99,13 +99,12 @@ class LinearForward(ReplacedForward[LinearKind, Tensor]):
         super().__init__(use)
         self._form, self._stored = form, stored
 
-    def __reduce__(self) -> Any:
-        forward, arguments = super().__reduce__()
-        return forward, (*arguments, self._form, self._stored)
+    def _arguments(self) -> tuple[Any, ...]:
+        return (*super()._arguments(), self._form, self._stored)
 
     def __call__(self, input: Tensor) -> Tensor:
         """x (..., I) -> y (..., O). Raises InputError in training and where a gradient is wanted."""
-        if is_recorded():  # what PyTorch does is as right
+        if self._is_pytorchs():  # what PyTorch does is as right
             return self._by_pytorch(input)
         if why := self._why_not(input):
             return self._by_pytorch(input, why=why)

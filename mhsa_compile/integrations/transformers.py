@@ -11,7 +11,9 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
+import hashlib
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,15 @@ from torch import Tensor, nn
 from mhsa_compile.errors import InputError, InstallationError
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import attention_operator
-from mhsa_compile.integrations.call_context import is_recorded, is_traced, no_gradient, wants_gradient, why_not_a_call
-from mhsa_compile.integrations.call_table import TABLE
+from mhsa_compile.integrations.call_context import (
+    is_recorded,
+    is_traced,
+    no_gradient,
+    wants_gradient,
+    why_not_a_call,
+    why_watched,
+)
+from mhsa_compile.integrations.call_table import TABLES, CallTable
 from mhsa_compile.spec.float32_products import Float32Request, float32_request
 
 NAME = "mhsa"
@@ -63,25 +72,35 @@ def register(
     The first call of a kind (heads, head dims, dtype, scale, mask or none, ...) compiles it, which takes seconds; no
     batch and no length compiles anything. Raises TargetError, InputError, and InstallationError without transformers.
     """
+    _register(NAME, load_profile(target), check, float32_request(float32_products))
+
+
+def _register(name: str, profile: TargetProfile, check: bool, word: Float32Request) -> None:
+    """Makes `name` an attention implementation. Raises InstallationError without transformers."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise InstallationError("transformers", "version 5 or later", str(error), "pip install transformers") from error
-    word = float32_request(float32_products)
-    profile = load_profile(target)
-    TABLE.use(profile, check=check, float32_products=word)
+    TABLES.setdefault(name, CallTable()).use(profile, check=check, float32_products=word)
     attention_operator.define()
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # bool (B, 1, L, S), or None where `attention_forward` knows
+    AttentionInterface.register(name, partial(attention_forward, implementation=name))
+    AttentionMaskInterface.register(name, sdpa_mask)  # bool (B, 1, L, S), or None where `attention_forward` knows
 
 
 class Registration:
-    """That "mhsa" is registered for a target: a copy that is unpickled in another process sees to it there."""
+    """An attention implementation of its own for what one model asked, which `register` and other models leave as it
+    is: a copy that is unpickled in another process finds it there, by the same name."""
 
     def __init__(self, target: TargetProfile, check: bool, float32_products: Float32Request) -> None:
         self._arguments = target, check, float32_products
-        register(target, check=check, float32_products=float32_products)
+        words = "\n".join((target.to_toml(), str(check), float32_products))
+        self.name = f"{NAME}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+        _register(self.name, *self._arguments)
+
+    @property
+    def table(self) -> CallTable:
+        return TABLES[self.name]
 
     def __reduce__(self) -> Any:
         return type(self), self._arguments
@@ -100,6 +119,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    implementation: str = NAME,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' attention layers call: query (B, H, L, E), key (B, G, S, E), value (B, G, S, F) ->
@@ -109,20 +129,23 @@ def attention_forward(
                     `is_causal` says whether query i sees key j only if j <= i
     position_bias   added to the scores, broadcastable to (B, H, L, S)
     s_aux           (H,): for each head one more score of the softmax, of no value
+    implementation  the name that is registered
 
-    Calls of other dtypes, under vmap and for derivatives of torch.func or forward ones are PyTorch's, with a warning.
-    Raises InputError for what compiled attention has no meaning for: dropout, gradients, attention weights, paged
-    caches, and keywords that are not known.
+    Calls of other dtypes, under vmap, for derivatives of torch.func or forward ones, and under modes that watch
+    PyTorch's operators are PyTorch's, with a warning. Raises InputError for what compiled attention has no meaning for:
+    dropout, gradients, attention weights, paged caches, and keywords that are not known.
     """
     s_aux = others.pop("sinks", None) if s_aux is None else s_aux
     _check_keywords(others, dropout)
-    if not is_recorded() and (why := _why_pytorch(query)):
+    why = "" if is_recorded() else _why_pytorch(query)
+    if why:
+        warnings.warn(f'attention "{NAME}": PyTorch computes calls with {why}', stacklevel=2)
         rest = (softcap, s_aux, position_bias, sliding_window if attention_mask is None else None)
         if all(value is None for value in rest):
-            warnings.warn(f'attention "{NAME}": PyTorch computes calls with {why}', stacklevel=2)
             return _by_pytorch(module, query, key, value, attention_mask, scaling, is_causal)
-        hint = 'Set attn_implementation="eager" for such calls.'
-        raise InputError("query", "plain float32, bfloat16 or float16 numbers", why, hint)
+        if why_not_a_call():
+            hint = 'Set attn_implementation="eager" for such calls.'
+            raise InputError("query", "plain numbers, where there are softcaps, sinks, biases or windows", why, hint)
     traced = is_traced(query)
     if traced and not torch.compiler.is_compiling() and hasattr(query, "full_tensor"):
         hint = 'Let each process have its own heads as plain tensors, or set attn_implementation="sdpa".'
@@ -138,17 +161,23 @@ def attention_forward(
     sinks = None if s_aux is None else s_aux.detach().reshape(-1).to(query.dtype)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     windowed = sliding_window is not None
+    if why:
+        operands = attention_operator.Operands(query, key, value, mask, sinks, scale, float(softcap or 0.0), causal)
+        return attention_operator.by_pytorch(operands), None
     call = torch.ops.mhsa.attention if traced else attention_operator.attend
-    return call(
-        query, key, value, mask, sinks, scale, float(softcap or 0.0), causal, bool(is_causal_here), windowed
-    ), None
+    kind = (scale, float(softcap or 0.0), causal, bool(is_causal_here), windowed)
+    return call(query, key, value, mask, sinks, *kind, NAME if exported else implementation), None
 
 
 def _why_pytorch(query: Tensor) -> str:
     """Why PyTorch is to compute a call; "" if an artifact can."""
     if why := why_not_a_call():
         return why
-    return "" if query.dtype in _DTYPES else f"queries of {query.dtype}"
+    if query.dtype not in _DTYPES:
+        return f"queries of {query.dtype}"
+    if not query.is_cpu:
+        return f"queries on {query.device}"
+    return "" if is_traced(query) else why_watched()
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

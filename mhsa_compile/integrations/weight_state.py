@@ -9,6 +9,7 @@ What replaces a layer's forward, `ReplacedForward`, asks it.
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import math
 import operator
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.errors import OutputError
+from mhsa_compile.integrations.call_context import is_recorded, why_watched
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.spec.float32_products import coarsest
@@ -126,34 +128,55 @@ class LayerInUse(NamedTuple):
     load         gives the artifact for what `_source` says of a kind of call, with these weights
     left         is told why PyTorch computes a call
     first_calls  holds first calls against PyTorch's
+    refreshes    how often all weights were to be bound anew
     """
 
     layer: Any
     load: Callable[..., CompiledAttention]
     left: Callable[[str], None]
     first_calls: FirstCalls
+    refreshes: Callable[[], int]
 
 
 class ReplacedForward(Generic[Kind, Result]):
     """The forward of a layer whose calls run on artifacts. Weights are bound for each kind of call when it is first
     met, and again when they changed. Calls that an artifact has no form for are PyTorch's.
 
-    Any number of threads may call at once; one of them binds.
+    Any number of threads may call at once; one of them binds. Where it `is_restored`, whoever holds it still gets what
+    the layer's own forward gives.
     """
 
     def __init__(self, use: LayerInUse) -> None:
         self._use, self._class = use, type(use.layer)
-        self._layer, self._load, self._left, self._first_calls = use
+        self._layer, self._load, self._left, self._first_calls, self._refreshes = use
         self._lock = threading.Lock()
-        self._bound: tuple[WeightStates, dict[Kind, CompiledAttention | str]] = (WeightStates(), {})
+        self._bound: tuple[WeightStates, dict[Kind, CompiledAttention | str], int] = (WeightStates(), {}, 0)
+        self.is_restored = False
+
+    def _is_pytorchs(self) -> bool:
+        """Whether a call is PyTorch's with nothing asked of the layer. While PyTorch records a program, its call is as
+        right; what watches operators sees nothing of an artifact's, which counts."""
+        if self.is_restored or is_recorded():
+            return True
+        if why := why_watched():
+            self._left(why)
+        return bool(why)
 
     def __reduce__(self) -> Any:  # a copy binds its own weights
-        return type(self), (self._use,)
+        return copyreg.__newobj__, (type(self),), self._arguments()  # type: ignore[attr-defined]
+
+    def __setstate__(self, arguments: tuple[Any, ...]) -> None:
+        """Begins a copy, which is known by now: the layer among the arguments has it, and there is to be one."""
+        type(self).__init__(self, *arguments)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """What this was made with."""
+        return (self._use,)
 
     def forget(self) -> None:
         """Lets go of what is bound: the next call binds the weights again."""
         with self._lock:
-            self._bound = (WeightStates(), {})
+            self._bound = (WeightStates(), {}, 0)
 
     def _by_pytorch(self, *arguments: Any, why: str = "") -> Result:
         """What PyTorch's own forward gives, which is left the call for a reason that counts."""
@@ -186,20 +209,20 @@ class ReplacedForward(Generic[Kind, Result]):
         Where no file can grow, which compiling and loading need, a warning says so, and so it stays until the weights
         change or are forgotten: to try with each call would cost seconds.
         """
-        weights = self._weights()
-        states, artifacts = self._bound
-        if kind in artifacts and states.hold(weights):
+        weights, refreshes = self._weights(), self._refreshes()
+        states, artifacts, then = self._bound
+        if kind in artifacts and then == refreshes and states.hold(weights):
             return artifacts[kind]
         # modules draw the weights that they begin with, and a caller's torch.device() may be another
         with self._lock, torch.random.fork_rng(devices=()), torch.device("cpu"):
-            states, artifacts = self._bound
-            if not states.hold(weights):
+            states, artifacts, then = self._bound
+            if then != refreshes or not states.hold(weights):
                 if reason := self._why_unbound():
                     return reason
                 states, artifacts = WeightStates(weights), {}
             if kind not in artifacts:
                 artifacts = {**artifacts, kind: self._bound_or_why(kind)}
-                self._bound = (states, artifacts)
+                self._bound = (states, artifacts, refreshes)
             return artifacts[kind]
 
     def _bound_or_why(self, kind: Kind) -> CompiledAttention | str:

@@ -1,10 +1,11 @@
 """The pool of threads that artifacts carry, at length; `make sanitize-threads`.
 
-    python -m campaigns.threads [--launches 1000000] [--calls 1000000] [--loads 1000]
+    python -m campaigns.threads [--launches 1000000] [--calls 1000000] [--loads 1000] [--seconds 600]
 
 By itself (pool_stress.c): launches by 1 to 64 callers, every task once, some loops failing, some inside of others; then
-a tenth of them under ThreadSanitizer. In artifacts: calls by 64 threads, all of the same bits; and loads of one, in
-Python and in a C++ program (load_cycles.cpp). What is left behind is counted: threads, open files, memory. Exit code 1
+a tenth of them under ThreadSanitizer. In artifacts: calls by 64 threads, all of the same bits; large ones of the same
+artifact and of several at once (`campaigns.callers`); and loads of one, in Python and in a C++ program
+(load_cycles.cpp). What is left behind is counted: threads, open files, memory. Exit code 1
 if anything is wrong.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import mhsa_compile as mhsa
+from campaigns.callers import campaign as differing_calls
 from mhsa_compile.hardware import zig
 from mhsa_compile.runtime.standalone import templates
 from mhsa_compile.runtime.standalone.bundle import bundle
@@ -43,12 +45,14 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=1_000_000)
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--loads", type=int, default=1_000)
+    parser.add_argument("--seconds", type=float, default=600, help="of calls by large artifacts at once")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         right = [
             *stressed(Path(place), "plain", (), given.launches),
             *stressed(Path(place), "ThreadSanitizer", ("-fsanitize=thread",), given.launches // 10),
             calls(given.calls),
+            not differing_calls(given.seconds),
             loads(given.loads),
             loads_in_cpp(Path(place), given.loads),
         ]

@@ -24,7 +24,7 @@ from mhsa_compile.errors import InputError, MismatchError
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.integrations import layer_artifacts as in_place
 from mhsa_compile.integrations import transformers as mhsa_transformers
-from mhsa_compile.integrations.call_table import TABLE
+from mhsa_compile.integrations.call_table import TABLES
 from mhsa_compile.kernels.interface.kernel import TermProducts
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -141,7 +141,8 @@ def test_transformers_attention_is_registered_with_it() -> None:
     with pytest.raises(InputError, match="float32_products"):
         mhsa_transformers.register(float32_products="fp16")
     mhsa_transformers.register(float32_products="bf16x3")
-    assert TABLE._products == "bf16x3" and TABLE.float32_outcomes() == {}
+    table = TABLES["mhsa"]
+    assert table._products == "bf16x3" and table.float32_outcomes() == {}
     mhsa_transformers.register()
 
 

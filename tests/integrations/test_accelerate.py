@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.torch_layers import slow_path
+from mhsa_compile.integrations.accelerate import NAME
 from mhsa_compile.verification.error_budget import budget, max_error
 
 B, L, S, D, H = 3, 7, 9, 64, 4
@@ -296,7 +298,7 @@ def test_a_model_of_transformers() -> None:
     expected = generated(model, inputs, "eager")
     report = mhsa.accelerate(model)
     assert [row.kind for row in report.replaced] == ["LlamaForCausalLM"] and not report.kept
-    assert model.config._attn_implementation == "mhsa"
+    assert model.config._attn_implementation.startswith("mhsa")
     with torch.no_grad():
         assert torch.equal(model.generate(**inputs, max_new_tokens=10, min_new_tokens=10, do_sample=False), expected)
     mhsa.restore(model)
@@ -318,4 +320,159 @@ def test_a_model_of_transformers_without_weights_is_kept() -> None:
         model = decoder("llama")
     (kept,) = mhsa.accelerate(model).kept
     assert "tensors on meta" in kept.why_kept
-    assert model.config._attn_implementation != "mhsa"
+    assert not model.config._attn_implementation.startswith("mhsa")
+
+
+def wrapped(layer: Any) -> None:
+    """As libraries that move weights do, which keep the forward that was there, and call it."""
+    before = layer.forward
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        result = before(*inputs, **named)
+        return (result[0] * 2, *result[1:]) if isinstance(result, tuple) else result * 2
+
+    layer.forward = forward
+
+
+class Tokens(nn.Module):
+    """An encoder and a linear, each of which is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, 96, batch_first=True), 1)
+        self.linear = nn.Linear(D, 31)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        result: Tensor = self.linear(self.encoder(x, src_key_padding_mask=padding))
+        return result
+
+
+@pytest.mark.parametrize("place", ["linear", "encoder", "encoder.layers.0", "encoder.layers.0.self_attn"])
+def test_a_forward_that_was_put_over_ours_stays_and_calls_pytorchs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mhsa_compile.integrations.torch_linear.LEAST_WEIGHTS", 0)
+    monkeypatch.setattr("mhsa_compile.integrations.layers.encoder.SMALL", 0)
+    plain, x, padding = Tokens().eval(), rows(), hidden_tail(L, 5)
+    model = copy.deepcopy(plain)
+    report = mhsa.accelerate(model, linears=True, layers="parts")
+    for each in (plain, model):
+        wrapped(each.get_submodule(place))
+    with torch.no_grad(), slow_path():
+        assert torch.allclose(model(x), plain(x), atol=1e-4)
+        calls = report.checked
+        mhsa.restore(model)
+        for each in (None, padding):
+            assert torch.equal(model(x, each), plain(x, each))
+        assert report.checked == calls, "no call of a kind that is new is ours"
+
+
+def test_a_forward_that_was_taken_away_is_no_obstacle() -> None:
+    model = layer()
+    mhsa.accelerate(model)
+    del model.forward
+    mhsa.restore(model)
+    assert "forward" not in vars(model)
+
+
+def test_what_watches_operators_sees_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of an artifact is no operator: to a counter it would be nothing, to make_fx a constant."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.overrides import TorchFunctionMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Doubling(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            return result * 2 if function is nn.functional.linear else result
+
+    def operations(model: nn.Module) -> int:
+        with FlopCounterMode(display=False) as counter:
+            model(rows())
+        return int(counter.get_total_flops())
+
+    monkeypatch.setattr("mhsa_compile.integrations.torch_linear.LEAST_WEIGHTS", 0)
+    monkeypatch.setattr("mhsa_compile.integrations.layers.encoder.SMALL", 0)
+    plain = Tokens().eval()
+    model = copy.deepcopy(plain)
+    report = mhsa.accelerate(model, linears=True, layers="whole")
+    with torch.no_grad(), slow_path():  # the fast one is an operator that no counter knows
+        assert torch.allclose(model(rows()), plain(rows()), atol=1e-4) and not report.calls
+        assert operations(model) == operations(plain) > 5e5
+        with Doubling():
+            assert torch.allclose(model(rows()), plain(rows()), atol=1e-4)
+        program = make_fx(model, tracing_mode="real")(rows())
+        other = rows().flip(0)
+        assert torch.allclose(program(other), plain(other), atol=1e-4)
+        with torch.device("cpu"):
+            report.calls.clear()
+            assert torch.allclose(model(rows()), plain(rows()), atol=1e-4) and not report.calls
+    assert not torch.equal(plain(other), plain(rows())), "a constant would be seen"
+
+
+@pytest.mark.thorough
+def test_models_that_asked_for_different_things_each_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of transformers is found by name in the process: each model's has a name of its own."""
+    from mhsa_compile.compiler import pipeline
+    from mhsa_compile.integrations import transformers as mhsa_transformers
+
+    asked: list[tuple[str, str]] = []
+    compiled = pipeline.compile
+
+    def noted(source: Any, target: Any, **options: Any) -> Any:
+        asked.append((target.name, options["float32_products"]))
+        return compiled(source, target, **options)
+
+    monkeypatch.setattr(pipeline, "compile", noted)
+    first, second, ids = decoder("llama"), decoder("llama"), prompts(2, 11)["input_ids"]
+    with torch.no_grad():
+        expected = first(ids).logits
+        report = mhsa.accelerate(first, target="x86-64-v3", float32_products="ieee", layers="parts")
+        mhsa.accelerate(second, float32_products="bf16", layers="parts")
+        mhsa_transformers.register(float32_products="bf16x3")
+        assert torch.allclose(first(ids).logits, expected, atol=1e-4)
+        assert set(asked) == {("x86-64-v3", "ieee")} and report.float32_outcomes() == {}
+        asked.clear()
+        second(ids)
+        assert {products for _, products in asked} == {"bf16"}
+        twin = pickle.loads(pickle.dumps(first))
+        asked.clear()
+        assert torch.allclose(twin(ids).logits, expected, atol=1e-4) and not asked
+    mhsa_transformers.register()
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_refreshed_and_restored_themselves(
+    twin_of: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer, forward and report name each other: of each there is one in a copy."""
+    monkeypatch.setattr("mhsa_compile.integrations.torch_linear.LEAST_WEIGHTS", 0)
+    plain, x = Tokens().eval(), rows()
+    model = copy.deepcopy(plain)
+    mhsa.accelerate(model, linears=True, layers="parts")
+    twin = twin_of(model)
+    with torch.no_grad(), slow_path():
+        assert torch.allclose(twin(x), plain(x), atol=1e-4)
+        for each in (plain, twin):  # one number, which no sample is sure to see
+            each.linear.weight.data[1, 2] = 50.0
+        vars(twin)[NAME].refresh()
+        assert torch.allclose(twin(x), plain(x), atol=1e-3)
+        twin.encoder.layers.append(copy.deepcopy(twin.encoder.layers[0]))
+        plain.encoder.layers.append(copy.deepcopy(plain.encoder.layers[0]))
+        mhsa.restore(twin)
+        assert not any("forward" in vars(part) for part in twin.modules())
+        assert torch.equal(twin(x), plain(x))
+        assert any("forward" in vars(part) for part in model.modules())
+
+
+def test_a_copy_of_one_layer_is_none_of_the_model() -> None:
+    model = nn.Sequential(*(nn.MultiheadAttention(D, H, batch_first=True) for _ in range(8))).eval()
+    alone, x = len(pickle.dumps(model[0])), rows()
+    mhsa.accelerate(model)
+    assert len(pickle.dumps(model[0])) < 2 * alone
+    twin, whole = copy.deepcopy(model[0]), pickle.loads(pickle.dumps(model))
+    mhsa.restore(model)
+    assert "forward" in vars(twin) and not any("forward" in vars(one) for one in model)
+    with torch.no_grad():
+        assert torch.allclose(twin(x, x, x)[0], model[0](x, x, x)[0], atol=1e-5)
+    mhsa.restore(whole)
+    assert not any("forward" in vars(one) for one in whole)

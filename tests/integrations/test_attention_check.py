@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mhsa_compile.errors import OutputError
-from mhsa_compile.integrations import attention_operator
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.attention_operator import Operands, attend, by_pytorch, why_wrong
-from mhsa_compile.integrations.call_table import CallTable
+from mhsa_compile.integrations.call_table import TABLES, CallTable
 from mhsa_compile.integrations.first_calls import difference
 
 B, H, G, L, S, E = 3, 4, 2, 7, 11, 16
@@ -25,7 +24,7 @@ CALL = AttentionCall(H=H, G=G, E=E, F=E, dtype="float32", scale=0.25, softcap=0.
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> CallTable:
     table = CallTable()
-    monkeypatch.setattr(attention_operator, "TABLE", table)
+    monkeypatch.setitem(TABLES, "mhsa", table)
     return table
 
 

@@ -11,7 +11,7 @@ from support.interface_models import CACHES, decoder, encoder, generated, prompt
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.integrations import transformers as mhsa_transformers
-from mhsa_compile.integrations.call_table import TABLE
+from mhsa_compile.integrations.call_table import TABLES
 
 Model = Any
 
@@ -51,7 +51,7 @@ def test_an_encoder_reads_padding() -> None:
 
 def test_no_length_compiles_anything(llama: Model) -> None:
     generated(llama, prompts(2, 5), "mhsa")
-    before = len(TABLE)
+    before = len(TABLES["mhsa"])
     for batch, length in ((1, 1), (3, 17), (2, 40)):
         generated(llama, prompts(batch, length, hidden=length // 2), "mhsa")
     from transformers import DynamicCache
@@ -62,7 +62,7 @@ def test_no_length_compiles_anything(llama: Model) -> None:
         rest = llama(ids[:, 7:], past_key_values=cache).logits  # several queries behind a cache come with a mask
         whole = llama(ids).logits
     assert torch.allclose(torch.cat((first, rest), 1), whole, rtol=1e-4, atol=1e-4)
-    assert len(TABLE) == before
+    assert len(TABLES["mhsa"]) == before
 
 
 def test_several_threads_get_what_one_gets(llama: Model) -> None:
@@ -159,3 +159,20 @@ def test_a_backward_through_the_operator_is_refused() -> None:
     y = torch.ops.mhsa.attention(q, q, q, None, None, 0.25, 0.0, False, False, False)
     with pytest.raises(InputError, match="without a gradient to follow"):
         y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:attention .mhsa.. PyTorch computes calls with")
+def test_float64_is_pytorchs_whatever_there_is_of_scores() -> None:
+    """As of a Gemma 2 or a gpt-oss that became float64."""
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 7, 16, generator=made, dtype=torch.float64) for heads in (4, 2, 2))
+    sinks, bias = (torch.randn(size, generator=made, dtype=torch.float64) for size in ((4,), (1, 4, 7, 7)))
+    seen = torch.ones(7, 7).tril().bool()
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = ((q @ k.mT * 0.25 / 3).tanh() * 3 + bias).masked_fill(~seen, -torch.inf)
+    weights = torch.cat((scores, sinks.view(1, 4, 1, 1).expand(2, 4, 7, 1)), -1).softmax(-1)[..., :-1]
+    rest = {"is_causal": True, "scaling": 0.25, "softcap": 3.0, "s_aux": sinks}
+    module = torch.nn.Identity()
+    for mask in (None, seen[None, None]):
+        y, _ = mhsa_transformers.attention_forward(module, q, k, v, mask, position_bias=bias, **rest)
+        assert y.dtype == torch.float64 and torch.allclose(y, (weights @ v).transpose(1, 2), atol=1e-12)

@@ -314,7 +314,9 @@ def test_training_gradients_and_others_numbers_are_as_before(pair: tuple[nn.Modu
             model.train()(x)
 
 
-@pytest.mark.parametrize(("ours", "theirs", "way"), [(1.0, 2.0, "whole"), (2.0, 1.0, "left to PyTorch")])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "way"), [(1.0, 2.0, "whole"), (2.0, 1.0, "left to PyTorch"), (0.95, 1.0, "left to PyTorch")]
+)
 def test_the_faster_way_is_taken_and_reported(
     ours: float, theirs: float, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +341,26 @@ def test_the_faster_way_is_taken_and_reported(
         f"{way} at 2 x 7 ({ours * 1e3:.3g} ms, PyTorch's {theirs * 1e3:.3g})"
     ] * 2
     assert way in repr(report)
+
+
+class Doubled(nn.TransformerEncoderLayer):
+    """A layer that became another."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        return super().forward(*inputs, **named) * 2
+
+
+@pytest.mark.parametrize("ours", [1.0, 3.0])
+def test_a_layer_that_became_another_after_a_way_was_chosen(ours: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "in_turns", lambda *calls: (ours, 2.0))
+    layer, x = layer_of(), drawn(B, L, D)
+    model, report = accelerated(layer, layers="fastest")
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(model(x), layer(x), atol=1e-5)
+        model.__class__ = Doubled
+        assert torch.allclose(model(x), 2 * layer(x), atol=1e-5)
+    assert list(report.layers[0].parts) == ["a layer that became a Doubled"]
 
 
 MASKED = torch.zeros(L, L).bool()

@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from campaigns.callers import Case, differing, loaded_for
 from support.tiny_artifact import draw, make
 
 import mhsa_compile as mhsa
@@ -88,6 +91,31 @@ def test_callers_share_the_pool(artifact: Artifact, alone: np.ndarray, pool: str
 
     with ThreadPoolExecutor(8) as executor:
         assert all(executor.map(call, range(8)))
+
+
+def test_callers_of_one_artifact_and_of_several_at_once(artifact: Artifact) -> None:
+    """A slice of campaigns/callers.py, and its control: a function whose callers share what it works in."""
+    narrow = mhsa.compile(mhsa.AttentionSpec(embed_dim=64, num_heads=4, dtype="bfloat16"))
+    rows = X[..., :64].astype(ml_dtypes.bfloat16)
+    cases = {"float32": Case(artifact, {"x": X}), "bfloat16": Case(narrow, {"x": rows}, shift=2)}
+    cases["other rows"] = Case(artifact, {"x": X[::-1]}, shift=4)
+    alone = loaded_for(cases, 1)
+    expected = {name: case.call(alone[name]) for name, case in cases.items()}
+    for threads in (1, 2, 3, 8):
+        loaded = loaded_for(cases, threads)
+        for plan in (["float32"] * 3, ["bfloat16"] * 8, [*cases, *cases]):
+            assert not differing(cases, loaded, expected, plan).total()
+    scratch = np.empty_like(X)
+
+    def sharing(x: np.ndarray) -> np.ndarray:
+        scratch[...] = x
+        time.sleep(0.001)
+        result: np.ndarray = alone["float32"](x=scratch.copy())
+        return result
+
+    shared = dict.fromkeys(cases, sharing)
+    assert not differing(cases, shared, expected, ["float32"]).total(), "right with one caller"
+    assert differing(cases, shared, expected, ["float32", "other rows"] * 2).total()
 
 
 def test_settings_belong_to_the_call(artifact: Artifact, alone: np.ndarray) -> None:

@@ -200,10 +200,8 @@ def _anew(outcome: InPlace) -> Iterator[None]:
         finally:
             outcome.seconds += cpu_seconds() - began
 
-    table = call_table.CallTable()
     with (
-        mock.patch.object(attention_operator, "TABLE", table),
-        mock.patch.object(interface, "TABLE", table),
+        mock.patch.dict(call_table.TABLES, {}, clear=True),
         mock.patch.object(layer_artifacts, "_ARTIFACTS", layer_artifacts._Artifacts()),
         mock.patch.object(pipeline, "compile", timed),
     ):

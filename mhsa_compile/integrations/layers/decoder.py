@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mhsa_compile.integrations.call_context import is_recorded
 from mhsa_compile.integrations.layers.whole import Attended, WholeCall, WholeLayerForward
 
 
@@ -28,7 +27,7 @@ class DecoderLayerForward(WholeLayerForward):
         """tgt (B, L, D), memory (B, S, D) -> (B, L, D); masks as `nn.TransformerDecoderLayer.forward` takes them."""
         padding = (tgt_key_padding_mask, memory_key_padding_mask)
         arguments = (tgt, memory, tgt_mask, memory_mask, *padding, tgt_is_causal, memory_is_causal)
-        if is_recorded():  # what PyTorch does is as right
+        if self._is_pytorchs():  # what PyTorch does is as right
             return self._by_pytorch(*arguments)
         attended = (Attended(tgt_mask, padding[0], tgt_is_causal), Attended(memory_mask, padding[1], memory_is_causal))
         result = self._fastest(WholeCall(arguments, (tgt, memory), attended))

@@ -44,7 +44,7 @@ class EncoderLayerForward(WholeLayerForward):
     ) -> Tensor:
         """src (B, L, D) -> (B, L, D); masks as `nn.TransformerEncoderLayer.forward` takes them."""
         arguments = (src, src_mask, src_key_padding_mask, is_causal)
-        if is_recorded():  # what PyTorch does is as right
+        if self._is_pytorchs():  # what PyTorch does is as right
             return self._by_pytorch(*arguments)
         if src_mask is None and src_key_padding_mask is None and self._is_small(src):
             return self._by_pytorch(*arguments, why=_WHY)
@@ -85,9 +85,7 @@ class EncoderForward:
 
     def __init__(self, encoder: nn.TransformerEncoder) -> None:
         self._encoder = encoder
-
-    def __reduce__(self) -> Any:
-        return type(self), (self._encoder,)
+        self.is_restored = False
 
     def __call__(
         self,
@@ -116,7 +114,9 @@ class EncoderForward:
         """Whether PyTorch would have dropped the padding of this call, and artifacts can compute it."""
         encoder = self._encoder
         plain = src.ndim == 3 and padding.dtype == torch.bool and padding.shape == src.shape[:2]
-        if not plain or is_recorded() or encoder.training or not torch.backends.mha.get_fastpath_enabled():
+        if not plain or self.is_restored or is_recorded() or encoder.training:
+            return False
+        if not torch.backends.mha.get_fastpath_enabled():
             return False
         return not why_not_numbers(src, padding) and not wants_gradient(src, *encoder.parameters())
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import MhsaError
-from mhsa_compile.integrations.call_context import is_recorded, wants_gradient, why_not_numbers
+from mhsa_compile.integrations.call_context import wants_gradient, why_not_numbers
 from mhsa_compile.integrations.layers.export import (
     PREFIX,
     ExportedCall,
@@ -29,7 +29,6 @@ from mhsa_compile.integrations.layers.export import (
 from mhsa_compile.integrations.layers.measured import MeasuredForward
 from mhsa_compile.integrations.layers.state import LayerState, has_global_hooks, is_captured, plain_look
 from mhsa_compile.integrations.layers.ways import LayerRow, LayerWay, WayTimings
-from mhsa_compile.integrations.transformers import NAME
 from mhsa_compile.integrations.weight_state import LayerInUse
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
@@ -62,17 +61,21 @@ def why_kept(layer: nn.Module, *, whatever_its_size: bool) -> str:
 
 
 class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
-    """The forward of a layer of transformers whose attention is ours."""
+    """The forward of a layer of transformers whose attention is ours, which `implementation` calls it."""
 
-    def __init__(self, use: LayerInUse, row: LayerRow, timings: WayTimings | None) -> None:
+    def __init__(self, use: LayerInUse, row: LayerRow, timings: WayTimings | None, implementation: str) -> None:
         super().__init__(use, row, timings)
+        self._implementation = implementation
         self._names = parameter_names(use.layer)
         self._state: LayerState | None = None
         self._look: tuple[LayerState, Any] | None = None
         self._forms: dict[ExportedKind, _Form | str] = {}  # what calls of a kind return; why no artifact returns it
 
+    def _arguments(self) -> tuple[Any, ...]:
+        return (*super()._arguments(), self._implementation)
+
     def __call__(self, *positional: Any, **named: Any) -> Any:
-        if is_recorded() or self._row.why_parts:  # what PyTorch does is as right
+        if self._is_pytorchs() or self._row.why_parts:  # what PyTorch does is as right
             return self._parts(*positional, **named)
         call = call_of(self._names, positional, named)
         if isinstance(call, str):
@@ -95,7 +98,7 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
     def _looked_at(self) -> LayerState:
         """What the layer is made of now; what calls need of it after that, they have of `_state`."""
         if (state := self._state) is None or not state.holds():
-            state = self._state = LayerState(self._layer, NAME)
+            state = self._state = LayerState(self._layer, self._implementation)
         return state
 
     def _why_not(self, call: ExportedCall) -> str:

@@ -41,9 +41,8 @@ class MeasuredForward(ReplacedForward[Kind, Result], Generic[Kind, Result, Call]
         self._row, self._timings = row, timings
         self._other_ways: dict[Hashable, WayTiming] = {}  # form of calls that no artifact computes fastest
 
-    def __reduce__(self) -> Any:
-        forward, arguments = super().__reduce__()
-        return forward, (*arguments, self._row, self._timings)
+    def _arguments(self) -> tuple[Any, ...]:
+        return (*super()._arguments(), self._row, self._timings)
 
     def _why_not(self, call: Call) -> str:
         """Why the parts' result is wanted; "" if an artifact has a form for the call. Raises InputError."""

@@ -18,8 +18,10 @@ LayerChoice: TypeAlias = Literal["fastest", "whole", "parts"]
 """What becomes of the layers that attention is in: whatever is faster, one artifact each, or their parts alone."""
 LayerWay: TypeAlias = Literal["whole", "parts", "pytorch"]
 """One artifact; attention replaced, and linears where they were asked for; the layer as it was before."""
-_GAIN = 0.98
-"""The part of the other ways' time from which on an artifact is taken: turns on a quiet machine differ by less."""
+_GAIN = 0.92
+"""The part of the other ways' time below which an artifact is taken. Turns of one layer promise more than a model gains
+of it: 0.64 to 0.69 of the time became 1.38 to 1.47 times as fast, 0.75 became 1.15, 0.90 became 1.05, and 0.935
+became 0.96 (docs/lab/2026-11-27-ways.md)."""
 _FAR_AHEAD = 0.8
 """The part of the second way's time from which on a third one is not tried."""
 _LATER = 9

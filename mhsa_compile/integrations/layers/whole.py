@@ -140,7 +140,8 @@ class WholeLayerForward(MeasuredForward[WholeLayerKind, Tensor, WholeCall]):
         return ""
 
     def _may_go_unasked(self, call: WholeCall) -> bool:
-        return not (torch.is_grad_enabled() or self._layer.training or call.inputs[0].is_nested)
+        same = type(self._layer) is self._class
+        return same and not (torch.is_grad_enabled() or self._layer.training or call.inputs[0].is_nested)
 
     def _sizes(self, call: WholeCall) -> tuple[int, int]:
         B, L = call.inputs[0].shape[:2]
