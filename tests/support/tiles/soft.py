@@ -40,7 +40,7 @@ def text(product: str) -> str:
     parts = [calling("ldtilecfg", "ptr %p", "configure", "ptr %p"), calling("tilerelease", "", "release", "")]
     for tile in range(8):
         parts.append(calling(f"tilezero_{tile}", "", "zero", f"i64 {tile}"))
-        for name, inwards in (("tileloadd", "true"), ("tilestored", "false")):
+        for name, inwards in (("tileloadd", "true"), ("tileloaddt1", "true"), ("tilestored", "false")):
             call = f"i64 {tile}, ptr %p, i64 %s, i1 {inwards}"
             parts.append(calling(f"{name}_{tile}", "ptr %p, i64 %s", "move", call))
     for c, a, b in tiles._TRIPLES:

@@ -54,18 +54,25 @@ def prepared(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
     has_bits = is_taken and op.dtype != "float32"
     rows = PackedRows(layout, allocated(layout, size, "uint16" if has_bits else "float32"))
     with T.parallel(whole(layout, count)) as row:
-        source = materialize(T.min(row, count - 1)) if unit.rows > 1 else row
-
-        def copy(k: Expr, n: int) -> None:
-            # For an instruction the bits as they are; else float32.
-            narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if has_bits else None
-            store(rows.data, rows.at(row, k), load_wide(x, [source, k], n) if narrow is None else narrow, n)
-
-        each_vector(op.in_features, layout.together, copy)
+        copy_row(rows, x, materialize(T.min(row, count - 1)) if unit.rows > 1 else row, row)
         for k in range(op.in_features, width):
             # Meets a weight of zero, and must not be NaN.
             store(rows.data, rows.at(row, T.int64(k)), T.cast(T.uint16(0), rows.data.dtype), 1)
     return rows
+
+
+def copy_row(rows: PackedRows, x: Expr, source: Expr, row: Expr) -> None:
+    """Row `source` of x, as row `row`: for an instruction the bits as they are; else float32."""
+    layout = rows.layout
+
+    def copy(k: Expr, n: int) -> None:
+        if str(rows.data.dtype) == "uint16":
+            value = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n))
+        else:
+            value = load_wide(x, [source, k], n)
+        store(rows.data, rows.at(row, k), value, n)
+
+    each_vector(layout.op.in_features, layout.together, copy)
 
 
 def allocated(layout: PackedLayout, size: Expr, dtype: str) -> Expr:

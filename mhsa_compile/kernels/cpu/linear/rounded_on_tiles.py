@@ -117,7 +117,7 @@ class RoundedProduct(TileProduct):
 
     def load_rows(self, start: Expr, k: Expr) -> None:
         at = [materialize(T.truncdiv(start, T.int64(tiles.ROWS))), k, T.int64(0), T.int64(0)]
-        tiles.load_tile(tiles.LEFT, self.rows.data, at, self.layout.unit.depth)
+        tiles.stream_tile(tiles.LEFT, self.rows.data, at, self.layout.unit.depth)
 
     def start(self, own: Expr) -> Expr:
         """Tiles of x are whole."""
@@ -126,16 +126,14 @@ class RoundedProduct(TileProduct):
     def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
         return value + self.features(p, column)[0]
 
-    def narrowed(self, value: Expr) -> Expr:
-        return value
-
-    def write(self, p: Expr, own: Expr, start: Expr, sums: Sums, place: Expr) -> None:
-        features = [load(self.packed[2], [p, T.int64(offset)], lanes) for offset, lanes in self.columns]
-        flags = [any_lane(flag > splat(T.int32(0), LANES), LANES) for flag in features]
-        has_flag = T.Or(T.Or(*flags), self.rows.extraordinary[T.truncdiv(own, T.int64(tiles.ROWS))] > 0)
-        with T.If(materialize(T.cast(has_flag, "int32"), "int32") > 0), T.Then():
-            self._multiply_plainly(p, own, sums, place)
-        super().write(p, own, start, sums, place)
+    def settle(self, is_whole: Expr, p: Expr, own: Expr, sums: Sums, place: Expr) -> None:
+        """Sums of something extraordinary are those of products of float32."""
+        with T.If(is_whole), T.Then():
+            features = [load(self.packed[2], [p, T.int64(offset)], lanes) for offset, lanes in self.columns]
+            flags = [any_lane(flag > splat(T.int32(0), LANES), LANES) for flag in features]
+            has_flag = T.Or(T.Or(*flags), self.rows.extraordinary[T.truncdiv(own, T.int64(tiles.ROWS))] > 0)
+            with T.If(materialize(T.cast(has_flag, "int32"), "int32") > 0), T.Then():
+                self._multiply_plainly(p, own, sums, place)
 
     def _multiply_plainly(self, p: Expr, own: Expr, sums: Sums, place: Expr) -> None:
         """The sums of a tile of rows by float32 products, in place of those that tiles made."""

@@ -2,12 +2,13 @@
 holds.
 
 A task is a panel of 32 features against a block of rows of x. A group of tiles of rows passes over each part of K; what
-is summed up waits in a scratch, which the first cache holds as well, until the next part adds to it.
+is summed up waits in a scratch, which the first cache holds as well, until the next part adds to it. Rows of y are
+written while the next tile of rows is multiplied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,13 +18,13 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
-from mhsa_compile.kernels.cpu.linear.activations import PackedRows, prepared
+from mhsa_compile.kernels.cpu.linear.activations import PackedRows, copy_row, prepared
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, each_panel
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, format_of
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import each_vector, let, load, materialize, store
+from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize, store
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.tiles import Tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
@@ -85,6 +86,11 @@ class TileLayout(PackedLayout):
         return (self.tiles | 1) * tiles.WORDS * self.unit.group
 
     @property
+    def has_one_tile_of_rows(self) -> bool:
+        """Whether the rows of x are known to be so few; the first cache then has them for all panels."""
+        return self.op.row_count is not None and self.op.row_count <= tiles.ROWS
+
+    @property
     def tiles(self) -> int:
         """Those of K."""
         return -(-self.op.in_features // (tiles.WORDS * self.unit.group))
@@ -95,15 +101,11 @@ def rows_of_lines(layout: PackedLayout, x: Expr, count: Expr, size: Expr) -> Pac
     rows = prepared(layout, x, count, size)
     if not rows.data.same_as(x):
         return rows
-    copy = T.alloc_buffer((size, T.int64(layout.op.in_features)), "uint16")
+    copy = PackedRows(layout, T.alloc_buffer((size, T.int64(layout.op.in_features)), "uint16"))
     is_copied = tiles.crosses_lines(x, [T.int64(0), T.int64(0)])
     with T.If(is_copied), T.Then(), T.parallel(count) as row:
-
-        def bits(k: Expr, n: int) -> None:
-            store(copy, [row, k], T.reinterpret(vectors.vector_type("uint16", n), load(x, [row, k], n)), n)
-
-        each_vector(layout.op.in_features, layout.together, bits)
-    return PackedRows(layout, tiles.either(is_copied, copy, x))
+        copy_row(copy, x, row, row)
+    return PackedRows(layout, tiles.either(is_copied, copy.data, x))
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,8 @@ class TileProduct(Product):
     def load_rows(self, start: Expr, k: Expr) -> None:
         """Tile k of K of the rows from `start` on."""
         x = self.rows.data
-        tiles.load_tile(tiles.LEFT, x, [start, materialize(k * self.layout.unit.depth)], int(x.shape[1]))
-
-    def narrowed(self, value: Expr) -> Expr:
-        """Elements of y of float32."""
-        return tiles.narrowed(value, self.layout.op.dtype)
+        load_tile = tiles.load_tile if self.layout.has_one_tile_of_rows else tiles.stream_tile
+        load_tile(tiles.LEFT, x, [start, materialize(k * self.layout.unit.depth)], int(x.shape[1]))
 
     def products(
         self, p: Expr, start: Expr, first: Expr, end: Expr, behind: Callable[[Expr], None] = lambda k: None
@@ -166,24 +165,38 @@ class TileProduct(Product):
         """The first row of a tile: the last one moves back so far that it is whole, and begins with rows of others."""
         return T.min(own, T.max(T.int64(0), self.count - tiles.ROWS))
 
-    def write(self, p: Expr, own: Expr, start: Expr, sums: Sums, place: Expr) -> None:
-        """y[own ..., panel p], of sums of the rows from `start` on. Of the last panel only its real columns are
-        written."""
+    def settle(self, is_whole: Expr, p: Expr, own: Expr, sums: Sums, place: Expr) -> None:
+        """What the sums of a tile of rows need before they are written, where they are whole: nothing."""
+
+    def write(self, p: Expr, start: Expr, sums: Sums, place: Expr, rows: Sequence[Expr]) -> None:
+        """y[start + row, panel p] of `rows` of a tile. Of the last panel only its real columns are written."""
 
         def columns(width: int, column: Expr) -> None:
-            end = materialize(T.min(T.int64(tiles.ROWS), self.count - start))
-            with T.serial(materialize(T.min(T.int64(tiles.ROWS), own - start)), end) as i:
+            for i in rows:
                 row = materialize(start + i)
-                for c, (offset, lanes) in enumerate(self.columns):
-                    value = let(self.result(load(sums.data, sums.at(place, c, i), lanes), row, p, c))
-                    if width >= offset + lanes:
-                        vectors.store(self.y, [row, column + offset], self.narrowed(value), lanes)
-                        continue
-                    for first, size in vectors.chunks(max(0, width - offset), lanes):
+                values = [
+                    let(self.result(load(sums.data, sums.at(place, c, i), lanes), row, p, c))
+                    for c, (_, lanes) in enumerate(self.columns)
+                ]
+                if width == self.layout.panel:
+                    self.store_whole(row, column, values)
+                    continue
+                for value, (offset, lanes) in zip(values, self.columns, strict=True):
+                    for first, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
                         piece = vectors.part(value, first, size, lanes)
                         store_narrow(self.y, [row, column + offset + first], piece, size)
 
         self.real_columns(p, columns)
+
+    def store_whole(self, row: Expr, column: Expr, values: list[Expr]) -> None:
+        """Two vectors of float32, side by side in y."""
+        dtype = self.layout.op.dtype
+        if dtype == "bfloat16":
+            pair = T.reinterpret("bfloat16x32", tiles.narrowed_pair(*values))
+            store(self.y, [row, column], pair, 2 * tiles.WORDS)
+            return
+        for value, (offset, lanes) in zip(values, self.columns, strict=True):
+            store(self.y, [row, column + offset], T.cast(value, vectors.vector_type(dtype, lanes)), lanes)
 
 
 def deal(task: TileProduct, cores: int, config: Config) -> None:
@@ -197,6 +210,9 @@ def _task(task: TileProduct, config: Config, p: Expr, first: Expr, end: Expr) ->
     group, layout = config["group"], task.layout
     parts = -(-layout.tiles // config["depth"])
     depth = -(-layout.tiles // parts)
+    last = layout.tiles - (parts - 1) * depth
+    steps = 1 << min(tiles.ROWS, last).bit_length() - 1  # a power of two of them, each with its share of y's rows
+    share = tiles.ROWS // steps
     sums = Sums.of(group)
     tiles.configure(T.min(task.count, T.int64(tiles.ROWS)))
     with T.serial(ceil_div(end - first, group)) as g:
@@ -205,18 +221,31 @@ def _task(task: TileProduct, config: Config, p: Expr, first: Expr, end: Expr) ->
         with T.serial(T.int64(parts)) as number:
             since = materialize(number * depth)
             until = materialize(T.min(since + depth, T.int64(layout.tiles)))
+            is_last = number == parts - 1
             with T.serial(full) as i:
                 own = materialize((begin + i) * tiles.ROWS)
                 start = materialize(task.start(own))
+
+                def behind(k: Expr) -> None:
+                    rows = [materialize((k - since) * share + r) for r in range(share)]
+                    task.write(p, own - tiles.ROWS, sums, i - 1, rows)
+
                 with T.If(number > 0):
                     with T.Then():
                         sums.load(i)
                     with T.Else():
                         for column in range(COLUMNS):
                             tiles.zero(column)
-                task.products(p, start, since, until)
+                middle = since
+                if not layout.has_one_tile_of_rows:
+                    middle = materialize(since + T.Select(T.And(is_last, i > 0), T.int64(steps), T.int64(0)))
+                    task.products(p, start, since, middle, behind)
+                task.products(p, start, middle, until)
                 sums.store(i)
-                with T.If(number == parts - 1), T.Then():
-                    task.write(p, own, start, sums, i)
+                task.settle(is_last, p, own, sums, i)
+        own = materialize((begin + full - 1) * tiles.ROWS)
+        start = materialize(task.start(own))
+        with T.serial(materialize(own - start), materialize(T.min(T.int64(tiles.ROWS), task.count - start))) as row:
+            task.write(p, start, sums, full - 1, [row])
         task.apply_epilogue(p, begin * tiles.ROWS, (begin + full) * tiles.ROWS)
     tiles.release()

@@ -402,7 +402,8 @@ class TileAttentionTask:
         """The tiles of O^T += those of V^T and P^T, of a pair of terms and of chunk `step` of a block."""
 
         def left(term: int) -> None:
-            tiles.load_tile(tiles.LEFT, self.values.tiles, self.values.value_place(row + step, feature, term), KEYS)
+            load_tile = tiles.stream_tile if self.terms == 1 else tiles.load_tile
+            load_tile(tiles.LEFT, self.values.tiles, self.values.value_place(row + step, feature, term), KEYS)
 
         def right(term: int, c: int) -> None:
             tiles.load_tile(tiles.RIGHT, self.p, [side, step, T.int64(term), T.int64(c), T.int64(0)], LANES)

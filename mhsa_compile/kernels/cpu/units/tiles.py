@@ -93,6 +93,12 @@ def load_tile(tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int)
     _move("tileloadd", tile, buffer, index, pitch)
 
 
+def stream_tile(tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int) -> None:
+    """As `load_tile`, of what is not asked for again before the first cache has forgotten it: it then stays out of the
+    way of what is."""
+    _move("tileloaddt1", tile, buffer, index, pitch)
+
+
 def crosses_lines(buffer: Expr, index: Sequence[Expr]) -> Expr:
     """Whether rows of 64 bytes that begin with an element lie in two cache lines each: such a tile takes five times as
     long to load."""
@@ -148,6 +154,7 @@ def _text(product: str) -> str:
         "declare void @llvm.x86.tilerelease()",
         "declare void @llvm.x86.tilezero(i8 immarg)",
         "declare void @llvm.x86.tileloadd64(i8 immarg, ptr, i64)",
+        "declare void @llvm.x86.tileloaddt164(i8 immarg, ptr, i64)",
         "declare void @llvm.x86.tilestored64(i8 immarg, ptr, i64)",
         f"define void @mhsa_ldtilecfg(ptr %p) {inlined} {{ call void @llvm.x86.ldtilecfg(ptr %p) ret void }}",
         f"define void @mhsa_tilerelease() {inlined} {{ call void @llvm.x86.tilerelease() ret void }}",
@@ -158,7 +165,7 @@ def _text(product: str) -> str:
             *(
                 f"define void @mhsa_{move}_{t}(ptr %p, i64 %s) {inlined} "
                 f"{{ call void @llvm.x86.{move}64(i8 {t}, ptr %p, i64 %s) ret void }}"
-                for move in ("tileloadd", "tilestored")
+                for move in ("tileloadd", "tileloaddt1", "tilestored")
             ),
         ]
     lines.append(f"declare void @llvm.x86.{product}(i8 immarg, i8 immarg, i8 immarg)")
