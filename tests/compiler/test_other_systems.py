@@ -73,6 +73,7 @@ def symbols(library: Path, *options: str) -> set[str]:
     return set(listed.stdout.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", TARGETS)
 def test_two_processes_make_the_same_library(libraries: tuple[Path, Path], target: str) -> None:
     one, other = ((folder / target).read_bytes() for folder in libraries)
@@ -82,6 +83,7 @@ def test_two_processes_make_the_same_library(libraries: tuple[Path, Path], targe
     assert {path.name for path in libraries[0].iterdir()} == set(TARGETS)  # nothing lies beside them
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", [target for target, system in TARGETS.items() if system == "macos"])
 def test_a_library_for_macos_names_what_it_has_and_needs(libraries: tuple[Path, Path], target: str) -> None:
     library = libraries[0] / target
@@ -93,6 +95,7 @@ def test_a_library_for_macos_names_what_it_has_and_needs(libraries: tuple[Path, 
     assert text.count(b".dylib") == 1  # and no other library
 
 
+@pytest.mark.thorough
 def test_a_library_for_windows_names_what_it_has_and_needs(libraries: tuple[Path, Path]) -> None:
     text = (libraries[0] / "x86-64-v3-windows").read_bytes()
     for name in (*OURS, "__TVMBackendParallelLaunch"):

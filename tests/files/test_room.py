@@ -20,7 +20,7 @@ import mhsa_compile as mhsa
 for limit in map(int, sys.argv[1:]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4), dims={"B": 1}, cache=False)
+        mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4), "x86-64-v3", dims={"B": 1}, cache=False)
         print("made")
     except mhsa.errors.OutputError as error:
         print(error)
@@ -28,14 +28,14 @@ for limit in map(int, sys.argv[1:]):
 
 
 def test_a_limit_on_sizes_of_files_ends_no_process_that_compiles() -> None:
-    limits = ("1000", "20000", "60000", str(2**30))
+    limits = ("1000", "60000", str(2**30))
     environment = {name: value for name, value in os.environ.items() if name != "TVM_USE_RUNTIME_LIB"}  # of a test's
     command = [sys.executable, "-c", COMPILED, *limits]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert not done.returncode, done.stderr
     *refused, last = done.stdout.splitlines()
     assert last == "made"  # the control: the same process compiles where there is room
-    assert len(refused) == 3 and all("ulimit" in line or "TMPDIR" in line for line in refused)
+    assert len(refused) == 2 and all("ulimit" in line or "TMPDIR" in line for line in refused)
 
 
 @pytest.mark.parametrize("number", sorted(room.NO_ROOM))
