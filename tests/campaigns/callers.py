@@ -141,8 +141,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--only", default="", help="artifacts whose name holds this")
-    given = parser.parse_args()
-    return 1 if campaign(given.seconds, given.only) else 0
+    options = parser.parse_args()
+    return 1 if campaign(options.seconds, options.only) else 0
 
 
 if __name__ == "__main__":
