@@ -30,8 +30,8 @@ class RuntimeProcess:
 
     def __init__(self, model: onnx.ModelProto, file: Path | None) -> None:
         """Raises OSError where no process can be started."""
-        self._model, self._file, self._inputs = model, file, list[str]()
-        self._has_model = False
+        self._model, self._file = model, file
+        self._inputs: list[str] | None = None  # in the order of their arrays, once the process has the model
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM)],
@@ -47,8 +47,8 @@ class RuntimeProcess:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
-            if not self._has_model:
-                self._inputs, self._has_model = list(inputs), True
+            if self._inputs is None:
+                self._inputs = list(inputs)
                 send(stdin, self._names())
                 send(stdin, self._model.SerializeToString() if self._file is None else b"")
             send(stdin, packed(np.asarray(inputs[name]) for name in self._inputs))

@@ -63,10 +63,7 @@ def read_source(
 def _read(source: str | Path | onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """(a model as its author wrote it, the same in one dialect and checked). Raises ModelError."""
     if isinstance(source, onnx.ModelProto):
-        _check_dtypes("model", source)
-        model = in_one_dialect(source)
-        _check("model", model)
-        return source, model
+        return source, _checked("model", source)
     original = _load(Path(source))
     return original, _checked_file(Path(source), original)
 
@@ -146,11 +143,16 @@ def _load(path: Path) -> onnx.ModelProto:
 
 
 def _checked_file(path: Path, original: onnx.ModelProto) -> onnx.ModelProto:
-    name = f"model {str(path)!r}"
+    model = _checked(f"model {str(path)!r}", original)
+    check_shapes(model)
+    return model
+
+
+def _checked(name: str, original: onnx.ModelProto) -> onnx.ModelProto:
+    """A model in one dialect. Raises ModelError, which calls it `name`."""
     _check_dtypes(name, original)
     model = in_one_dialect(original)
     _check(name, model)
-    check_shapes(model)
     return model
 
 

@@ -117,16 +117,9 @@ def store_tile(tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int
     _move("tilestored", tile, buffer, index, pitch)
 
 
-def narrowed(value: Expr, dtype: str = "bfloat16") -> Expr:
-    """Sixteen float32 as numbers of 16 bits, to nearest even; denormals of bfloat16 are zero, as the unit takes and
-    leaves them."""
-    if dtype == "float16":
-        return T.cast(value, "float16x16")
-    return T.reinterpret("bfloat16x16", T.call_pure_extern("uint16x16", "mhsa_tile_narrowed", value))
-
-
 def narrowed_pair(low: Expr, high: Expr) -> Expr:
-    """Two vectors of sixteen float32 behind each other, their bits as `narrowed` rounds them."""
+    """Two vectors of sixteen float32 behind each other, the bits of bfloat16, to nearest even; denormals are zero, as
+    the unit takes and leaves them."""
     return T.call_pure_extern("uint16x32", "mhsa_tile_narrowed_pair", low, high)
 
 
@@ -187,12 +180,6 @@ define i32 @mhsa_tile_offset(ptr %p) alwaysinline nounwind memory(none) {
 define ptr @mhsa_either(i1 %c, ptr %p, ptr %q) alwaysinline nounwind memory(none) {
   %r = select i1 %c, ptr %p, ptr %q
   ret ptr %r
-}
-declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
-define <16 x i16> @mhsa_tile_narrowed(<16 x float> %x) alwaysinline nounwind memory(none) {
-  %r = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %x)
-  %b = bitcast <16 x bfloat> %r to <16 x i16>
-  ret <16 x i16> %b
 }
 declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
 define <32 x i16> @mhsa_tile_narrowed_pair(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {
