@@ -36,9 +36,6 @@ CALL_REFUSED = "mhsa.InputError"
 expected, what came. {N} stands for the size of the dim N; where the third is empty it is the argument's own values."""
 
 
-_WITHOUT_NODE = "Export the model without it, or write what it does in operators that are understood."
-
-
 def printable(text: str) -> str:
     """`text` as a terminal may have it: names in files are anybody's, and an escape sequence in one could hide or forge
     what else is printed. What is neither a line's end nor visible is spelled as in JSON's strings."""
@@ -89,13 +86,7 @@ class TargetError(MhsaError, ValueError):
 
 
 class ModelError(MhsaError, ValueError):
-    """The source cannot be compiled: no attention, an unsupported operator, a damaged file.
-
-    What is said of a node (the argument is its operator and name) has a way out, where nobody knows a nearer one.
-    """
-
-    def __init__(self, argument: str, expected: str, got: str, next_step: str = "") -> None:
-        super().__init__(argument, expected, got, next_step or (_WITHOUT_NODE if " node " in argument else ""))
+    """The source cannot be compiled: no attention, an unsupported operator, a damaged file."""
 
 
 class InputError(MhsaError, ValueError):

@@ -9,7 +9,7 @@ import onnx
 
 from mhsa_compile.compiler.codegen.runtime_functions import AbsentFunctions
 from mhsa_compile.errors import MhsaError, ModelError
-from mhsa_compile.frontend.onnx_graph import title
+from mhsa_compile.frontend.onnx_graph import node_error
 
 _SECONDS = 20.0  # that a search may take
 
@@ -38,9 +38,9 @@ def refusal(node: onnx.NodeProto, cause: Exception) -> ModelError:
         expected = "an operator whose code runs where TVM's compiler is not installed"
         got = f"one that calls {', '.join(cause.names)}, which TVM's runtime has not"
         hint = "Cut it off, and compute it before or after the call, or write what it does in other operators."
-        return ModelError(title(node), expected, got, hint)
+        return node_error(node, expected, got, hint)
     hint = "Write what it does in other operators, or with other dtypes; fix free sizes with dims."
-    return ModelError(title(node), "an operator of a form and dtype that has code on this target", "one without", hint)
+    return node_error(node, "an operator of a form and dtype that has code on this target", "one without", hint)
 
 
 def _beginning(model: onnx.ModelProto, last: int) -> onnx.ModelProto:

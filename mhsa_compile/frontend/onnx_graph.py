@@ -10,9 +10,11 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import without_contents
 
 GraphDim = int | str | None  # a size, the name of a symbolic one, unknown
+_WITHOUT_NODE = "Export the model without it, or write what it does in operators that are understood."
 
 
 class GraphView:
@@ -135,6 +137,12 @@ def title(node: onnx.NodeProto) -> str:
     """A node as errors name it."""
     operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
     return f"{operator} node {node.name or ', '.join(node.output)!r}"
+
+
+def node_error(node: onnx.NodeProto | str, expected: str, got: str, next_step: str = "") -> ModelError:
+    """The error for a node, or one that is called so, with a way out where nobody knows a nearer one."""
+    argument = node if isinstance(node, str) else title(node)
+    return ModelError(argument, expected, got, next_step or _WITHOUT_NODE)
 
 
 def dims_text(dims: Sequence[GraphDim]) -> str:

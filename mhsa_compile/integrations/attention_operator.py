@@ -17,7 +17,7 @@ from torch import Tensor
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.call_context import no_gradient
-from mhsa_compile.integrations.call_table import TABLES, CallPlan
+from mhsa_compile.integrations.call_table import IMPLEMENTATION, TABLES, CallPlan
 from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.integrations.weight_state import no_room
 from mhsa_compile.nn import functional
@@ -64,7 +64,7 @@ def attend(
     causal: bool,
     causal_unmasked: bool,
     windowed: bool,
-    implementation: str = "mhsa",
+    implementation: str = IMPLEMENTATION,
 ) -> Tensor:
     """q (B, H, L, E), k (B, G, S, E), v (B, G, S, F), in memory by heads or by rows -> y (B, L, H, F).
 
@@ -157,7 +157,7 @@ def define() -> Any:
     """Makes the operator known to PyTorch, once; a program that was exported with it needs that before it runs."""
     schema = (
         "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, float softcap, bool causal, "
-        "bool causal_unmasked, bool windowed, str implementation='mhsa') -> Tensor"
+        f"bool causal_unmasked, bool windowed, str implementation='{IMPLEMENTATION}') -> Tensor"
     )
     operator = torch.library.custom_op(NAME, attend, mutates_args=(), schema=schema)
     operator.register_fake(_shape)

@@ -172,6 +172,8 @@ def siblings(call: AttentionCall, *, causal: bool, windowed: bool) -> list[Atten
     return list(dict.fromkeys(kinds))
 
 
-TABLES = {"mhsa": CallTable()}
+IMPLEMENTATION = "mhsa"
+"""The attn_implementation of models that ask for nothing of their own."""
+TABLES = {IMPLEMENTATION: CallTable()}
 """The call tables of this process, by attention implementation: models come and go, and those of one shape share what
 was compiled."""

@@ -30,11 +30,9 @@ from mhsa_compile.integrations.call_context import (
     why_not_a_call,
     why_watched,
 )
-from mhsa_compile.integrations.call_table import TABLES, CallTable
+from mhsa_compile.integrations.call_table import IMPLEMENTATION, TABLES, CallTable
 from mhsa_compile.spec.float32_products import Float32Request, float32_request
 
-NAME = "mhsa"
-"""The attn_implementation."""
 HARMLESS = frozenset(
     {
         "cache_position",
@@ -72,7 +70,7 @@ def register(
     The first call of a kind (heads, head dims, dtype, scale, mask or none, ...) compiles it, which takes seconds; no
     batch and no length compiles anything. Raises TargetError, InputError, and InstallationError without transformers.
     """
-    _register(NAME, load_profile(target), check, float32_request(float32_products))
+    _register(IMPLEMENTATION, load_profile(target), check, float32_request(float32_products))
 
 
 def _register(name: str, profile: TargetProfile, check: bool, word: Float32Request) -> None:
@@ -95,7 +93,7 @@ class Registration:
     def __init__(self, target: TargetProfile, check: bool, float32_products: Float32Request) -> None:
         self._arguments = target, check, float32_products
         words = "\n".join((target.to_toml(), str(check), float32_products))
-        self.name = f"{NAME}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+        self.name = f"{IMPLEMENTATION}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
         _register(self.name, *self._arguments)
 
     @property
@@ -119,7 +117,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    implementation: str = NAME,
+    implementation: str = IMPLEMENTATION,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' attention layers call: query (B, H, L, E), key (B, G, S, E), value (B, G, S, F) ->
@@ -139,17 +137,12 @@ def attention_forward(
     _check_keywords(others, dropout)
     why = "" if is_recorded() else _why_pytorch(query)
     if why:
-        warnings.warn(f'attention "{NAME}": PyTorch computes calls with {why}', stacklevel=2)
+        warnings.warn(f'attention "{IMPLEMENTATION}": PyTorch computes calls with {why}', stacklevel=2)
         rest = (softcap, s_aux, position_bias, sliding_window if attention_mask is None else None)
         if all(value is None for value in rest):
             return _by_pytorch(module, query, key, value, attention_mask, scaling, is_causal)
-        if why_not_a_call():
-            hint = 'Set attn_implementation="eager" for such calls.'
-            raise InputError("query", "plain numbers, where there are softcaps, sinks, biases or windows", why, hint)
     traced = is_traced(query)
-    if traced and not torch.compiler.is_compiling() and hasattr(query, "full_tensor"):
-        hint = 'Let each process have its own heads as plain tensors, or set attn_implementation="sdpa".'
-        raise InputError("query", "a tensor in this process's memory", f"a {type(query).__name__}, sharded", hint)
+    _check_query(query, why, traced=traced)
     exported = traced and torch.compiler.is_exporting()
     if not exported and wants_gradient(query, key, value, s_aux, position_bias):
         raise no_gradient("query")
@@ -160,13 +153,23 @@ def attention_forward(
     mask = _join(attention_mask, position_bias, query)
     sinks = None if s_aux is None else s_aux.detach().reshape(-1).to(query.dtype)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    windowed = sliding_window is not None
+    operands = attention_operator.Operands(query, key, value, mask, sinks, scale, float(softcap or 0.0), causal)
     if why:
-        operands = attention_operator.Operands(query, key, value, mask, sinks, scale, float(softcap or 0.0), causal)
         return attention_operator.by_pytorch(operands), None
     call = torch.ops.mhsa.attention if traced else attention_operator.attend
-    kind = (scale, float(softcap or 0.0), causal, bool(is_causal_here), windowed)
-    return call(query, key, value, mask, sinks, *kind, NAME if exported else implementation), None
+    kind = (bool(is_causal_here), sliding_window is not None)
+    return call(*operands, *kind, IMPLEMENTATION if exported else implementation), None
+
+
+def _check_query(query: Tensor, why: str, *, traced: bool) -> None:
+    """Raises InputError for no plain numbers where PyTorch's own attention has no word for what is asked (`why` says
+    what PyTorch is to compute), and for a tensor of which this process has a part."""
+    if why and why_not_a_call():
+        hint = 'Set attn_implementation="eager" for such calls.'
+        raise InputError("query", "plain numbers, where there are softcaps, sinks, biases or windows", why, hint)
+    if traced and not torch.compiler.is_compiling() and hasattr(query, "full_tensor"):
+        hint = 'Let each process have its own heads as plain tensors, or set attn_implementation="sdpa".'
+        raise InputError("query", "a tensor in this process's memory", f"a {type(query).__name__}, sharded", hint)
 
 
 def _why_pytorch(query: Tensor) -> str:
@@ -197,9 +200,8 @@ def _by_pytorch(module: nn.Module, *arguments: Any) -> tuple[Tensor, None]:
 def _check_keywords(others: dict[str, Any], dropout: float) -> None:
     """Raises InputError for a keyword that is not known to say nothing."""
     if dropout:
-        hint = (
-            f'Call model.eval(), or train with another attention: model.set_attn_implementation("sdpa"), not "{NAME}".'
-        )
+        other = f'model.set_attn_implementation("sdpa"), not "{IMPLEMENTATION}"'
+        hint = f"Call model.eval(), or train with another attention: {other}."
         raise InputError("dropout", "0: compiled attention is for inference", str(dropout), hint)
     for name, value in others.items():
         if name in HARMLESS or value is None or value is False:

@@ -11,6 +11,7 @@ from support.foreign_words import foreign_words
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.onnx_graph import node_error
 from mhsa_compile.frontend.reading.well_formed import CORRECT
 
 HEADER = '<ir_version: 9, opset_import: ["" : 21]> g '
@@ -135,3 +136,14 @@ def test_what_does_not_hold_together_is_refused_by_name(name, tmp_path):
             mhsa.compile(source, without_attention="accept", check=False)
         assert refused.value.next_step
         assert foreign_words(str(refused.value)) == []
+
+
+def test_only_what_is_named_as_a_node_is_told_to_go_without_it(tmp_path):
+    place = tmp_path / "a node of mine.onnx"
+    place.write_bytes(b"")
+    with pytest.raises(ModelError, match="no graph") as refused:
+        mhsa.compile(place)
+    assert refused.value.next_step == ""
+    node = onnx.helper.make_node("Relu", ["a"], ["y"], name="odd")
+    assert "without it" in node_error(node, "another", "this").next_step
+    assert node_error(node, "another", "this", "Change it.").next_step == "Change it."

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.definitions import Definitions
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, node_error
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.spec.attention_spec import DOMAIN
@@ -138,7 +138,7 @@ class _Sizes:
         by_rows = len(q) == 3
         heads, width = (attrs.get("q_num_heads") if by_rows else q[1] if q else None), v[-1] if v else None
         if not isinstance(heads, int) or heads < 1 or not (by_rows or len(q) == 4) or not k:
-            raise ModelError(f"Attention node {node.name!r}", "a fixed number of heads", f"Q of {q}")
+            raise node_error(node, "a fixed number of heads", f"Q of {q}")
         if by_rows:
             width = width // attrs["kv_num_heads"] if isinstance(width, int) and attrs.get("kv_num_heads") else None
         with_past = len(node.input) > 4 and node.input[4]

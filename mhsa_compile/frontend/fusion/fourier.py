@@ -18,7 +18,7 @@ from onnx import numpy_helper
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
-from mhsa_compile.frontend.onnx_graph import add_import, attributes, is_standard, title
+from mhsa_compile.frontend.onnx_graph import add_import, attributes, is_standard, node_error
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 MOST = 1 << 23
@@ -83,7 +83,7 @@ class _Transform:
             raise self._unknown("a signal of a known rank, whose last axis is 1 or 2")
         if onesided and (dims[-1] == 2) == (not inverse):
             expected = "a spectrum of complex numbers" if inverse else "real numbers"
-            raise ModelError(title(self.node), f"{expected}, for onesided=1", f"a last axis of {dims[-1]}")
+            raise node_error(self.node, f"{expected}, for onesided=1", f"a last axis of {dims[-1]}")
         length = self._number(length_name)
         axes = self._axes(axis_name, len(dims), every=not (onesided or length_name))
         sizes = [dims[axis] for axis in axes]
@@ -107,7 +107,7 @@ class _Transform:
                 raise self._unknown("an axis and a size along it that are known")
             return list(range(rank - 1))
         if not -rank <= axis < rank or axis % rank == rank - 1:
-            raise ModelError(title(self.node), f"an axis before the last of {rank}", str(axis))
+            raise node_error(self.node, f"an axis before the last of {rank}", str(axis))
         return [axis % rank]
 
     def _along(self, x: str, axis: int, dims: Sequence[Any], length: int | None) -> str:
@@ -117,7 +117,7 @@ class _Transform:
         complex_out = not (inverse and onesided)
         length = length or (size if complex_out else 2 * (size - 1))
         if length < 1:
-            raise ModelError(title(self.node), "a transform of 1 point or more", f"one of {length}")
+            raise node_error(self.node, "a transform of 1 point or more", f"one of {length}")
         rows = min(size, length // 2 + 1 if not complex_out else length)
         columns = length // 2 + 1 if onesided and not inverse else length
         if rows < size:
@@ -144,11 +144,11 @@ class _Transform:
             raise self._unknown("a frame_step and a frame_length that are known, of a signal (batch, length, 1 or 2)")
         if window and window_dims != (length,):
             expected = f"a window of {length}, as frame_length has it"
-            raise ModelError(title(self.node), expected, f"one of {window_dims}")
+            raise node_error(self.node, expected, f"one of {window_dims}")
         onesided = bool(self.attrs.get("onesided", 1))
         if step < 1 or length < 1 or (onesided and dims[2] == 2):
             expected = "a frame_step and a frame_length of 1 or more, and of complex numbers onesided=0"
-            raise ModelError(title(self.node), expected, f"{step}, {length}, onesided={int(onesided)}")
+            raise node_error(self.node, expected, f"{step}, {length}, onesided={int(onesided)}")
         columns, parts = length // 2 + 1 if onesided else length, int(dims[2])
         values = matrix(length, length, columns, complex_in=parts == 2, complex_out=True, inverse=False)
         patches = FusedPatches((length,), (step,), (1,), before=(0,), behind=(0,), channels_last=True)
@@ -203,7 +203,7 @@ class _Transform:
         """A matrix as a constant of the program: it is no weight of the file."""
         if values.size > MOST:
             expected = f"a transform of at most {MOST} angles"
-            raise ModelError(title(self.node), expected, f"one of {values.size}", "Cut it into shorter ones.")
+            raise node_error(self.node, expected, f"one of {values.size}", "Cut it into shorter ones.")
         array = values.astype(np.float64 if self.kind == "float64" else np.float32)
         return self.write("Constant", value=numpy_helper.from_array(array))
 
@@ -215,4 +215,4 @@ class _Transform:
 
     def _unknown(self, expected: str) -> ModelError:
         hint = "Fix sizes with dims, lengths in the file."
-        return ModelError(title(self.node), expected, "one that only a call tells", hint)
+        return node_error(self.node, expected, "one that only a call tells", hint)

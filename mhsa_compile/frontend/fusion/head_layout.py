@@ -13,7 +13,7 @@ from typing import Literal
 import onnx
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, node_error
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 
@@ -49,8 +49,7 @@ class NodePattern:
         raise NotImplementedError
 
     def refusal(self, expected: str, got: object, next_step: str = "") -> ModelError:
-        title = f"{self.node.op_type} node {self.node.name or self.node.output[0]!r}"
-        return ModelError(title, expected, str(got), next_step)
+        return node_error(self.node, expected, str(got), next_step)
 
     def ranked(self, name: str, role: str, *ranks: int) -> tuple[GraphDim, ...]:
         """The dims of a value, of one of these ranks."""

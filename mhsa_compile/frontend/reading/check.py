@@ -12,7 +12,7 @@ import onnx
 from onnx import defs
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, opset_of, reads, title
+from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, node_error, opset_of, reads
 from mhsa_compile.frontend.reading import microsoft
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.frontend.reading.operands import check_dtypes, check_sizes
@@ -48,7 +48,7 @@ def check_domains(model: onnx.ModelProto) -> None:
         is_supported |= node.domain == PREVIEW and node.op_type in PREVIEWED
         if not is_supported and (node.domain, node.op_type) not in functions:
             expected = "an operator of ONNX's or ONNX Runtime's"
-            raise ModelError(title(node), expected, f"one of the domain {node.domain!r}", _VENDOR)
+            raise node_error(node, expected, f"one of the domain {node.domain!r}", _VENDOR)
 
 
 def check_file(model: onnx.ModelProto) -> None:
@@ -64,7 +64,7 @@ def check_file(model: onnx.ModelProto) -> None:
         if node.domain == microsoft.DOMAIN:
             if node.op_type not in MICROSOFT:
                 expected = f"an operator of com.microsoft among {', '.join(MICROSOFT)}"
-                raise ModelError(title(node), expected, node.op_type)
+                raise node_error(node, expected, node.op_type)
             _check_row(graph, node, MICROSOFT[node.op_type], {})
 
 
@@ -90,10 +90,10 @@ def check_graph(model: onnx.ModelProto) -> None:
     for node in all_nodes(model.graph):
         if node.domain == PREVIEW:
             expected = f"one that its definition of version {PREVIEW_VERSION} holds, with inputs of known types"
-            raise ModelError(title(node), expected, "another")
+            raise node_error(node, expected, "another")
         if node.domain == microsoft.DOMAIN:  # in a graph that says it is one of ours, which no pass looks at
             if node.op_type not in microsoft.STAYING:
-                raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}")
+                raise node_error(node, "an operator of ONNX's", f"one of {node.domain}")
             _check_row(graph, node, MICROSOFT[node.op_type], {})
         if node.domain != DOMAIN and node.op_type in STANDARD:  # the importer says which operators it knows
             _check_standard(graph, node)
@@ -117,7 +117,7 @@ def _check_standard(graph: _Graph, node: onnx.NodeProto) -> None:
     schema = defs.get_schema(node.op_type, opset_of(graph.model), "")
     if schema.since_version > LAST:
         hint, got = f"Export the model with opset {LAST}, or an older one.", f"that of opset {schema.since_version}"
-        raise ModelError(title(node), f"{node.op_type} as opset {LAST} has it", got, hint)
+        raise node_error(node, f"{node.op_type} as opset {LAST} has it", got, hint)
     stated = (attribute.default_value for attribute in schema.attributes.values())
     defaults = attributes(onnx.NodeProto(attribute=[value for value in stated if value.name]))
     _check_row(graph, node, STANDARD[node.op_type], defaults)
@@ -129,7 +129,7 @@ def _check_finite(node: onnx.NodeProto) -> None:
         numbers = value if isinstance(value, list) else [value]
         if name not in _VALUES and any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             hint = "The file is damaged, or its exporter computed it wrongly: write it again."
-            raise ModelError(title(node), f"{name} as a finite number", f"{name}={value}", hint)
+            raise node_error(node, f"{name} as a finite number", f"{name}={value}", hint)
 
 
 class _EveryGraph(GraphView):
@@ -170,7 +170,7 @@ def _check_row(graph: _Graph, node: onnx.NodeProto, row: Row, defaults: Mapping[
     """Refuses what a node says beyond its row."""
 
     def refused(expected: str, got: str) -> ModelError:
-        return ModelError(title(node), expected, got, row.hint)
+        return node_error(node, expected, got, row.hint)
 
     for name, value in attributes(node).items():
         values = row.attributes.get(name, (defaults[name],) if name in defaults else ())

@@ -14,7 +14,7 @@ from onnx import shape_inference
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import without_contents
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes, dims_text, replace, title
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, dims_text, node_error, replace
 
 InferenceError = shape_inference.InferenceError
 
@@ -54,9 +54,9 @@ def contradiction(model: onnx.ModelProto, error: Exception) -> ModelError:
         declared_kind, inferred_kind, name = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
         expected = f"its output {name!r} as the file declares it, {declared_kind}"
         hint = f"Correct what the file declares, or leave it out. The node reads {_reads(view, node)}."
-        return ModelError(title(node), expected, inferred_kind, hint)
+        return node_error(node, expected, inferred_kind, hint)
     expected = "inputs and attributes that go together"
-    return ModelError(title(node), expected, _reads(view, node), f"In ONNX's words: {_plain(reason)}.")
+    return node_error(node, expected, _reads(view, node), f"In ONNX's words: {_plain(reason)}.")
 
 
 def _inference_error(model: onnx.ModelProto) -> str | None:

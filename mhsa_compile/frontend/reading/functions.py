@@ -15,7 +15,7 @@ from onnx import defs, inliner
 from mhsa_compile.errors import ModelError
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.frontend.detach_weights import light, whole
-from mhsa_compile.frontend.onnx_graph import branches, inner_nodes, is_standard, opset_of, replace, title
+from mhsa_compile.frontend.onnx_graph import branches, inner_nodes, is_standard, node_error, opset_of, replace, title
 from mhsa_compile.frontend.reading.microsoft import DOMAIN as MICROSOFTS
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.nn.row_operators import ROW_OPERATORS
@@ -157,4 +157,4 @@ def _written_out(
 
 
 def _refused(node: onnx.NodeProto, expected: str, got: str, hint: str) -> ModelError:
-    return ModelError(f"{title(node)}, a function of the file", expected, got, hint)
+    return node_error(f"{title(node)}, a function of the file", expected, got, hint)

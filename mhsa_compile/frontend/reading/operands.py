@@ -16,8 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, defs, helper
 
-from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, dims_text, title
+from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, dims_text, node_error
 from mhsa_compile.frontend.reading.row import Mismatch
 
 _CAST = "Put a Cast before it, or correct the file."
@@ -37,11 +36,11 @@ def check_dtypes(view: GraphView, node: onnx.NodeProto) -> None:
         allowed = sorted(filter(None, map(_dtype, parameter.types)))
         if allowed and _kind_of(dtype) not in map(_kind_of, allowed):
             expected = f"{parameter.name!r} of {' or '.join(_shortest(allowed))}"
-            raise ModelError(title(node), expected, f"{name!r} of {dtype}", _CAST)
+            raise node_error(node, expected, f"{name!r} of {dtype}", _CAST)
         other, first = bound.setdefault(parameter.type_str, (name, dtype))
         if parameter.is_homogeneous and dtype != first:
             got = f"{other!r} of {first} and {name!r} of {dtype}"
-            raise ModelError(title(node), f"operands of one dtype, as {node.op_type} has them", got, _CAST)
+            raise node_error(node, f"operands of one dtype, as {node.op_type} has them", got, _CAST)
 
 
 @functools.cache
@@ -68,7 +67,7 @@ def check_sizes(view: GraphView, node: onnx.NodeProto) -> None:
     """Raises ModelError for a node of the standard's that no call can compute."""
     rule = _RULES.get(node.op_type)
     if rule is not None and (mismatch := rule(view, node)) is not None:
-        raise ModelError(title(node), *mismatch, _CORRECT)
+        raise node_error(node, *mismatch, _CORRECT)
 
 
 def _indices(view: GraphView, node: onnx.NodeProto) -> Mismatch:

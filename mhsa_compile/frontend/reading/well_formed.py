@@ -10,7 +10,7 @@ import onnx
 from onnx import defs
 
 from mhsa_compile.errors import ModelError, did_you_mean
-from mhsa_compile.frontend.onnx_graph import branches, title
+from mhsa_compile.frontend.onnx_graph import branches, node_error, title
 
 _KINDS = {
     "FLOAT": "a number",
@@ -78,7 +78,7 @@ def _check_graph(
     for node in graph.node:
         for name in node.input:
             if name and name not in names:
-                raise ModelError(title(node), *_unmade(graph, node, name), CORRECT)
+                raise node_error(node, *_unmade(graph, node, name), CORRECT)
         if node.domain == "" and (node.domain, node.op_type) not in functions:
             _check_node(node, opset)
         for branch in branches(node):
@@ -86,7 +86,7 @@ def _check_graph(
         for name in filter(None, node.output):
             if name in makers:
                 got = f"{name!r}, which {makers[name]} makes already"
-                raise ModelError(title(node), "outputs of names that no other node makes", got, CORRECT)
+                raise node_error(node, "outputs of names that no other node makes", got, CORRECT)
             makers[name] = title(node)
             names.add(name)
     for value in graph.output:
@@ -111,18 +111,18 @@ def _check_node(node: onnx.NodeProto, opset: int) -> None:
         raise _unknown(node, opset) from None
     if schema.deprecated:
         hint = f"Import an opset that has it, of those below {schema.since_version}."
-        raise ModelError(title(node), f"an operator of opset {opset}", f"{operator}, which it has no more", hint)
+        raise node_error(node, f"an operator of opset {opset}", f"{operator}, which it has no more", hint)
     for what, names, least, most in (
         ("inputs", node.input, schema.min_input, schema.max_input),
         ("outputs", node.output, schema.min_output, schema.max_output),
     ):
         if not least <= len(names) <= most:
             count = str(least) if least == most else f"{least} or more" if most > 1 << 20 else f"{least} to {most}"
-            raise ModelError(title(node), f"{count} {what}, as {operator} has", str(len(names)), CORRECT)
+            raise node_error(node, f"{count} {what}, as {operator} has", str(len(names)), CORRECT)
     for place, (name, parameter) in enumerate(zip(node.input, schema.inputs, strict=False)):
         required = parameter.option == defs.OpSchema.FormalParameterOption.Single
         if required and not name and operator not in _LEFT_OUT:
-            raise ModelError(title(node), f"input {place}, {parameter.name!r}", "none: its name is empty", CORRECT)
+            raise node_error(node, f"input {place}, {parameter.name!r}", "none: its name is empty", CORRECT)
     _check_attributes(node, schema)
 
 
@@ -136,10 +136,10 @@ def _unknown(node: onnx.NodeProto, opset: int) -> ModelError:
     if later:
         hint = f"Import opset {later[0]} or a later one, if the file means that operator."
         expected = f"an operator of opset {opset}, which the file imports"
-        return ModelError(title(node), expected, f"one of {later[0]}", hint)
+        return node_error(node, expected, f"one of {later[0]}", hint)
     names = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
     hint = did_you_mean(operator, names, "Put its meaning into the file as a model-local function.", cutoff=0.75)
-    return ModelError(title(node), "an operator of ONNX's", f"{operator!r}, which ONNX does not have", hint)
+    return node_error(node, "an operator of ONNX's", f"{operator!r}, which ONNX does not have", hint)
 
 
 def _check_attributes(node: onnx.NodeProto, schema: defs.OpSchema) -> None:
@@ -150,12 +150,12 @@ def _check_attributes(node: onnx.NodeProto, schema: defs.OpSchema) -> None:
                 continue
             names = ", ".join(schema.attributes) or "none"
             expected = f"attributes of {schema.name} as of opset {schema.since_version}: {names}"
-            raise ModelError(title(node), expected, repr(name), "Leave it out, or import the opset that has it.")
+            raise node_error(node, expected, repr(name), "Leave it out, or import the opset that has it.")
         type_name = schema.attributes[name].type.name
         kind = onnx.AttributeProto.AttributeType.Name(attribute.type)
         if kind not in (type_name, "UNDEFINED"):
             expected = f"attribute {name!r} as {_KINDS.get(type_name, type_name)}"
-            raise ModelError(title(node), expected, _KINDS.get(kind, kind), CORRECT)
+            raise node_error(node, expected, _KINDS.get(kind, kind), CORRECT)
     for name, declaration in schema.attributes.items():
         if declaration.required and name not in attrs:
-            raise ModelError(title(node), f"attribute {name!r}, which {schema.name} needs", "none", CORRECT)
+            raise node_error(node, f"attribute {name!r}, which {schema.name} needs", "none", CORRECT)

@@ -14,6 +14,7 @@ from tvm import relax, te, tirx
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
+from mhsa_compile.frontend.onnx_graph import node_error
 from mhsa_compile.frontend.relax.imported_module import Broadcast, ImportContext, stated
 from mhsa_compile.frontend.relax.sizes.agreements import Demand
 from mhsa_compile.frontend.relax.values import RelaxValue, SizeExpr, difference, dims, equal
@@ -241,7 +242,7 @@ class AttentionImport:
 def _four_axes(builder: relax.BlockBuilder, mask: RelaxValue, key_mask: bool, node: str) -> RelaxValue:
     """The mask as a view of four axes, of 1 where it had none. A key mask is (B, S). Raises ModelError."""
     if mask.ty.shape is None:
-        raise ModelError(node, f"an {MASK} whose dims can be inferred", "a computed one whose dims cannot")
+        raise node_error(node, f"an {MASK} whose dims can be inferred", "a computed one whose dims cannot")
     shape = dims(mask)
     if key_mask:
         shape = [shape[0], 1, 1, shape[1]]
@@ -273,7 +274,7 @@ def _checked(builder: relax.BlockBuilder, node: str, mask: RelaxValue, full: lis
     target = [size if equal(size, 1) else whole for size, whole in zip(sizes, full, strict=True)]
     apart = [difference(size, want) for size, want in zip(sizes, target, strict=True)]
     if any(isinstance(by, int) and by for by in apart):
-        raise ModelError(node, f"an {MASK} with axes of 1 or of {_text(full)}", _text(sizes))
+        raise node_error(node, f"an {MASK} with axes of 1 or of {_text(full)}", _text(sizes))
     if all(isinstance(by, int) for by in apart):
         return mask
     return builder.match_cast(mask, relax.TensorType(target, mask.ty.dtype))

@@ -35,7 +35,7 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedScatter,
 )
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
-from mhsa_compile.frontend.onnx_graph import all_nodes, metadata_of, opset_of, reads, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, metadata_of, node_error, opset_of, reads, title
 from mhsa_compile.frontend.reading.check import check_graph
 from mhsa_compile.frontend.reading.standard import RANDOM, STANDARD
 from mhsa_compile.frontend.relax import float32_sums
@@ -141,7 +141,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 except Exception as error:  # a dtype that TVM has no constants of
                     reader = next(node for node in graph.node if tensor.name in reads(node))
                     expected, got = "constants of a dtype that can be compiled", f"{tensor.name!r} of {array.dtype}"
-                    raise ModelError(title(reader), expected, got, "Widen them in the file: to int8, say.") from error
+                    raise node_error(reader, expected, got, "Widen them in the file: to int8, say.") from error
 
     def leave_blocks(self) -> None:
         """Ends what an error left open, of which TVM would write a line to stderr."""
@@ -167,7 +167,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             hint = "Write what it does in operators that are understood."
             if unknown[0].op_type in RANDOM:
                 hint = "Random numbers are not compiled: pass them as an input of the graph, or export it in eval mode."
-            raise ModelError(title(unknown[0]), "operators that can be compiled", others, hint)
+            raise node_error(unknown[0], "operators that can be compiled", others, hint)
 
     def _parse_graph_input(self, graph: onnx.GraphProto) -> None:
         super()._parse_graph_input(graph)
@@ -279,7 +279,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             got = "; ".join(map(_description, inputs)) or "one without inputs"
             hint = "Fix free sizes with dims, or write what it does in other operators."
             expected = "inputs and attributes of a form that can be compiled"
-            raise ModelError(self._names.checks.node, expected, got, hint) from error
+            raise node_error(self._names.checks.node, expected, got, hint) from error
 
     def _agree(self, op_name: str, inputs: list[Any], attrs: dict[str, Any]) -> None:
         """Notes what a node asks of the sizes of its operands, and holds calls to what no other code does."""
@@ -293,7 +293,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             return
         if (refusal := misfit([row], {})) is not None:
             hint = "Correct the model: no call can have other shapes there."
-            raise ModelError(node, refusal.expected, refusal.got, hint)
+            raise node_error(node, refusal.expected, refusal.got, hint)
         self.context.result.agreements.append(row)
 
     def _bound(self, value: Any) -> Any:

@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.detach_weights import Tensors
-from mhsa_compile.frontend.onnx_graph import GraphDim, attributes
+from mhsa_compile.frontend.onnx_graph import GraphDim, attributes, node_error
 
 _AS_WEIGHT = "Make it an initializer: weights are bound at load, and another one by mhsa.load(artifact, weights=...)."
 MOST_INPUTS = 18
@@ -39,7 +39,7 @@ class MicrosoftNode:
         self.note = ""
 
     def refused(self, expected: str, got: str, next_step: str = "") -> ModelError:
-        return ModelError(f"{self.node.op_type} node {self.name!r}", expected, got, next_step)
+        return node_error(self.node, expected, got, next_step)
 
     def dims(self, name: str) -> tuple[GraphDim, ...]:
         dims = self.rewriter.graph.shape(name)

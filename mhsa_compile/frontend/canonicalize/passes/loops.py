@@ -15,12 +15,11 @@ from typing import Any
 import onnx
 from onnx import numpy_helper
 
-from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.branch_graphs import rename
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import KnownGraph
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
-from mhsa_compile.frontend.onnx_graph import GraphDim, all_nodes, attributes, constant_value, is_standard, title
+from mhsa_compile.frontend.onnx_graph import GraphDim, all_nodes, attributes, constant_value, is_standard, node_error
 
 MOST = 2048
 """Nodes that one loop may come to."""
@@ -51,7 +50,7 @@ def refuse(model: onnx.ModelProto) -> None:
         if is_standard(node, *_LOOPS):
             expected = f"a {node.op_type} of steps whose number is known, of at most {MOST} nodes in all"
             hint = "Fix the length that it runs over with dims, or write what it does in operators without a loop."
-            raise ModelError(title(node), expected, "one whose steps only a call tells, or too many", hint)
+            raise node_error(node, expected, "one whose steps only a call tells, or too many", hint)
 
 
 def _once(model: onnx.ModelProto) -> onnx.ModelProto:

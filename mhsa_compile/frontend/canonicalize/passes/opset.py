@@ -6,7 +6,7 @@ import onnx
 from onnx import numpy_helper, version_converter
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, branches, is_standard, opset_of, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, branches, is_standard, node_error, opset_of
 from mhsa_compile.frontend.reading.contradictions import InferenceError, contradiction
 
 LEAST = 23  # Attention, RotaryEmbedding, RMSNormalization
@@ -54,16 +54,16 @@ def _refuse_what_changes(model: onnx.ModelProto, now: int, least: int) -> None:
             rank, axis = ranks.get(node.input[0], 0), attributes(node).get("axis", 1)
             if axis not in (-1, rank - 1):
                 got = f"axis={axis} of opset {now}, which stands for all axes from there on"
-                raise ModelError(title(node), "a Hardmax of the last axis, or of opset 13", got, hint)
+                raise node_error(node, "a Hardmax of the last axis, or of opset 13", got, hint)
         nearest = is_standard(node, "Resize") and attributes(node).get("mode", "nearest") == "nearest"
         if nearest and now < _COORDINATES <= least:
             scales = next((t for t in model.graph.initializer if t.name == node.input[1]), None)
             if scales is None or (numpy_helper.to_array(scales) < 1).any():
                 got = f"a Resize of opset {now}, which leaves open which of several pixels is the nearest"
-                raise ModelError(title(node), "constant scales of 1 or more, or an opset of 11 or later", got, hint)
+                raise node_error(node, "constant scales of 1 or more, or an opset of 11 or later", got, hint)
         if is_standard(node, "GroupNormalization") and now < _SCALES_OF_CHANNELS <= least:
             expected = f"a GroupNormalization of opset {_SCALES_OF_CHANNELS}, whose scales are those of channels"
-            raise ModelError(title(node), expected, f"one of opset {now}, whose scales are those of groups", hint)
+            raise node_error(node, expected, f"one of opset {now}, whose scales are those of groups", hint)
 
 
 def _state_coordinates(model: onnx.ModelProto) -> None:

@@ -11,9 +11,8 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.detach_weights import FLOATS, is_many_bytes
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes, title
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, node_error
 
 ShapeEntry = int | bool | str | None
 """A size or a flag, the name of a size that is symbolic, or what is not known."""
@@ -107,7 +106,7 @@ class KnownGraph(GraphView):
         except Exception as error:  # the evaluator's own kinds, and NumPy's
             values = [f"{name} {a.tolist() if a.size <= _SHOWN else a.shape}" for name, a in arrays.items()]
             expected, hint = "constants of which it can be computed", "Correct the file, or export it again."
-            raise ModelError(title(node), expected, ", ".join(values), hint) from error
+            raise node_error(node, expected, ", ".join(values), hint) from error
 
     def _entries(self, node: onnx.NodeProto) -> np.ndarray | None:
         """Sizes as far as they are known, by the operators that exporters compute them with."""

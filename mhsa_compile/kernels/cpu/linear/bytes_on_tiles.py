@@ -18,12 +18,12 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.formats.choice import FORMATS, store_narrow
+from mhsa_compile.kernels.cpu.formats.choice import FORMATS
 from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, product_function
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
 from mhsa_compile.kernels.cpu.linear.quantised import MOST_TERMS, LayoutOfBytes, ProductOfBytes, linear_of_bytes
 from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, TileLayout, TileProduct
-from mhsa_compile.kernels.cpu.simd.vectors import chunks, let, load, materialize, part, prefetch
+from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize, prefetch
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp, QuantisedLinearOp
@@ -114,17 +114,14 @@ class _BlockOfSums:
 @dataclass(frozen=True)
 class _OverlappedProduct(TileProduct):
     def write_rows(self, block: _BlockOfSums, sums: Expr, features: list[list[Expr]], first: Expr, end: Expr) -> None:
-        """Rows first .. end of a block of y, of its sums. The last panel is padded: its real columns alone are
-        written."""
+        """Rows first .. end of a block of y, of its sums: of the last panel the real columns alone."""
 
         def columns(width: int, column: Expr) -> None:
             with T.serial(first, end) as i:
                 row = materialize(block.own + i)
-                for c, (offset, lanes) in enumerate(self.columns):
-                    value = load(sums, block.sums(c, i), lanes)
-                    value = let(self.scaled(value, row, features[c], lanes))
-                    for start, size in chunks(min(lanes, max(0, width - offset)), lanes):
-                        store_narrow(self.y, [row, column + offset + start], part(value, start, size, lanes), size)
+                for c, (_, lanes) in enumerate(self.columns):
+                    value = let(self.scaled(load(sums, block.sums(c, i), lanes), row, features[c], lanes))
+                    self.write_vector(row, column, c, value, width)
 
         self.real_columns(block.p, columns)
         self.apply_epilogue(block.p, block.own + first, block.own + end)

@@ -138,6 +138,13 @@ class Product:
             with T.Else():
                 body(rest, T.int64(whole * panel))
 
+    def write_vector(self, row: Expr, first: Expr, column: int, value: Expr, width: int) -> None:
+        """y[row, first ...] of vector `column` of a panel, if it is among the panel's `width` real columns; the last
+        one of them in ever smaller parts."""
+        offset, lanes = self.columns[column]
+        for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
+            store_narrow(self.y, [row, first + offset + start], vectors.part(value, start, size, lanes), size)
+
     def apply_epilogue(self, p: Expr, first: Expr, end: Expr) -> None:
         """Turns panel p of y, whose lines first .. end are written, into what the epilogue makes of it."""
         steps, panel, joined = self.layout.op.epilogue, self.layout.panel, self.layout.unit.rows
@@ -369,9 +376,8 @@ def _at(place: Expr, row: int, chunk: vectors.Chunk) -> list[Expr]:
 
 
 def _finish(task: Product, tile: RegisterTile, p: Expr, at: list[Expr]) -> None:
-    """Writes the tile's part of y. The last panel is padded: only its real columns are written, the last vector of them
-    in ever smaller parts."""
-    columns, panel = task.columns, task.layout.panel
+    """Writes the tile's part of y. The last panel is padded: only its real columns are written."""
+    panel = task.layout.panel
     whole, rest = divmod(task.layout.op.out_features, panel)
     rows = [task.row(line, number) for line in at for number in range(task.layout.unit.rows)]
     # Before the branch: inside, the arithmetic would stand there twice.
@@ -385,10 +391,7 @@ def _finish(task: Product, tile: RegisterTile, p: Expr, at: list[Expr]) -> None:
     with T.If(p < whole):
         with T.Then():
             for row, c, value in values:
-                store_narrow(task.y, [row, p * panel + columns[c][0]], value, columns[c][1])
+                task.write_vector(row, p * panel, c, value, panel)
         with T.Else():
             for row, c, value in values:
-                offset, lanes = columns[c]
-                for first, size in vectors.chunks(min(lanes, max(0, rest - offset)), lanes):
-                    piece = vectors.part(value, first, size, lanes)
-                    store_narrow(task.y, [row, T.int64(whole * panel + offset + first)], piece, size)
+                task.write_vector(row, T.int64(whole * panel), c, value, rest)

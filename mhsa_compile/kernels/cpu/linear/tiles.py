@@ -17,7 +17,6 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows, copy_row, prepared
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, each_panel
@@ -181,10 +180,8 @@ class TileProduct(Product):
                 if width == self.layout.panel:
                     self.store_whole(row, column, values)
                     continue
-                for value, (offset, lanes) in zip(values, self.columns, strict=True):
-                    for first, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
-                        piece = vectors.part(value, first, size, lanes)
-                        store_narrow(self.y, [row, column + offset + first], piece, size)
+                for c, value in enumerate(values):
+                    self.write_vector(row, column, c, value, width)
 
         self.real_columns(p, columns)
 
