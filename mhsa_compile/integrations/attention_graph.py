@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from mhsa_compile.nn.mhsa_operator import attention_function
+from mhsa_compile.nn.mhsa_operator import INPUTS, attention_function
 from mhsa_compile.spec.attention_spec import DOMAIN
 
 Layout = Literal["rows", "heads"]
@@ -26,11 +26,12 @@ class AttentionCall(NamedTuple):
     """What is compiled once: all that a call fixes but the batch and the lengths.
 
     H, G, E, F      heads, key/value heads, head dim, value head dim
-    dtype           of queries, keys, values, an additive mask and sinks: float32, bfloat16, float16
-    scale, softcap  of the scores; a softcap of 0 is none
+    dtype           of all inputs but a bool mask: float32, bfloat16, float16
+    scale           of the scores
     causal          query i sees key j iff j <= i
     mask            None, "bool" (True takes part) or "additive", broadcastable to (B, H, L, S)
-    sinks           whether there is one more score a head, (H,)
+    limits          what else a node Attention says of its scores, numbers by the names of its attributes
+    of_heads        inputs of the operator mhsa.Attention, by their names, of one number a head, (H,)
     kv_layout       how keys and values lie: rows (B, S, G * E), or heads (B, G, S, E)
     """
 
@@ -40,10 +41,10 @@ class AttentionCall(NamedTuple):
     F: int
     dtype: str
     scale: float
-    softcap: float = 0.0
     causal: bool = False
     mask: str | None = None
-    sinks: bool = False
+    limits: tuple[tuple[str, float], ...] = ()
+    of_heads: tuple[str, ...] = ()
     kv_layout: Layout = "heads"
 
     @property
@@ -53,7 +54,7 @@ class AttentionCall(NamedTuple):
 
 
 def graph_of(call: AttentionCall, *, one_query: bool = False) -> onnx.ModelProto:
-    """q (B, L, H * E), k and v as `kv_layout` says, mask, sinks (H,) -> y (B, L, H * F); L is 1 with `one_query`."""
+    """q (B, L, H * E), k and v as `kv_layout` says, mask, `of_heads` -> y (B, L, H * F); L is 1 with `one_query`."""
     L: Any = 1 if one_query else "L"
     dtype = _TYPES[call.dtype]
     nodes, constants = [], []
@@ -75,17 +76,16 @@ def graph_of(call: AttentionCall, *, one_query: bool = False) -> onnx.ModelProto
         axes = ("mask_B", "mask_H" if call.H > 1 else 1, 1 if one_query else "mask_L", "S")
         kind = TensorProto.BOOL if call.mask == "bool" else dtype
         inputs.append(helper.make_tensor_value_info("mask", kind, axes))
-    if call.sinks:
-        inputs.append(helper.make_tensor_value_info("sinks", dtype, (call.H,)))
+    inputs += [helper.make_tensor_value_info(name, dtype, (call.H,)) for name in call.of_heads]
     nodes.append(_attention(call, operands))
     nodes.append(helper.make_node("Transpose", ["y_heads"], ["y_rows"], perm=[0, 2, 1, 3]))
     constants.append(_integers("y_join", 0, 0, call.H * call.F))
     nodes.append(helper.make_node("Reshape", ["y_rows", "y_join"], ["y"]))
     y = helper.make_tensor_value_info("y", dtype, ("B", L, call.H * call.F))
     graph = helper.make_graph(nodes, "attention", inputs, [y], constants)
-    opsets = [helper.make_opsetid("", _OPSET), *([helper.make_opsetid(DOMAIN, 1)] if call.sinks else [])]
+    opsets = [helper.make_opsetid("", _OPSET), *([helper.make_opsetid(DOMAIN, 1)] if call.of_heads else [])]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    if call.sinks:
+    if call.of_heads:
         node = next(node for node in nodes if node.op_type == "Attention")
         model.functions.append(attention_function(node, _OPSET, bool_mask=call.mask != "additive"))
     return model
@@ -93,20 +93,16 @@ def graph_of(call: AttentionCall, *, one_query: bool = False) -> onnx.ModelProto
 
 def _attention(call: AttentionCall, operands: list[str]) -> onnx.NodeProto:
     inputs = [*operands, "mask" if call.mask is not None else ""]
-    if call.sinks:
-        inputs += ["", "", "", "sinks"]
+    inputs += [name if name in call.of_heads else "" for name in INPUTS[len(inputs) :]]
     while not inputs[-1]:
         inputs.pop()
-    attributes: dict[str, Any] = {"scale": call.scale}
-    if call.softcap:
-        attributes["softcap"] = call.softcap
+    attributes: dict[str, Any] = {"scale": call.scale, **dict(call.limits)}
     if call.causal:
         attributes["is_causal"] = 1
     return helper.make_node(
-        "Attention", inputs, ["y_heads"], name="attention", domain=DOMAIN if call.sinks else "", **attributes
+        "Attention", inputs, ["y_heads"], name="attention", domain=DOMAIN if call.of_heads else "", **attributes
     )
 
 
 def _integers(name: str, *values: int) -> onnx.TensorProto:
-
     return numpy_helper.from_array(np.array(values, np.int64), name)

@@ -45,12 +45,18 @@ class Operands(NamedTuple):
     causal: bool
 
     @property
+    def limits(self) -> dict[str, float]:
+        """The numbers of formulas of scores, by the names of the formulas."""
+        return {"softcap": self.softcap} if self.softcap else {}
+
+    @property
     def call(self) -> AttentionCall:
         """The kind of call that it is."""
         mask = None if self.mask is None else "bool" if self.mask.dtype == torch.bool else "additive"
         (_, H, _, E), (_, G, _, F) = self.q.shape, self.v.shape
         dtype = str(self.q.dtype).removeprefix("torch.")
-        return AttentionCall(H, G, E, F, dtype, self.scale, self.softcap, self.causal, mask, self.sinks is not None)
+        of_heads = () if self.sinks is None else ("sinks",)
+        return AttentionCall(H, G, E, F, dtype, self.scale, self.causal, mask, tuple(self.limits.items()), of_heads)
 
 
 def attend(
@@ -111,7 +117,7 @@ def attend(
 def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
     """What `attend` gives, (B, L, H, F), by PyTorch's operators; of the queries `rows` alone, where they are stated. In
     float32, as compiled attention sums, but what is float64."""
-    q, k, v, mask, sinks, scale, softcap, causal = operands
+    q, k, v, mask, sinks, scale, _, causal = operands
     L, S = q.shape[2], k.shape[2]
     rows = torch.arange(L, device=q.device) if rows is None else rows
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -124,7 +130,7 @@ def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
         else:
             bias = mask.to(wide)
     sinks = None if sinks is None else sinks.to(wide)
-    scoring = EagerScoring(visible, bias, {"softcap": softcap} if softcap else {}, no_key=sinks)
+    scoring = EagerScoring(visible, bias, operands.limits, no_key=sinks)
     y = functional.attend(q[:, :, rows].to(wide), k.to(wide), v.to(wide), scoring, scale)
     return y.to(q.dtype).transpose(1, 2)
 

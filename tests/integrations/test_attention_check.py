@@ -18,7 +18,7 @@ from mhsa_compile.integrations.first_calls import difference
 B, H, G, L, S, E = 3, 4, 2, 7, 11, 16
 BOOL = torch.rand(B, 1, L, S) < 0.7
 SINKS = torch.randn(H)
-CALL = AttentionCall(H=H, G=G, E=E, F=E, dtype="float32", scale=0.25, softcap=0.0, causal=False, mask=None, sinks=False)
+CALL = AttentionCall(H=H, G=G, E=E, F=E, dtype="float32", scale=0.25)
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from onnx import TensorProto
 
 from mhsa_compile.frontend.fusion.head_layout import NodePattern
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView
-from mhsa_compile.kernels.interface.score_step import NodeScores
-from mhsa_compile.kernels.scores.band import Band
+from mhsa_compile.kernels.interface.score_step import NodeScores, first
 from mhsa_compile.kernels.scores.order import STEPS
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.checks import DTYPES
@@ -66,7 +65,7 @@ class AttentionNode(NodePattern):
         self.words: dict[str, int | float | str] = {name: value for name, value in stated.items() if value}
         self.roles = self._roles()
         self._check_scores(dtype, axes[0])
-        self.left, self.right = Band.sides(self.attributes)
+        self.left, self.right = first(kind.sides(self.attributes) for kind in STEPS) or (-1, -1)
         self.scale: float | None = self.attributes.get("scale")
         if self.scale is not None and not math.isfinite(self.scale):
             raise self.refusal("a scale that is a finite number, or none for 1 / sqrt(head size)", self.scale)

@@ -162,6 +162,11 @@ class ScoreStep:
         return None
 
     @classmethod
+    def sides(cls, words: Mapping[str, Any]) -> tuple[int, int] | None:
+        """How many keys it leaves to the left and to the right of a query, where a node's attributes say so."""
+        return None
+
+    @classmethod
     def read(cls, node: NodeScores) -> ScoreStep | None:
         """The step of a node; None: it has none. Of one with a `role` alone, where there is an input."""
         return cls() if cls.role in node.inputs else None

@@ -1,6 +1,7 @@
 """mask_mod and score_mod, in FlexAttention's form: traced functions of a score and its places, with tensors that they
-capture. A mask_mod says whether a query sees a key; a score_mod what a score becomes, after softcap and before any mask
-or bias. Places of queries are counted as windows count them, from the first or from the last key."""
+capture. A mask_mod says whether a query sees a key; a score_mod what a score becomes, after the formulas of one number
+(limit.py) and before any mask or bias. Places of queries are counted as windows count them, from the first or from the
+last key."""
 
 from __future__ import annotations
 
