@@ -35,6 +35,7 @@ from mhsa_compile.kernels.cpu.linear.pack_weights import pack
 from mhsa_compile.kernels.cpu.linear.term_factors import (
     COLUMNS,
     DEPTH,
+    PLAIN_ROWS,
     WORTH_SPLITTING,
     WORTH_SPLITTING_FLOAT16,
     Pass,
@@ -65,8 +66,6 @@ SHORTEST, FEWEST = 128, 8
 is much larger than the others, PyTorch's many lanes are more exact than a chain, by terms or not."""
 SHARES = 4
 """So many pairs of tiles of rows ask for all of the next strip."""
-PLAIN_ROWS = 4
-"""Of a register tile where products are float32's."""
 
 
 class CpuFloat32TileLinearKernel:
@@ -178,6 +177,71 @@ class TermProduct(Product):
     rows: TermRows
     config: Config = field(default_factory=dict)
 
+    @property
+    def passes(self) -> int:
+        """Parts of K that pass over all tasks."""
+        return -(-self.layout.tiles // self.config["depth"])
+
+    @property
+    def deepest(self) -> int:
+        """Tiles of K in a pass, at most."""
+        return -(-self.layout.tiles // self.passes)
+
+    @property
+    def parts(self) -> int:
+        """Chains of sums in a pass."""
+        return -(-self.deepest // self.layout.chain)
+
+    def each_part(self, of: Pass, body: Callable[[Expr, Expr, Expr], None]) -> None:
+        """body(number, first tile of K, end) for each chain of a pass."""
+        size = of.end - of.first
+        with T.serial(T.int64(self.parts)) as number:
+            start, end = (of.first + T.truncdiv(n * size, T.int64(self.parts)) for n in (number, number + 1))
+            body(number, materialize(start), materialize(end))
+
+    def multiply(self, strip: StripTerms, p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
+        """The sums = a pass's products of tiles of rows and strip p, by terms."""
+        count = len(heights) * COLUMNS
+
+        def part(number: Expr, start: Expr, end: Expr) -> None:
+            for tile in range(count):
+                tiles.zero(tile)
+            add_terms = partial(self.add_terms, strip, p, heights, of)
+            if self.parts > 2:
+                with T.If(number > 1):
+                    with T.Then():
+                        add_terms(start, lambda i: sums.add_part(i, len(self.layout.pairs), count))
+                    with T.Else():
+                        add_terms(start)
+            with T.serial(start + 1 if self.parts > 2 else start, end) as tile:
+                add_terms(tile)
+            place = materialize(T.min(number, T.int64(PART)))
+            for tile in range(count):
+                tiles.store_tile(tile, sums.data, sums.at(place, tile), tiles.ROWS)
+
+        self.each_part(of, part)
+
+    def multiply_plainly(self, p: Expr, height: Expr, sums: BlockSums, of: Pass) -> None:
+        """The same for the rows of a height, by products of float32."""
+        first = materialize(height * HEIGHT)
+        count = materialize(ceil_div(T.min(T.int64(HEIGHT), self.count - first), tiles.ROWS))
+
+        def part(number: Expr, start: Expr, end: Expr) -> None:
+            with T.serial(count * (tiles.ROWS // PLAIN_ROWS)) as i:
+                rows = [materialize(T.min(first + i * PLAIN_ROWS + r, self.count - 1)) for r in range(PLAIN_ROWS)]
+                tile = RegisterTile(PLAIN_ROWS, self.columns)
+                tile.fill(0.0)
+                self.add_plain(p, rows, tile, (start, end))
+                place, row = materialize(T.truncdiv(i, T.int64(4))), materialize(T.truncmod(i, T.int64(4)) * PLAIN_ROWS)
+                for r in range(PLAIN_ROWS):
+                    for c in range(COLUMNS):
+                        with T.If(number > 1), T.Then():
+                            sums.add(place + count * c, row + r)
+                        at = sums.at(T.min(number, T.int64(PART)), place + count * c, row + r)
+                        store(sums.data, at, tile.get(r, c), LANES)
+
+        self.each_part(of, part)
+
     def add_terms(
         self,
         strip: StripTerms,
@@ -257,7 +321,7 @@ class TermProduct(Product):
             for offset, _ in self.columns:
                 vectors.prefetch(self.y, [first + i, p * self.layout.panel + offset], write=True)
 
-    def write(self, p: Expr, height: Expr, sums: BlockSums, parts: int, part: Pass, passes: int) -> None:
+    def write(self, p: Expr, height: Expr, sums: BlockSums, of: Pass) -> None:
         """y[rows of a height, strip p]. The last panel is padded: only its real columns are written."""
         first = materialize(height * HEIGHT)
         rows = materialize(T.min(T.int64(HEIGHT), self.count - first))
@@ -268,21 +332,22 @@ class TermProduct(Product):
                 for c, (offset, lanes) in enumerate(self.columns):
                     tile = T.truncdiv(i, T.int64(tiles.ROWS)) + tall * c
                     places = [
-                        sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, parts))
+                        sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, self.parts))
                     ]
                     total, *last = (load(sums.data, place, lanes) for place in places)
                     value, bias = sum(last, total), load(self.packed[1], self.layout.place(p, offset), lanes)
-                    zero = splat(T.float32(0), lanes)
-                    value = let(value + (bias if passes == 1 else T.Select(part.number == passes - 1, bias, zero)))
+                    if self.passes > 1:
+                        bias = T.Select(of.number == self.passes - 1, bias, splat(T.float32(0), lanes))
+                    value = let(value + bias)
                     for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
                         at, piece = [first + i, column + offset + start], vectors.part(value, start, size, lanes)
-                        if passes > 1:
+                        if self.passes > 1:
                             before = load(self.y, at, size)
-                            piece = piece + T.Select(part.number > 0, before, splat(T.float32(0), size))
+                            piece = piece + T.Select(of.number > 0, before, splat(T.float32(0), size))
                         store_narrow(self.y, at, piece, size)
 
         self.real_columns(p, columns)
-        with T.If(part.number == passes - 1), T.Then():
+        with T.If(of.number == self.passes - 1), T.Then():
             self.apply_epilogue(p, first, first + rows)
 
 
@@ -308,61 +373,11 @@ def _tasks(task: TermProduct, cores: int, config: Config, few_rows: Config) -> N
 
 
 def _by_terms(task: TermProduct, cores: int) -> None:
-    layout, flags, config = task.layout, task.rows.extraordinary, task.config
-    passes = -(-layout.tiles // config["depth"])
-    deepest = -(-layout.tiles // passes)
-    parts = -(-deepest // layout.chain)
+    layout, flags = task.layout, task.rows.extraordinary
     tall = materialize(ceil_div(task.count, tiles.ROWS))
 
-    def each_part(of: Pass, body: Callable[[Expr, Expr, Expr], None]) -> None:
-        size = of.end - of.first
-        with T.serial(T.int64(parts)) as number:
-            start, end = (of.first + T.truncdiv(n * size, T.int64(parts)) for n in (number, number + 1))
-            body(number, materialize(start), materialize(end))
-
-    def multiply(strip: StripTerms, p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
-        count = len(heights) * COLUMNS
-
-        def part(number: Expr, start: Expr, end: Expr) -> None:
-            for tile in range(count):
-                tiles.zero(tile)
-            add_terms = partial(task.add_terms, strip, p, heights, of)
-            if parts > 2:
-                with T.If(number > 1):
-                    with T.Then():
-                        add_terms(start, lambda i: sums.add_part(i, len(layout.pairs), count))
-                    with T.Else():
-                        add_terms(start)
-            with T.serial(start + 1 if parts > 2 else start, end) as tile:
-                add_terms(tile)
-            place = materialize(T.min(number, T.int64(PART)))
-            for tile in range(count):
-                tiles.store_tile(tile, sums.data, sums.at(place, tile), tiles.ROWS)
-
-        each_part(of, part)
-
-    def plainly(p: Expr, height: Expr, sums: BlockSums, of: Pass) -> None:
-        first = materialize(height * HEIGHT)
-        count = materialize(ceil_div(T.min(T.int64(HEIGHT), task.count - first), tiles.ROWS))
-
-        def part(number: Expr, start: Expr, end: Expr) -> None:
-            with T.serial(count * (tiles.ROWS // PLAIN_ROWS)) as i:
-                rows = [materialize(T.min(first + i * PLAIN_ROWS + r, task.count - 1)) for r in range(PLAIN_ROWS)]
-                tile = RegisterTile(PLAIN_ROWS, task.columns)
-                tile.fill(0.0)
-                task.add_plain(p, rows, tile, (start, end))
-                place, row = materialize(T.truncdiv(i, T.int64(4))), materialize(T.truncmod(i, T.int64(4)) * PLAIN_ROWS)
-                for r in range(PLAIN_ROWS):
-                    for c in range(COLUMNS):
-                        with T.If(number > 1), T.Then():
-                            sums.add(place + count * c, row + r)
-                        at = sums.at(T.min(number, T.int64(PART)), place + count * c, row + r)
-                        store(sums.data, at, tile.get(r, c), LANES)
-
-        each_part(of, part)
-
     def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
-        sums, strip = BlockSums.allocated(), StripTerms.allocated(layout, deepest)
+        sums, strip = BlockSums.allocated(), StripTerms.allocated(layout, task.deepest)
         extraordinary = materialize(T.cast(strip.split(task.packed[0], p, of), "int32"), "int32")
         tiles.configure(T.min(task.count, T.int64(tiles.ROWS)), right=tiles.RIGHTS)
         with T.serial(first, end) as height:
@@ -372,15 +387,15 @@ def _by_terms(task: TermProduct, cores: int) -> None:
             with T.If(flag == 0):
                 with T.Then(), T.If(pair[0] == pair[1]):
                     with T.Then():
-                        multiply(strip, p, pair[:1], sums, of)
+                        task.multiply(strip, p, pair[:1], sums, of)
                     with T.Else():
-                        multiply(strip, p, pair, sums, of)
+                        task.multiply(strip, p, pair, sums, of)
                 with T.Else():
-                    plainly(p, height, sums, of)
-            task.write(p, height, sums, parts, of, passes)
+                    task.multiply_plainly(p, height, sums, of)
+            task.write(p, height, sums, of)
         tiles.release()
 
     heights = materialize(ceil_div(task.count, HEIGHT))
-    with T.serial(T.int64(passes)) as number:
-        ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(passes))) for n in (number, number + 1)]
-        each_panel(layout.panels, heights, config["block"], cores, partial(body, Pass(number, *ends)))
+    with T.serial(T.int64(task.passes)) as number:
+        ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(task.passes))) for n in (number, number + 1)]
+        each_panel(layout.panels, heights, task.config["block"], cores, partial(body, Pass(number, *ends)))

@@ -21,7 +21,7 @@ from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.formats.floats import Bfloat16
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, PackedFeature, pack
-from mhsa_compile.kernels.cpu.linear.term_factors import TermRows, split_rows
+from mhsa_compile.kernels.cpu.linear.term_factors import PLAIN_ROWS, TermRows, split_rows
 from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, CpuTileLinearKernel, Sums, TileLayout, TileProduct, deal
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
@@ -42,8 +42,6 @@ from mhsa_compile.spec.float32_products import Float32Products
 WORD: Float32Products = "bf16"
 SMALLEST, LARGEST, INFINITY = 0x10000, 0x7F7F0000, 0x7F800000
 """Magnitudes of bfloat16, as bits of a float32."""
-PLAIN_ROWS = 4
-"""Of a register tile where products are float32's."""
 
 
 class CpuRoundedTileLinearKernel(CpuTileLinearKernel):

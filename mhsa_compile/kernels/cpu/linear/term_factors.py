@@ -28,6 +28,8 @@ from mhsa_compile.spec.float32_products import Float32Products, is_coarse
 
 COLUMNS = 2
 """Tiles of features that are multiplied together, a strip: a panel has one or two."""
+PLAIN_ROWS = 4
+"""Of a register tile where products are float32's."""
 DEPTH = tiles.BFLOAT16.depth
 TILE = tiles.ROWS * DEPTH
 WORTH_SPLITTING: dict[Float32Products, int] = {"bf16x6": 64, "bf16x3": 32}
