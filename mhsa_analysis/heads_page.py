@@ -46,10 +46,10 @@ def heads_page(title: str, layers: Sequence[ShownLayer], texts: Sequence[Sequenc
     return template.replace("/*TITLE*/", html.escape(title)).replace(_PLACE, text)
 
 
-def in_frame(page: str, height: int = 900) -> str:
+def in_frame(page: str) -> str:
     """The page within another one, such as a notebook."""
     source = html.escape(page, quote=True)
-    return f'<iframe srcdoc="{source}" style="width:100%;height:{height}px;border:0" title="What heads do"></iframe>'
+    return f'<iframe srcdoc="{source}" style="width:100%;height:900px;border:0" title="What heads do"></iframe>'
 
 
 def _description(layer: ShownLayer) -> dict[str, Any]:

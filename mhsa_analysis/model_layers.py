@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mhsa_analysis.torch_calls import TorchCall, attention_of, torch_calls
 from mhsa_compile.conversion.attention_calls import attention_calls
 from mhsa_compile.conversion.from_torch import dtype_of
 from mhsa_compile.conversion.from_transformers import asks_by_name
 from mhsa_compile.conversion.layer_calls import LayerCalls, visible_keys_of
-from mhsa_compile.conversion.torch_calls import TorchCall, attention_of, torch_calls
 from mhsa_compile.conversion.visible_keys import mask_for
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.nn.modules import MultiHeadAttention

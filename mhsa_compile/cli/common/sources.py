@@ -74,18 +74,15 @@ def compile_with_progress(
     *,
     dims: dict[str, int],
     seed: int,
-    weights: str | None = None,
     float32_products: str = "auto",
-    in_place: bool = False,
     records: Path | None = None,
-    dump: Path | None = None,
-    cache: bool = True,
-    check: bool | None = None,
     seconds: dict[str, float] | None = None,
+    **options: Any,
 ) -> Artifact:
     """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random.
 
-    Of a file only `fields["outputs"]` may be stated: what a call returns. `seconds` is told how long each stage took.
+    Of a file only `fields["outputs"]` may be stated: what a call returns. `seconds` is told how long each stage took;
+    `options` are others of `compile`.
     """
     from mhsa_compile.hardware.profile import load_profile
     from mhsa_compile.spec.float32_products import float32_request
@@ -115,14 +112,10 @@ def compile_with_progress(
             profile,
             dims=dims,
             outputs=outputs,
-            weights=weights,
             float32_products=products,
-            in_place=in_place,
             records=at_hand,
             progress=stage,
-            dump=dump,
-            cache=cache,
-            check=check,
+            **options,
         )
 
 
