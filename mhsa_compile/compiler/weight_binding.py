@@ -132,8 +132,7 @@ class _Parts(PyExprMutator):  # type: ignore[misc]
     def visit_var_(self, variable: Any) -> Any:
         return self._compute(variable)
 
-    def visit_dataflow_var_(self, variable: Any) -> Any:
-        return self._compute(variable)
+    visit_dataflow_var_ = visit_var_
 
     def _compute(self, variable: Any) -> Any:
         if variable not in self._make:

@@ -14,12 +14,7 @@ import msgspec
 from mhsa_compile.errors import SpecError, did_you_mean
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.input_files import require_unique_keys
-from mhsa_compile.spec.cache_format import (
-    CACHE_DTYPES,
-    CacheFormat,
-    checked_kv_cache,
-    resolved_kv_cache,
-)
+from mhsa_compile.spec.cache_format import CACHE_DTYPES, CacheFormat, checked_kv_cache, resolved_kv_cache
 from mhsa_compile.spec.checks import (
     ALIGNMENTS,
     DTYPES,
@@ -438,9 +433,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownF
         return dict(_without_none(msgspec.to_builtins(self)))
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any], origin: str = "spec") -> AttentionSpec:
-        """A spec from plain values. Raises SpecError for unknown, missing and wrong ones; `origin` names the source."""
-        _check_names(fields, cls.__struct_fields__, origin)
+    def from_dict(cls, fields: Mapping[str, Any]) -> AttentionSpec:
+        """A spec from plain values. Raises SpecError for unknown, missing and wrong ones."""
+        _check_names(fields, cls.__struct_fields__, "spec")
         return cls(**fields)
 
     def to_json(self) -> str:

@@ -10,14 +10,7 @@ from typing import Any, TypeGuard
 
 from mhsa_compile.hardware.profile import TargetProfile, shipped_relatives
 from mhsa_compile.kernels.interface.kernel import Kernel, TermProducts, products_of
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    BlockLinearOp,
-    LinearOp,
-    Op,
-    ProductOp,
-    QuantisedLinearOp,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, BlockLinearOp, LinearOp, Op, ProductOp, QuantisedLinearOp
 from mhsa_compile.kernels.registry import kernels_of
 from mhsa_compile.spec.float32_products import Float32Products, Float32Request
 

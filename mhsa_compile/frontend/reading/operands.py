@@ -18,10 +18,10 @@ from onnx import TensorProto, defs, helper
 
 from mhsa_compile.frontend.onnx_graph import GraphDim, GraphView, attributes, dims_text, node_error
 from mhsa_compile.frontend.reading.row import Mismatch
+from mhsa_compile.kernels.interface.ops import GATES
 
 _CAST = "Put a Cast before it, or correct the file."
 _CORRECT = "Correct the file: no call can have other sizes there."
-_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
 def check_dtypes(view: GraphView, node: onnx.NodeProto) -> None:
@@ -193,7 +193,7 @@ def _scales(view: GraphView, node: onnx.NodeProto) -> Mismatch:
 def _recurrent(view: GraphView, node: onnx.NodeProto) -> Mismatch:
     """LSTM, GRU, RNN: W (directions, gates * hidden, input) and R (directions, gates * hidden, hidden)."""
     dims, w, r = (view.shape(name) for name in node.input[:3])
-    gates, axis = _GATES[node.op_type], -1
+    gates, axis = GATES[node.op_type], -1
     for name, shape in zip(node.input, (dims, w, r), strict=False):
         if shape is not None and len(shape) != 3:
             return f"{name!r} of 3 axes", _with_dims(name, shape)

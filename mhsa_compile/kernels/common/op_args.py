@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -70,9 +71,39 @@ def why_not_scatter(op: KvScatterOp, *, rounds: bool = False) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Scatter:
+    """What a scatter is called with: cache and result are (B, heads, S, row), and in place the same; the update is
+    (B, heads, L, row), or rows of a wider buffer (B, L, width); the indices are (B,). `lanes` elements are copied at
+    once."""
+
+    op: KvScatterOp
+    cache: Expr
+    update: Expr
+    indices: Expr | None
+    result: Expr
+    lanes: int
+
+    @property
+    def new(self) -> Expr:
+        """L, the number of new rows."""
+        return self.update.shape[2 if self.op.update is None else 1]
+
+    @property
+    def rows(self) -> Expr:
+        """S, the number of rows of the cache."""
+        return self.cache.shape[2]
+
+    def check_rows(self) -> None:
+        """Ends a call that brings more new rows than the cache has."""
+        most, brought = spelled(self.op.cache[self.op.axis]), spelled(self.op.length)
+        refuse_unless(
+            self.new <= self.rows, self.op.update_name, f"at most {most} rows, as the cache has", f"{brought} rows"
+        )
+
+
 def scatter_arguments(op: KvScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
-    """(cache, update, indices, result): cache and result are (B, heads, S, row), and in place the same; the update is
-    (B, heads, L, row), or rows of a wider buffer (B, L, width); the indices are (B,)."""
+    """The cache, the update, the indices and the result of a `Scatter`."""
     dim = SizeVars()
     cache = argument("cache", [dim(size) for size in op.cache], op.dtype)
     update = argument("update", _update_shape(op, dim), op.update_dtype or op.dtype)
@@ -82,12 +113,6 @@ def scatter_arguments(op: KvScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
     result_rows = cache_rows if op.in_place else _as_rows(result, op)
     rows = update if op.update is not None else _as_rows(update, op)
     return cache_rows, rows, indices, result_rows
-
-
-def refuse_too_many_rows(op: KvScatterOp, new: Expr, rows: Expr) -> None:
-    """Ends a call that brings more new rows than the cache has."""
-    most, brought = spelled(op.cache[op.axis]), spelled(op.length)
-    refuse_unless(new <= rows, op.update_name, f"at most {most} rows, as the cache has", f"{brought} rows")
 
 
 def _update_shape(op: KvScatterOp, dim: SizeVars) -> list[Expr]:

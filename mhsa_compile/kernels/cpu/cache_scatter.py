@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -16,7 +15,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, prim_func
-from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
+from mhsa_compile.kernels.common.op_args import Scatter, scatter_arguments, why_not_scatter
 from mhsa_compile.kernels.cpu.formats.choice import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, each_vector, let, load, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -48,24 +47,11 @@ def _scatter(op: KvScatterOp, lanes: int) -> Expr:
     return builder.get()
 
 
-@dataclass(frozen=True)
-class _CpuScatter:
-    op: KvScatterOp
-    cache: Expr
-    update: Expr
-    indices: Expr | None
-    result: Expr
-    lanes: int
-
-    @property
-    def new(self) -> Expr:
-        """L, the number of new rows."""
-        return self.update.shape[2 if self.op.update is None else 1]
-
+class _CpuScatter(Scatter):
     def check(self) -> None:
         """Ends the call where the new rows do not fit the cache, or would not lie within it."""
-        op, rows = self.op, self.cache.shape[2]
-        refuse_too_many_rows(op, self.new, rows)
+        op, rows = self.op, self.rows
+        self.check_rows()
         if self.indices is None or op.circular:
             return
         wrong = T.alloc_buffer((1,), "int32")
@@ -85,7 +71,7 @@ class _CpuScatter:
             b, h, j = self._place(task, new)
             place = materialize(self._start(b) + j)
             if self.op.circular:
-                rows = self.cache.shape[2]
+                rows = self.rows
                 # One turn is enough: a cache has at least as many rows as the update.
                 place = materialize(T.Select(place >= rows, place - rows, place))
             self._write_new(b, h, j, place)
@@ -93,7 +79,7 @@ class _CpuScatter:
         each_task(materialize(self.cache.shape[0] * self.cache.shape[1] * new), self.cache.shape[3], row)
 
     def write_everything(self) -> None:
-        rows, new = self.cache.shape[2], self.new
+        rows, new = self.rows, self.new
 
         def row(task: Expr) -> None:
             b, h, place = self._place(task, rows)
@@ -126,7 +112,7 @@ class _CpuScatter:
         index = materialize(self.indices[b])
         if not self.op.circular:
             return index
-        rows = self.cache.shape[2]
+        rows = self.rows
         rest = materialize(T.truncmod(index, rows))  # of the sign of the index
         return materialize(T.Select(rest < 0, rest + rows, rest))
 

@@ -11,7 +11,6 @@ Present keys or values are the past, and the new rows behind it, each head in on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -19,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import SizeVars, argument, prim_func
 from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
-from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
+from mhsa_compile.kernels.common.op_args import Scatter, scatter_arguments, why_not_scatter
 from mhsa_compile.kernels.cuda.primitives.simt import materialize
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -42,7 +41,7 @@ class CudaKvScatterKernel(Fixed):
 def _scatter(op: KvScatterOp) -> Expr:
     with prim_func("scatter") as builder:
         task = _CudaScatter(op, *scatter_arguments(op), _piece(op))
-        refuse_too_many_rows(op, task.new, task.rows)
+        task.check_rows()
         if op.in_place:
             task.write_rows()
         else:
@@ -57,24 +56,8 @@ def _piece(op: KvScatterOp) -> int:
     return piece_of(op.dtype, row, *(() if op.update is None else row_steps(op.update))) if is_fixed else 1
 
 
-@dataclass(frozen=True)
-class _CudaScatter:
-    op: KvScatterOp
-    cache: Expr
-    update: Expr
-    indices: Expr | None
-    result: Expr
-    count: int  # elements of a piece
-
-    @property
-    def new(self) -> Expr:
-        """L, the number of new rows."""
-        return self.update.shape[2 if self.op.update is None else 1]
-
-    @property
-    def rows(self) -> Expr:
-        """S, the number of rows of the cache."""
-        return self.cache.shape[2]
+class _CudaScatter(Scatter):
+    """By pieces of `lanes` elements."""
 
     def write_rows(self) -> None:
         def piece(number: Expr) -> None:
@@ -85,7 +68,7 @@ class _CudaScatter:
                 # One turn is enough: a cache has at least as many rows as the update.
                 place = materialize(T.Select(place >= self.rows, place - self.rows, place), "int64")
             with T.If(fits), T.Then():
-                copy_piece(self.result, [b, h, place, column], self.update, self._new_at(b, h, j, column), self.count)
+                copy_piece(self.result, [b, h, place, column], self.update, self._new_at(b, h, j, column), self.lanes)
 
         each_thread(self._pieces(self.new), piece)
 
@@ -99,9 +82,9 @@ class _CudaScatter:
             to = [b, h, place, column]
             with T.If(T.And(fits, T.And(j >= 0, j < self.new))):
                 with T.Then():
-                    copy_piece(self.result, to, self.update, self._new_at(b, h, j, column), self.count)
+                    copy_piece(self.result, to, self.update, self._new_at(b, h, j, column), self.lanes)
                 with T.Else():
-                    copy_piece(self.result, to, self.cache, to, self.count)
+                    copy_piece(self.result, to, self.cache, to, self.lanes)
 
         each_thread(self._pieces(self.rows), piece)
 
@@ -110,12 +93,12 @@ class _CudaScatter:
 
     @property
     def _pieces_of_row(self) -> Expr:
-        return T.truncdiv(self.cache.shape[3], T.int64(self.count))
+        return T.truncdiv(self.cache.shape[3], T.int64(self.lanes))
 
     def _place(self, number: Expr, rows: Expr) -> tuple[Expr, Expr, Expr, Expr]:
         """(batch entry, head, row, column) of a piece."""
         b, h, row, part = coordinates(number, self.cache.shape[1], rows, self._pieces_of_row)
-        return b, h, row, part * self.count
+        return b, h, row, part * self.lanes
 
     def _start(self, b: Expr) -> tuple[Expr, Expr]:
         """(the row of the cache that the first new one goes to, whether all of them lie within the cache)."""

@@ -29,15 +29,7 @@ from mhsa_compile.kernels.cpu.decode.work import Heads, Span
 from mhsa_compile.kernels.cpu.formats.choice import prefetch_row
 from mhsa_compile.kernels.cpu.score_parts import FadingPart, row_parts
 from mhsa_compile.kernels.cpu.simd import vector_math
-from mhsa_compile.kernels.cpu.simd.vectors import (
-    RegisterTile,
-    constant,
-    let,
-    load,
-    materialize,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, constant, let, load, materialize, splat, store
 from mhsa_compile.kernels.interface import score_step
 from mhsa_compile.kernels.interface.kernel import Config
 

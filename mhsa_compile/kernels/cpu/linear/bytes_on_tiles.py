@@ -23,7 +23,7 @@ from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, product_func
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
 from mhsa_compile.kernels.cpu.linear.quantised import MOST_TERMS, LayoutOfBytes, ProductOfBytes, linear_of_bytes
 from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, TileLayout, TileProduct
-from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize, prefetch
+from mhsa_compile.kernels.cpu.simd.vectors import let, load, materialize, prefetch, seen_whole
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp, QuantisedLinearOp
@@ -164,8 +164,7 @@ def _tasks(task: _OverlappedProduct, cores: int, config: Config) -> None:
 
 def _task(task: _OverlappedProduct, panels: list[Expr], first: Expr, end: Expr) -> None:
     """Panels panels[0] .. panels[1] times tiles first .. end of the rows of x."""
-    shape = (COLUMNS, 2 * SIDE)
-    sums = T.decl_buffer(shape, "int32", data=T.alloc_buffer(shape, "int32").data)
+    sums = seen_whole((COLUMNS, 2 * SIDE), "int32")
     high = materialize(end - first)
     blocks = materialize((panels[1] - panels[0]) * high)
     depth = task.layout.tiles

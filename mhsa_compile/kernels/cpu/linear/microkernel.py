@@ -205,10 +205,10 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
     rows, group, steps = config["rows"] // task.layout.unit.rows, config["group"], task.layout.steps
     parts = _depth_parts(task, config["depth"], rows)
     waiting, width = group * rows + rows // 2, task.layout.unit.rows * task.layout.panel
-    sums = _scratch((parts.levels * waiting, width), task.layout.unit.sums) if parts.levels else None
+    sums = vectors.seen_whole((parts.levels * waiting, width), task.layout.unit.sums) if parts.levels else None
     folded = waiting if parts.levels > 1 else 0
     widens = _widens(task, rows)
-    wide = None if widens is False else _scratch((parts.longest, task.layout.panel), "float32")
+    wide = None if widens is False else vectors.seen_whole((parts.longest, task.layout.panel))
     with T.serial(T.max(T.int64(1), ceil_div(end - first, group))) as g:
         begin = materialize(first + g * group)
         full = materialize(T.min(end - begin, T.int64(group)))
@@ -295,12 +295,6 @@ def _widens(task: Product, rows: int) -> bool | None:
         return False
     count = task.layout.op.row_count
     return None if count is None else count >= rows * WORTH_WIDENING
-
-
-def _scratch(shape: tuple[int, int], dtype: str) -> Expr:
-    """Memory of the task's own. Seen through a second buffer, since TVM shrinks a buffer to what it can prove is used,
-    and then loses its own proof."""
-    return T.decl_buffer(shape, dtype, data=T.alloc_buffer(shape, dtype).data)
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,7 @@ class Sums:
 
     @staticmethod
     def of(group: int) -> Sums:
-        shape = (COLUMNS, group * tiles.ROWS * tiles.ROWS)
-        return Sums(T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data))
+        return Sums(vectors.seen_whole((COLUMNS, group * tiles.ROWS * tiles.ROWS)))
 
     def at(self, place: Expr, column: int, row: Expr | int = 0) -> list[Expr]:
         """Row `row` of tile `place` of the group."""

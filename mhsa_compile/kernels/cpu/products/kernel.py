@@ -192,12 +192,6 @@ def _in_float32(a: Expr, dims: list[Expr]) -> Expr:
     return T.decl_buffer(tuple(dims), "float32", data=wide.data)
 
 
-def scratch(shape: tuple[int, int]) -> Expr:
-    """Memory of the task's own. Seen through a second buffer, since TVM shrinks a buffer to what it can prove is used,
-    and then loses its own proof."""
-    return T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data)
-
-
 class SumPart(NamedTuple):
     """Some terms of all sums, `length` from `begin` on."""
 
@@ -226,7 +220,7 @@ class PanelTask:
 
     def run_block(self, first: Expr, end: Expr, most: int) -> None:
         """Rows first .. end, at most so many."""
-        packed, sums = scratch((DEPTH, self.panel)), scratch((most, self.panel))
+        packed, sums = (vectors.seen_whole((rows, self.panel)) for rows in (DEPTH, most))
         tiles = materialize(ceil_div(end - first, self.rows))
         parts = materialize(T.max(T.int64(1), ceil_div(self.K, DEPTH)))
         is_whole = materialize(T.cast(self.column + self.panel <= self.N, "int64"))

@@ -208,10 +208,10 @@ class _Scratch:
             left_flags=vectors.scratch((rows // LINES,), "int32"),
             right=vectors.scratch((COLUMNS, *shape), "uint16"),
             right_flag=T.alloc_buffer((1,), "int32"),
-            sums=kernel.scratch((rows, columns)),
-            chain=None if plan.chain is None else kernel.scratch((plan.tall * LINES, PANEL)),
+            sums=vectors.seen_whole((rows, columns)),
+            chain=None if plan.chain is None else vectors.seen_whole((plan.tall * LINES, PANEL)),
             rest=vectors.scratch((LINES, DEPTH), "uint16") if reads_a and not plan.has_whole_tiles else None,
-            plain=kernel.scratch((kernel.DEPTH, PANEL)) if has_flags else None,
+            plain=vectors.seen_whole((kernel.DEPTH, PANEL)) if has_flags else None,
             factors=FactorScratch.allocated(plan.terms, COLUMNS),
         )
 

@@ -151,6 +151,12 @@ def scratch(shape: Sequence[int], dtype: str = "float32") -> Expr:
     return T.alloc_buffer((max(shape[0], REGISTER_BYTES // rest + 1), *shape[1:]), dtype)
 
 
+def seen_whole(shape: Sequence[int], dtype: str = "float32") -> Expr:
+    """Memory of a task's own, seen through a second buffer: TVM shrinks a buffer to what it can prove is used, and then
+    loses its own proof."""
+    return T.decl_buffer(tuple(shape), dtype, data=T.alloc_buffer(tuple(shape), dtype).data)
+
+
 def side_by_side(shapes: Sequence[tuple[int, int]]) -> list[Expr]:
     """Several arrays in one scratch, so that one pointer leads to all of them: in a large kernel each takes a register,
     or is fetched from the stack in an inner loop."""

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.simt import registers, set_register
+from mhsa_compile.kernels.cuda.primitives.simt import PTX_WORDS, registers, set_register
 
 WARPGROUP = 128  # threads
 ROWS, DEPTH = 64, 16
 """The sizes of one product: rows of A and C, columns of A and rows of B."""
-_SHORT = {"bfloat16": "bf16", "float16": "f16"}
 
 
 # Barriers in shared memory: a phase ends when as many have arrived as `begin_barrier` said and all bytes are there.
@@ -127,7 +126,7 @@ def multiply_registers(c: Expr, columns: int, a: Expr, at: int, b: Expr, dtype: 
 
 
 def _product(columns: int, dtype: str) -> Expr:
-    short = _SHORT[dtype]
+    short = PTX_WORDS[dtype]
     return T.ptx[f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{short}.{short}"]
 
 

@@ -30,7 +30,7 @@ SPARE = 16
 """Registers that a thread must have to spare where `min_blocks_per_sm` is told anything: with fewer ptxas spills when
 it is told, and does not when it is not."""
 _EVERY_LANE = 0xFFFFFFFF
-_SHORT = {"bfloat16": "bf16", "float16": "f16"}
+PTX_WORDS = {"bfloat16": "bf16", "float16": "f16"}
 _AS_BITS = {"bool": "u8", "bfloat16": "u16", "float16": "u16", "float32": "b32"}
 
 
@@ -155,7 +155,7 @@ def reciprocal(cells: Expr, index: int, value: Expr) -> None:
 
 def pack(words: Expr, index: int, low: Expr, high: Expr, dtype: str) -> None:
     """Two float32 rounded to one word of `dtype`."""
-    T.evaluate(T.ptx[f"cvt.rn.{_SHORT[dtype]}x2.f32"](words[index], high, low))
+    T.evaluate(T.ptx[f"cvt.rn.{PTX_WORDS[dtype]}x2.f32"](words[index], high, low))
 
 
 def unpack(word: Expr, dtype: str) -> tuple[Expr, Expr]:
@@ -216,7 +216,7 @@ def transpose(words: Expr, index: int, word: Expr) -> None:
 
 def multiply_add(c: Expr, at: int, a: Expr, a_at: int, b: Expr, b_at: int, dtype: str) -> None:
     """C += A B, of tiles that begin at these indices of their registers."""
-    short = _SHORT[dtype]
+    short = PTX_WORDS[dtype]
     sums = [c[at + i] for i in range(4)]
     instruction = T.ptx[f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"]
     T.evaluate(instruction(*sums, *(a[a_at + i] for i in range(4)), b[b_at], b[b_at + 1], *sums))
