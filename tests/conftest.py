@@ -159,6 +159,17 @@ def native_code(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """PyTorch's default dtype while a test runs, which begins with the same random numbers every time."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(scope="session")
 def cuda_compiler() -> None:
     """Stands before tests that compile CUDA C++: they are skipped where nothing can, and fail in CI."""

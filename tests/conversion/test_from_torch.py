@@ -10,15 +10,9 @@ from mhsa_compile import masks
 from mhsa_compile.conversion.from_torch import from_torch
 from mhsa_compile.errors import ModelError
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 CLOSE = {"rtol": 0, "atol": 1e-12}  # everything here runs in float64, where both sides are exact to about 1e-15
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("cross", [False, True])

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import torch
 import tvm
-from support.byte_ops import of_bytes
+from support.byte_ops import of_bytes, whole_numbers
 from support.product_ops import ORDERS, matrices, operation
 
 from fuzz.attention import NUMPY
@@ -72,9 +72,9 @@ def bytes_outcome(case: BytesCase) -> Outcome:
     )
     kernel, emitted, library = built(op, profile(case.machine, case.cores))
     rng, controls = np.random.default_rng(case.seed), Controls()
-    weights = [_bytes(rng, d, n, op.in_features) for d, n in zip(op.stored, op.widths, strict=True)]
+    weights = [whole_numbers(rng, d, n, op.in_features) for d, n in zip(op.stored, op.widths, strict=True)]
     zeros = [
-        np.full(n, 128 * (d == "uint8"), d) if op.centred else _bytes(rng, d, n)
+        np.full(n, 128 * (d == "uint8"), d) if op.centred else whole_numbers(rng, d, n)
         for d, n in zip(op.stored, op.widths, strict=True)
     ]
     scales = [rng.uniform(0.01, 0.05, n).astype(np.float32) for n in op.widths]
@@ -88,7 +88,7 @@ def bytes_outcome(case: BytesCase) -> Outcome:
     )
 
     def share(B: int, L: int) -> float:
-        x, zero = _bytes(rng, op.x_dtype, B, L, op.in_features), _bytes(rng, op.x_dtype)
+        x, zero = whole_numbers(rng, op.x_dtype, B, L, op.in_features), whole_numbers(rng, op.x_dtype)
         scale = np.float32(rng.uniform(0.01, 0.05))
         y = tvm.runtime.tensor(garbage((B, L, op.pitch), "float32"))
         library["run"](*map(tvm.runtime.tensor, (x, zero, np.array(scale))), *packed, y)
@@ -103,10 +103,3 @@ def bytes_outcome(case: BytesCase) -> Outcome:
     features = [name for name in ("centred", "padding", "fixed") if getattr(case, name)]
     features += ["side by side"] * (len(op.widths) > 1) + [case.machine, f"x {op.x_dtype}"]
     return Outcome(max(shares), len(shares), kernel.name, op.x_dtype, tuple(features), controls.outcome())
-
-
-def _bytes(rng: np.random.Generator, dtype: str, *dims: int) -> np.ndarray:
-    """The smallest and the largest more often than others."""
-    bounds = np.iinfo(dtype)
-    extremes = rng.choice([bounds.min, bounds.max], dims)
-    return np.where(rng.random(dims) < 0.5, extremes, rng.integers(bounds.min, bounds.max + 1, dims)).astype(dtype)

@@ -21,15 +21,9 @@ from mhsa_compile.nn.score_features import alibi_slopes
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.position_encoding import Rope
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 CLOSE = {"rtol": 0, "atol": 1e-12}  # everything here runs in float64, where both sides are exact to about 1e-15
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def core(**fields) -> ScaledDotProductAttention:

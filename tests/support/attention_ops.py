@@ -4,9 +4,11 @@ read them again."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput, WindowSpec
+import numpy as np
+
+from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, HeadLayout, TensorInput, WindowSpec
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 from mhsa_compile.kernels.scores.band import Band
 from mhsa_compile.kernels.scores.call_mask import CallMask
@@ -82,3 +84,40 @@ def attention_of(*sizes: Any, **fields: Any) -> AttentionOp:
     """An attention of these fields and features."""
     stated = {name: fields.pop(name) for name in list(fields) if name in Features.__dataclass_fields__}
     return AttentionOp(*sizes, **fields, scores=Features(**stated).steps())
+
+
+def by_heads(
+    L: int, S: int, H: int = 4, G: int = 2, E: int = 24, F: int = 40, *, B: int = 1, **fields: Any
+) -> AttentionOp:
+    """An attention of operands by heads, in three buffers, with rows as its output."""
+    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
+    fields = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), **places, **fields}
+    return attention_of(B, L, S, H, G, E, F, E**-0.5, **fields)
+
+
+def three_buffers(
+    L: Dim = "L",
+    H: int = 4,
+    G: int = 2,
+    E: int = 16,
+    F: int = 24,
+    layout: Literal["rows", "heads"] = "rows",
+    **fields: Any,
+) -> AttentionOp:
+    """An attention of B entries and S keys whose operands and output lie alike."""
+    op = attention_of(
+        batch="B", q_length=L, kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
+        scale=0.3, band=None, mask=None, query=HeadLayout(0, layout, H * E), key=HeadLayout(1, layout, G * E),
+        value=HeadLayout(2, layout, G * F), output=HeadLayout(0, layout, H * F),
+    )  # fmt: skip
+    return changed(op, **fields)
+
+
+def scattered(shape: tuple[int, int, int], seed: int = 1) -> np.ndarray:
+    """Random pairs, with keys that nobody sees, a corner that everybody sees, and a query that sees nothing."""
+    visible = np.random.default_rng(seed).random(shape) < 0.5
+    _, L, S = shape
+    visible[:, :, S // 3 : S // 2] = False
+    visible[:, : L // 2, S // 2 :] = True
+    visible[:, L - 1] = False
+    return visible

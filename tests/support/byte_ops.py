@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mhsa_compile.kernels.interface.ops import QuantisedLinearOp
 
 
@@ -18,3 +20,10 @@ def of_bytes(
         x_dtype=x, stored=stored,  # type: ignore[arg-type]
     )  # fmt: skip
     return replace(op, **other)
+
+
+def whole_numbers(rng: np.random.Generator, dtype: str, *dims: int) -> np.ndarray:
+    """The smallest and the largest more often than others: with these, sums of pairs of bytes pass 16 bits."""
+    bounds = np.iinfo(dtype)
+    extremes = rng.choice([bounds.min, bounds.max], dims)
+    return np.where(rng.random(dims) < 0.5, extremes, rng.integers(bounds.min, bounds.max + 1, dims)).astype(dtype)

@@ -18,7 +18,8 @@ MISSING = [package for module, package in NEEDED.items() if importlib.util.find_
 needs_the_model = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 
-def loaded(example: str) -> ModuleType:
+def loaded(example: str | Path) -> ModuleType:
+    """A program as a module: an example by its place among them, or the file of another."""
     spec = importlib.util.spec_from_file_location(Path(example).stem, EXAMPLES / example)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
-from support.attention_ops import attention_of
+from support.attention_ops import by_heads, scattered
 from support.kernel_runs import attention, call, compiled, vector_machine
 
 from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.cpu.attention.block_sparsity import HIDDEN, PARTIAL, WHOLE, _kinds, _runs, plan
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 
@@ -29,14 +27,6 @@ def random_operands(op: AttentionOp, seed: int = 0) -> list[np.ndarray]:
     )  # fmt: skip
     shapes = ((B, H, L, E), (B, G, S, E), (B, G, S, F))
     return [rng.standard_normal(shape).astype(DTYPES[op.dtype]) for shape in shapes]
-
-
-def operation(
-    L: int, S: int, H: int = 4, G: int = 2, E: int = 24, F: int = 40, B: int = 1, **fields: Any
-) -> AttentionOp:
-    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
-    fields = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), **places, **fields}
-    return attention_of(B, L, S, H, G, E, F, E**-0.5, **fields)
 
 
 def run(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray]) -> np.ndarray:
@@ -72,17 +62,7 @@ def check(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray] | 
     ids=str,
 )
 def test_bands(machine, L, S, band):
-    check(operation(L, S, band=band), {"wide": WIDE, "narrow": NARROW}[machine])
-
-
-def scattered(shape: tuple[int, int, int], seed: int = 1) -> np.ndarray:
-    """Random pairs, with keys that nobody sees and a corner that everybody sees."""
-    visible = np.random.default_rng(seed).random(shape) < 0.5
-    _, L, S = shape
-    visible[:, :, S // 3 : S // 2] = False
-    visible[:, : L // 2, S // 2 :] = True
-    visible[:, L - 1] = False  # a query that sees nothing
-    return visible
+    check(by_heads(L, S, band=band), {"wide": WIDE, "narrow": NARROW}[machine])
 
 
 @pytest.mark.thorough
@@ -90,13 +70,13 @@ def scattered(shape: tuple[int, int, int], seed: int = 1) -> np.ndarray:
 @pytest.mark.parametrize("band", [None, WindowSpec(None, 0, "bottom_right")], ids=["free", "causal"])
 def test_constant_masks(heads, band):
     L, S = (197, 197) if (heads == 1) == (band is None) else (130, 61)
-    check(operation(L, S, band=band, static_mask=StaticMask(scattered((heads, L, S)))), WIDE)
+    check(by_heads(L, S, band=band, static_mask=StaticMask(scattered((heads, L, S)))), WIDE)
 
 
 @pytest.mark.thorough
 def test_what_a_constant_mask_hides_reaches_no_output():
     visible = scattered((1, 100, 90))
-    op = operation(100, 90, static_mask=StaticMask(visible))
+    op = by_heads(100, 90, static_mask=StaticMask(visible))
     q, k, v = random_operands(op)
     hidden = ~visible.any(axis=(0, 1))
     seen_by_some = np.flatnonzero(visible.any(axis=(0, 1)) & ~visible.all(axis=(0, 1)))[0]
@@ -117,7 +97,7 @@ def test_what_a_constant_mask_hides_reaches_no_output():
 def test_sixteen_bits(dtype, E, F, band):
     # Narrow vectors widen both on their way, as well with widths of 40 and 48 as with 64.
     for profile in (detect(), NARROW) if E != 64 else (detect(),):
-        check(operation(67, 67, E=E, F=F, band=band, dtype=dtype), profile)
+        check(by_heads(67, 67, E=E, F=F, band=band, dtype=dtype), profile)
 
 
 @pytest.mark.thorough
@@ -125,7 +105,7 @@ def test_sixteen_bits(dtype, E, F, band):
 @pytest.mark.parametrize("step", [0.5, 30.0, -30.0])
 def test_scores_that_rise_or_fall_with_the_keys(dtype, step):
     """Every key is `step` above the one before: the reference is raised again and again, or never."""
-    op = operation(70, 150, E=32, F=32, dtype=dtype)
+    op = by_heads(70, 150, E=32, F=32, dtype=dtype)
     q, k, v = random_operands(op)
     q[...], k[...] = 0, 0
     q[..., 0] = 1
@@ -136,7 +116,7 @@ def test_scores_that_rise_or_fall_with_the_keys(dtype, step):
 @pytest.mark.thorough
 def test_the_largest_numbers_do_not_overflow():
     """Weights may exceed 1, up to 2^8: sums of values near the largest float32 must leave room for that."""
-    op = operation(20, 90)
+    op = by_heads(20, 90)
     q, k, v = random_operands(op)
     v *= np.float32(1e33)
     expected = attention(op, q, k, v, None)
@@ -162,5 +142,5 @@ def test_runs_join_short_stretches_and_keep_to_the_longest():
 
 
 def test_static_and_brought_masks_are_not_taken_together():
-    op = operation(8, 8, static_mask=StaticMask(np.ones((1, 8, 8), np.bool_)), mask=CallMask("bool", (1, 1, 1, 8)))
+    op = by_heads(8, 8, static_mask=StaticMask(np.ones((1, 8, 8), np.bool_)), mask=CallMask("bool", (1, 1, 1, 8)))
     assert "not both" in str(CpuAttentionKernel().why_not(op, WIDE))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tvm
 from support import this_cpu
-from support.byte_ops import of_bytes
+from support.byte_ops import of_bytes, whole_numbers
 from support.kernel_runs import assembly, compiled
 from support.tiles.tile_flow import tile_functions
 
@@ -39,13 +39,6 @@ def profile() -> CpuProfile:
 def machine() -> CpuProfile:
     this_cpu.require(profile().tvm_config())
     return profile()
-
-
-def whole(rng: np.random.Generator, dtype: str, *dims: int) -> Array:
-    """Bytes, the smallest and the largest more often than others."""
-    bounds = np.iinfo(dtype)
-    extremes = rng.choice([bounds.min, bounds.max], dims)
-    return np.where(rng.random(dims) < 0.5, extremes, rng.integers(bounds.min, bounds.max + 1, dims)).astype(dtype)
 
 
 class Call:
@@ -94,9 +87,9 @@ def sides(op: LinearOp, weights: list[Array]) -> list[Array]:
 def check_bytes(op: QuantisedLinearOp, machine: CpuProfile, config: Config, *, rows: Any = ROWS) -> None:
     """Both kernels, and the sums in NumPy: with scales of 1 and sums below 2^24 float32 is exact."""
     rng = np.random.default_rng(1)
-    weights = [whole(rng, d, n, op.in_features) for d, n in zip(op.stored, op.widths, strict=True)]
+    weights = [whole_numbers(rng, d, n, op.in_features) for d, n in zip(op.stored, op.widths, strict=True)]
     zeros = [
-        np.full(n, 128 * (d == "uint8"), d) if op.centred else whole(rng, d, n)
+        np.full(n, 128 * (d == "uint8"), d) if op.centred else whole_numbers(rng, d, n)
         for d, n in zip(op.stored, op.widths, strict=True)
     ]
     scales = [rng.choice(np.float32([0.5, 1, 2]), n) for n in op.widths]
@@ -110,7 +103,7 @@ def check_bytes(op: QuantisedLinearOp, machine: CpuProfile, config: Config, *, r
     left = iter(biases)
     bias = np.concatenate([next(left) if there else np.zeros(n) for n, there in zip(op.widths, op.biased, strict=True)])
     for B, L in rows:
-        x = whole(rng, op.x_dtype, B, L, op.in_features)
+        x = whole_numbers(rng, op.x_dtype, B, L, op.in_features)
         for zero in (-128, 3) if op.x_dtype == "int8" else (0, 128, 255):
             y = pair.check(x, np.array(zero, op.x_dtype), np.array(0.25, np.float32))
             expected = (x.astype(np.int64) - zero) @ wide.T * 0.25 * np.concatenate(scales) + bias
@@ -165,11 +158,11 @@ def test_an_epilogue_behind_bytes(machine: CpuProfile) -> None:
     rng = np.random.default_rng(3)
     steps = Epilogue(1, (EpilogueStep("max", (0, 0.0)), EpilogueStep("add", (2, 1))))
     op = of_bytes(64, (50,), "uint8", ("int8",), centred=True, epilogue=steps)
-    given = [whole(rng, "int8", 64, 50), np.zeros(50, np.int8), rng.random(50, np.float32), rng.random(50, np.float32)]
+    given = [whole_numbers(rng, "int8", 64, 50), np.zeros(50, np.int8), *rng.random((2, 50), np.float32)]
     pair = Pair(op, OF_BYTES, machine, given, {})
     for rows in (5, 45):
         residual = rng.standard_normal((1, rows, 50), np.float32)
-        x, numbers = whole(rng, "uint8", 1, rows, 64), (np.array(3, np.uint8), np.array(0.25, np.float32))
+        x, numbers = whole_numbers(rng, "uint8", 1, rows, 64), (np.array(3, np.uint8), np.array(0.25, np.float32))
         pair.check(x, *numbers, operands=[residual])
 
 

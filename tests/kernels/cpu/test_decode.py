@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 from support import this_cpu
-from support.attention_ops import attention_of, changed
+from support.attention_ops import changed, three_buffers
 from support.kernel_runs import attention, call, compiled, vector_machine
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
@@ -28,13 +28,8 @@ def machine(name="avx512", cores=1):
     return msgspec.structs.replace(profile, hardware=msgspec.structs.replace(profile.hardware, cores=cores))
 
 
-def decode(L=1, H=4, G=2, E=16, F=24, layout="heads", **fields) -> AttentionOp:
-    op = attention_of(
-        batch="B", q_length=L, kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
-        scale=0.3, band=None, mask=None, query=HeadLayout(0, layout, H * E), key=HeadLayout(1, layout, G * E),
-        value=HeadLayout(2, layout, G * F), output=HeadLayout(0, layout, H * F),
-    )  # fmt: skip
-    return changed(op, **fields)
+def decode(L=1, *sizes, layout="heads", **fields) -> AttentionOp:
+    return three_buffers(L, *sizes, layout=layout, **fields)
 
 
 def library(op, profile, **config):

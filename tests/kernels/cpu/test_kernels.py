@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from support.attention_ops import attention_of, changed
+from support.attention_ops import attention_of, three_buffers
 from support.kernel_runs import assembly, attention, call, compiled, heads, inner_loops, stack_stores, vector_machine
 
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
@@ -46,16 +46,6 @@ def self_attention(H=3, E=20, F=12, **fields) -> AttentionOp:
     )  # fmt: skip
 
 
-def split_attention(H=4, G=2, E=16, F=24, layout="rows", **fields) -> AttentionOp:
-    """Q, K and V in three buffers."""
-    op = attention_of(
-        batch="B", q_length="L", kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
-        scale=0.3, band=None, mask=None, query=HeadLayout(0, layout, H * E), key=HeadLayout(1, layout, G * E),
-        value=HeadLayout(2, layout, G * F), output=HeadLayout(0, layout, H * F),
-    )  # fmt: skip
-    return changed(op, **fields)
-
-
 def close(actual: np.ndarray, expected: np.ndarray) -> None:
     assert np.isfinite(actual).all()
     assert np.abs(actual - expected).max() <= RTOL * np.abs(expected).max()
@@ -76,7 +66,7 @@ def test_self_attention_reads_its_heads_in_one_buffer(profile):
 @pytest.mark.thorough_but("avx2-heads-bottom_right")
 @half(layout=["rows", "heads"], causal=["top_left", "bottom_right"])
 def test_causal_attention_in_both_layouts(profile, layout, causal):
-    op, kernel = split_attention(layout=layout, band=WindowSpec(None, 0, causal)), CpuAttentionKernel()
+    op, kernel = three_buffers(layout=layout, band=WindowSpec(None, 0, causal)), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     rng = np.random.default_rng(0)
     for B, L, S in [(2, 37, 131), (1, 131, 37), (1, 1, 1)]:
@@ -93,7 +83,7 @@ def test_causal_attention_in_both_layouts(profile, layout, causal):
 def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
     """One of the masked keys holds NaN and Inf, and some queries see no key at all."""
     names = tuple(1 if size == 1 else name for size, name in zip(shape, "BHLS", strict=True))
-    op, kernel = split_attention(mask=CallMask(dtype, names)), CpuAttentionKernel()
+    op, kernel = three_buffers(mask=CallMask(dtype, names)), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((2, h, n, e), np.float32) for h, n, e in ((4, 37, 16), (2, 131, 16), (2, 131, 24)))
@@ -113,7 +103,7 @@ def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
 @pytest.mark.thorough
 def test_nan_in_a_visible_place_comes_through():
     profile = vector_machine(512, 32)
-    op, kernel = split_attention(H=1, G=1, F=16, band=WindowSpec(None, 0, "top_left")), CpuAttentionKernel()
+    op, kernel = three_buffers(H=1, G=1, F=16, band=WindowSpec(None, 0, "top_left")), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     q, k, v = (np.ones((1, 40, 16), np.float32) for _ in range(3))
     v[0, 20, 3] = np.nan

@@ -12,7 +12,7 @@ import pytest
 import tvm
 from onnx import TensorProto, helper
 from support import this_cpu
-from support.byte_ops import of_bytes
+from support.byte_ops import of_bytes, whole_numbers
 from support.kernel_runs import assembly, compiled, inner_loops, stack_stores, vector_machine
 
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
@@ -39,19 +39,12 @@ def machine(name: str) -> TargetProfile:
     return profile
 
 
-def whole(rng: np.random.Generator, dtype: str, *dims: int) -> Array:
-    """Bytes, the smallest and the largest more often than others: with these, sums of pairs pass 16 bits."""
-    bounds = np.iinfo(dtype)
-    extremes = rng.choice([bounds.min, bounds.max], dims)
-    return np.where(rng.random(dims) < 0.5, extremes, rng.integers(bounds.min, bounds.max + 1, dims)).astype(dtype)
-
-
 class Linear:
     """One operation, compiled, with its weights packed."""
 
     def __init__(self, op: QuantisedLinearOp, profile: TargetProfile, zeros: list[Array], seed: int = 0) -> None:
         rng, self.op, self.zeros = np.random.default_rng(seed), op, zeros
-        self.weights = [whole(rng, d, n, op.in_features) for d, n in zip(op.stored, op.widths, strict=True)]
+        self.weights = [whole_numbers(rng, d, n, op.in_features) for d, n in zip(op.stored, op.widths, strict=True)]
         self.scales = [rng.uniform(0.01, 0.05, n).astype(np.float32) for n in op.widths]
         self.biases = [rng.standard_normal(n).astype(np.float32) * b for n, b in zip(op.widths, op.biased, strict=True)]
         emitted = LINEAR.emit(op, profile, LINEAR.default_config(op, profile))
@@ -103,9 +96,9 @@ CASES = [
 def test_whole_numbers(case: Any, name: str) -> None:
     """Zeros of each feature, odd ones among them; one row, few and many."""
     profile, rng = machine(name), np.random.default_rng(1)
-    linear = Linear(of_bytes(*case), profile, [whole(rng, d, n) for d, n in zip(case[3], case[1], strict=True)])
+    linear = Linear(of_bytes(*case), profile, [whole_numbers(rng, d, n) for d, n in zip(case[3], case[1], strict=True)])
     for B, L in ((1, 1), (1, 3), (2, 197)):
-        x = whole(rng, case[2], B, L, case[0])
+        x = whole_numbers(rng, case[2], B, L, case[0])
         for zero in (0, 127) if case[2] == "int8" else (0, 128, 255):
             linear.check(x, zero, 0.031)
 
@@ -117,7 +110,7 @@ def test_zeros_that_need_no_sums_of_rows(stored: str, centre: int) -> None:
         of_bytes(100, (48,), "uint8", (stored,), centred=True), machine("dots512"), [np.full(48, centre, stored)]
     )
     for rows in (1, 3, 50):
-        linear.check(whole(rng, "uint8", 1, rows, 100), 131, 0.5)
+        linear.check(whole_numbers(rng, "uint8", 1, rows, 100), 131, 0.5)
 
 
 def test_exact_sums_of_extremes() -> None:
@@ -143,7 +136,7 @@ def test_an_epilogue_behind_it() -> None:
         Linear(replace(plain, epilogue=steps), machine("dots512"), zeros),
         Linear(plain, machine("dots512"), zeros),
     )
-    x, residual = whole(rng, "uint8", 1, 5, 40), rng.standard_normal((1, 5, 20)).astype(np.float32)
+    x, residual = whole_numbers(rng, "uint8", 1, 5, 40), rng.standard_normal((1, 5, 20)).astype(np.float32)
     y = tvm.runtime.tensor(np.zeros((1, 5, 20), np.float32))
     numbers = np.array(3, np.uint8), np.array(0.25, np.float32)
     linear.run(*map(tvm.runtime.tensor, (x, *numbers)), *linear.packed, tvm.runtime.tensor(residual), y)

@@ -6,6 +6,7 @@ What a query must not see holds NaN and infinities in every case that hides anyt
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -13,14 +14,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support.attention_ops import attention_of, changed, features
+from support.attention_ops import by_heads, changed, features, scattered
 from support.kernel_runs import attention, call, compiled, vector_machine
 
 from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.interface.kernel import Kernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.verification.error_budget import budget, max_error
@@ -36,12 +37,7 @@ def cores(profile: TargetProfile, count: int) -> TargetProfile:
     return msgspec.structs.replace(profile, hardware=msgspec.structs.replace(profile.hardware, cores=count))
 
 
-def operation(
-    L: int, S: int, H: int = 4, G: int = 2, E: int = 24, F: int = 40, B: int = 3, **fields: Any
-) -> AttentionOp:
-    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
-    fields = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), **places, **fields}
-    return attention_of(B, L, S, H, G, E, F, E**-0.5, **fields)
+operation = partial(by_heads, B=3)
 
 
 def symbolic(op: AttentionOp, lengths: str) -> AttentionOp:
@@ -117,15 +113,6 @@ def test_each_alone(profile, fields):
     check(ATTENTION, symbolic(op, "S"), profile, *runs[:2], (replace(op, kv_length=200), [200, 3, 130]))
 
 
-def constant_mask(L: int, S: int) -> StaticMask:
-    """Random pairs, a stretch that nobody sees, a corner that everybody sees, a query that sees nothing."""
-    visible = np.random.default_rng(7).random((1, L, S)) < 0.5
-    visible[:, :, S // 3 : S // 2] = False
-    visible[:, : L // 2, S // 2 :] = True
-    visible[:, L - 1] = False
-    return StaticMask(visible)
-
-
 @pytest.mark.parametrize(
     ("profile", "op", "free", "lengths"),
     [
@@ -139,7 +126,7 @@ def constant_mask(L: int, S: int) -> StaticMask:
         ),
         pytest.param(
             AVX512,
-            operation(125, 197, band=CAUSAL, static_mask=constant_mask(125, 197), **ALL),
+            operation(125, 197, band=CAUSAL, static_mask=StaticMask(scattered((1, 125, 197), seed=7)), **ALL),
             "",
             [197, 40, 123],
             marks=pytest.mark.thorough,

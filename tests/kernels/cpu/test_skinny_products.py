@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from support import product_ops
 from support.kernel_runs import call, compiled, vector_machine
 
 import mhsa_compile as mhsa
@@ -37,23 +38,11 @@ SHAPES = {  # A as it is stored, B as it is stored, and what is made of them
 
 def operation(name: str, *, free: bool = False) -> ProductOp:
     *shapes, equation = SHAPES[name]
-    left, right, result = equation.replace("->", ",").split(",")
+    left, right, _ = equation.replace("->", ",").split(",")
     sizes = dict(zip(left + right, (*shapes[0], *shapes[1]), strict=True))
     few = {axis for axis in "mn" if sizes[axis] == min(sizes["m"], sizes["n"])}
     dims: dict[str, Any] = {axis: axis if free and axis not in few else size for axis, size in sizes.items()}
-
-    def operand(axes: str, rows: str, columns: str) -> ProductOperand:
-        batch = tuple(axes.index(axis) if axis in axes else None for axis in result[:-2])
-        return ProductOperand(tuple(dims[axis] for axis in axes), batch, axes.index(rows), axes.index(columns))
-
-    return ProductOp(
-        batch=tuple(dims[axis] for axis in result[:-2]),
-        rows=dims["m"],
-        inner=dims["k"],
-        columns=dims["n"],
-        left=operand(left, "m", "k"),
-        right=operand(right, "k", "n"),
-    )
+    return product_ops.operation(equation, dims, "ieee")
 
 
 @pytest.mark.thorough_but(

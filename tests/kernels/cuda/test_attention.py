@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzz.attention import draw_operands
-from support.attention_ops import features
+from support.attention_ops import features, scattered
 from support.cuda import cuda_code
-from support.cuda.cuda_tile_kernels import MMA, operation, scattered
+from support.cuda.cuda_tile_kernels import MMA, operation
 from support.simt.banks import counted
 
 import mhsa_compile as mhsa

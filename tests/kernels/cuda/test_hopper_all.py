@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.attention_ops import scattered
 from support.cuda import cuda_code, cuda_compiler
-from support.cuda.cuda_tile_kernels import HOPPER, operation, scattered
+from support.cuda.cuda_tile_kernels import HOPPER, operation
 
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from fuzz.attention import NUMPY, draw_operands, evaluated
-from support.cuda.cuda_tile_kernels import TILE_KERNELS, scattered
+from support.attention_ops import scattered
+from support.cuda.cuda_tile_kernels import TILE_KERNELS
 from support.kernel_runs import attention
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
+from support.attention_ops import scattered
 from support.cuda.cuda_linear import linear
-from support.cuda.cuda_tile_kernels import operation, scattered
+from support.cuda.cuda_tile_kernels import operation
 from support.rope_cases import BASE as ROPE
 from support.scatter_cases import BASE as SCATTER
 

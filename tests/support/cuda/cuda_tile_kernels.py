@@ -65,16 +65,6 @@ def check(run: Run, op: AttentionOp, sizes: Sizes, *, poisoned: bool = False) ->
     assert result.ok, result
 
 
-def scattered(shape: tuple[int, int, int]) -> np.ndarray:
-    """Random pairs, with keys that nobody sees, a corner that everybody sees, and a query that sees nothing."""
-    visible = np.random.default_rng(1).random(shape) < 0.5
-    _, L, S = shape
-    visible[:, :, S // 3 : S // 2] = False
-    visible[:, : L // 2, S // 2 :] = True
-    visible[:, L - 1] = False
-    return visible
-
-
 GARBAGE = -(1 << 16)
 """What a workspace holds before somebody writes to it: NaN as a float32, and as a number none that counts anything."""
 
