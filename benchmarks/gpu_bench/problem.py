@@ -19,7 +19,6 @@ from mhsa_compile.bench import accuracy
 from mhsa_compile.bench.workloads import Workload
 from mhsa_compile.nn.functional import to_numpy
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.spec.masks import window
 
 LEAST_SETS, MOST_SETS = 2, 16
 BEYOND_CACHE = 2
@@ -46,7 +45,7 @@ class GpuProblem:
     def visible(self) -> Tensor | None:
         """(L, S) bool, True takes part: a band and a constant mask together; None where all see all."""
         spec, L, S = self.workload.spec, self.workload.L, self.workload.S
-        pairs = None if spec.band is None else window(L, S, *spec.band)
+        pairs = None if spec.band is None else spec.band.visible(range(L), L, S)
         if spec.static_mask is not None:
             constant = spec.static_mask.array(L, S)
             pairs = constant if pairs is None else constant & pairs

@@ -152,7 +152,7 @@ def fused_multi_head(problem: Problem) -> onnx.ModelProto:
 def fused_grouped(problem: Problem) -> onnx.ModelProto:
     """Microsoft's GroupQueryAttention: always causal, with a left window; k and v are the keys and values of x."""
     spec, (B, L, S) = problem.spec, _sizes(problem)
-    _require(spec.band is not None and spec.band[1] == 0 and spec.static_mask is None, "causal attention")
+    _require(spec.band is not None and spec.band.right == 0 and spec.static_mask is None, "causal attention")
     _require(spec.mask is None and L == S and spec.head_dim == spec.v_head_dim, "L = S, E = F and no mask of the call")
     graph = GraphBuilder(problem)
     q, k, v = _rows(graph)
@@ -162,8 +162,8 @@ def fused_grouped(problem: Problem) -> onnx.ModelProto:
         "kv_num_heads": spec.num_kv_heads,
         "scale": _scale(problem),
     }
-    if spec.band is not None and spec.band[0] >= 0:
-        attributes["local_window_size"] = spec.band[0] + 1  # it counts the query itself
+    if spec.band is not None and spec.band.left is not None:
+        attributes["local_window_size"] = spec.band.left + 1  # it counts the query itself
     operands = [q, k, v, "", "", *lengths]
     y, _, _ = graph.node("GroupQueryAttention", *operands, domain=MICROSOFT, outputs=3, **attributes)
     return _from_rows(graph, y)

@@ -20,7 +20,6 @@ from mhsa_compile.bench.timing import Call
 from mhsa_compile.errors import ModelError
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.spec.masks import window
 from mhsa_compile.verification.random_inputs import Arrays
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -105,7 +104,7 @@ class Problem:
     def visible(self) -> np.ndarray | None:
         """(L, S) bool, True takes part: what causality, a window and a constant mask leave together; None is all."""
         L, S = self.sizes["L"], self.sizes["S"]
-        band = None if self.spec.band is None else window(L, S, *self.spec.band)
+        band = None if self.spec.band is None else self.spec.band.visible(range(L), L, S)
         if self.spec.static_mask is None:
             return band
         constant = self.spec.static_mask.array(L, S)

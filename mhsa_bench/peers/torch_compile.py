@@ -17,6 +17,7 @@ from mhsa_bench.peers.peer import Opened, Problem
 from mhsa_bench.peers.torch_eager import folded_form, sdpa_form, tensors, torch_threads, with_projections
 from mhsa_compile.errors import ModelError
 from mhsa_compile.nn.functional import to_numpy, to_torch
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.verification.random_inputs import Arrays
 
 if TYPE_CHECKING:
@@ -79,14 +80,13 @@ def flex_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     return with_projections(problem, core)
 
 
-def flex_rule(band: tuple[int, int, str] | None, L: int, S: int, pairs: Tensor | None) -> Callable[..., Tensor]:
+def flex_rule(band: WindowSpec | None, L: int, S: int, pairs: Tensor | None) -> Callable[..., Tensor]:
     """What is seen, by FlexAttention's way to ask: `pairs` (L, S), where a constant mask says it, else the band."""
     if pairs is not None:
         return lambda b, h, i, j: pairs[i, j]
     assert band is not None
-    left, right, alignment = band
-    offset = S - L if alignment == "bottom_right" else 0
-    before, after = (S if size < 0 else size for size in (left, right))
+    offset = S - L if band.alignment == "bottom_right" else 0
+    before, after = (S if size is None else size for size in (band.left, band.right))
     return lambda b, h, i, j: (j <= i + offset + after) & (j >= i + offset - before)
 
 

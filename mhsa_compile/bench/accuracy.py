@@ -17,7 +17,6 @@ import torch
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
 from mhsa_compile.nn.score_features import EagerScoring
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.spec.semantics import visible_keys
 from mhsa_compile.verification.error_budget import budget, in_float64, max_error, share_of_budget
 from mhsa_compile.verification.oracle.evaluate import eager, oracle
 from mhsa_compile.verification.precision import Precision
@@ -139,10 +138,7 @@ def _visible_and_bias(
     """What these queries see, bool, and what is added to their scores; broadcastable to (1, H, n, S)."""
     stated = []
     if spec.band is not None:
-        left, right, alignment = spec.band
-        first, last = visible_keys(L, S, left, right, from_end=alignment == "bottom_right")
-        keys = np.arange(S)
-        stated.append((first[rows, np.newaxis] <= keys) & (keys < last[rows, np.newaxis]))
+        stated.append(spec.band.visible(rows, L, S))
     if spec.static_mask is not None:
         stated.append(np.concatenate([spec.static_mask.rows(row, row + 1, L, S) for row in rows]))
     bias, mask = None, arrays.get("mask")

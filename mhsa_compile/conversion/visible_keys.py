@@ -15,6 +15,7 @@ from torch import Tensor
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.masks import HIDES
+from mhsa_compile.spec.window import window_of
 from mhsa_compile.verification.error_budget import agrees
 
 
@@ -27,14 +28,9 @@ class VisibleBand:
 
     def visible(self, L: int, S: int) -> Tensor:
         """Which keys each query sees, (L, S) bool."""
-        distance = torch.arange(S) - torch.arange(L)[:, None]
-        visible = torch.ones(L, S, dtype=torch.bool)
-        if self.causal is not None:
-            visible &= distance <= 0
-        if self.window is not None:
-            left, right = self.window
-            visible &= ((-distance <= left) | (left < 0)) & ((distance <= right) | (right < 0))
-        return visible
+        left, right = self.window or (-1, -1)
+        band = window_of(left, right if self.causal is None else 0, self.causal or "top_left")
+        return torch.ones(L, S, dtype=torch.bool) if band is None else torch.from_numpy(band.visible(range(L), L, S))
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,9 +128,9 @@ class _CallMask(Feature):
 
 class _Band(Feature):
     def scoring(self, call: EagerCall) -> EagerScoring:
-        if call.spec.band is None:
+        left, right = call.spec.sides
+        if left == right == -1:
             return EagerScoring()
-        left, right, _ = call.spec.band
         distance = call.distance
         visible = torch.ones_like(distance, dtype=torch.bool) if right < 0 else distance <= right
         return EagerScoring(visible & (-distance <= left) if left >= 0 else visible)

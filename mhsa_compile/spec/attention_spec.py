@@ -32,7 +32,7 @@ from mhsa_compile.spec.mask_patterns import AnyPattern, BlockDiagonal, Pattern, 
 from mhsa_compile.spec.outputs import checked_outputs, split_words
 from mhsa_compile.spec.position_encoding import Rope, checked_rope, parse_rope
 from mhsa_compile.spec.score_functions import ScoreFunction, checked_function
-from mhsa_compile.spec.semantics import visible_keys
+from mhsa_compile.spec.window import WindowSpec, window_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -371,8 +371,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownF
     @property
     def sides(self) -> tuple[int, int]:
         """How many keys places leave to the left and to the right of a query; -1 is all."""
-        left, right, _ = self.band or (-1, -1, "")
-        return left, right
+        left, right = self.window or (-1, -1)
+        return left, right if self.causal is None else 0  # no window ends before the query itself
 
     @property
     def needs_lengths(self) -> bool:
@@ -398,26 +398,20 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownF
         return 2 * B * (query_and_out + key_and_value)
 
     @property
-    def band(self) -> tuple[int, int, str] | None:
-        """(left, right, alignment) of `window` and `causal` together, -1 unbounded; None where neither is set."""
-        left, right = self.window or (-1, -1)
-        if self.causal is not None:
-            right = 0  # no window ends before the query itself
-        return None if left == right == -1 else (left, right, self.causal or "top_left")
+    def band(self) -> WindowSpec | None:
+        """`window` and `causal` together; None where neither is set."""
+        return window_of(*self.sides, self.causal or "top_left")
 
     def _visible_pairs(self, L: int, S: int) -> int:
         """Pairs that a band and a constant mask leave, counted without an L x S array."""
-        import numpy as np  # what only reads a spec does not load it
-
-        left, right, alignment = self.band or (-1, -1, "top_left")
-        first, last = visible_keys(L, S, left, right, from_end=alignment == "bottom_right")
+        band = self.band
         if self.static_mask is None:
-            return int(np.maximum(last - first, 0).sum())
-        keys, pairs = np.arange(S), 0
+            return L * S if band is None else band.pairs(L, S)
+        pairs = 0
         for begin in range(0, L, _ROWS):
-            rows = slice(begin, min(begin + _ROWS, L))
-            inside = (first[rows, np.newaxis] <= keys) & (keys < last[rows, np.newaxis])
-            pairs += int((self.static_mask.rows(rows.start, rows.stop, L, S) & inside).sum())
+            rows = range(begin, min(begin + _ROWS, L))
+            visible = self.static_mask.rows(rows.start, rows.stop, L, S)
+            pairs += int((visible if band is None else visible & band.visible(rows, L, S)).sum())
         return pairs
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from mhsa_compile.spec.mask_patterns import (
     parse_pattern,
     pattern,
 )
+from mhsa_compile.spec.window import window_of
 
 __all__ = [
     "HIDES",
@@ -79,11 +80,8 @@ def window(L: int, S: int, left: int, right: int, alignment: str = "top_left") -
     for name, size in (("left", left), ("right", right)):
         if size < -1:
             raise InputError(name, "a number of keys, or -1 for unbounded", str(size))
-    offset = S - L if alignment == "bottom_right" else 0
-    visible = np.tri(L, S, S if right < 0 else offset + right, dtype=np.bool_)
-    if left >= 0:
-        visible &= ~np.tri(L, S, offset - left - 1, dtype=np.bool_)
-    return visible
+    band = window_of(left, right, alignment)
+    return np.ones((L, S), np.bool_) if band is None else band.visible(range(L), L, S)
 
 
 def key_padding(lengths: Sequence[int] | NDArray[np.integer], S: int) -> BoolArray:

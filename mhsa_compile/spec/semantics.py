@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import msgspec
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
-class BandMeaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The keys a query sees by its place p: p - left to p + right, where None is unbounded. p = i of query i, or
-    i + S - L where it is "bottom_right"."""
-
-    left: int | None
-    right: int | None
-    alignment: Literal["top_left", "bottom_right"]
+from mhsa_compile.spec.window import WindowSpec
 
 
 class Semantics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +21,7 @@ class Semantics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     scale: float
     dtype: str
     causal: Literal["top_left", "bottom_right"] | None = None
-    band: BandMeaning | None = None
+    band: WindowSpec | None = None
     static_mask: str | None = None
     softcap: float | None = None
     lengths: str | None = None
@@ -62,17 +52,4 @@ class Semantics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def visible_pairs(self, L: int, S: int) -> int:
         """The number of pairs of a query and a key that places leave."""
-        if self.band is None:
-            return L * S
-        left, right = (-1 if side is None else side for side in (self.band.left, self.band.right))
-        first, last = visible_keys(L, S, left, right, from_end=self.from_end)
-        return int((last - first).clip(0).sum())
-
-
-def visible_keys(L: int, S: int, left: int, right: int, *, from_end: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(the first key that each query sees by its place, the one behind the last); -1 is unbounded."""
-    import numpy as np  # what only reads a manifest or a spec does not load it
-
-    place = np.arange(L) + (S - L if from_end else 0)
-    first = np.zeros(L, np.int64) if left < 0 else np.clip(place - left, 0, S)
-    return first, np.full(L, S, np.int64) if right < 0 else np.clip(place + right + 1, 0, S)
+        return L * S if self.band is None else self.band.pairs(L, S)

@@ -8,7 +8,8 @@ from support.attention_ops import attention_of
 from support.kernel_features import features
 
 from campaigns.choose_tests import SLOW, MeasuredTest, changes, choose
-from mhsa_compile.kernels.interface.ops import HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import HeadLayout
+from mhsa_compile.spec.window import WindowSpec
 
 
 def made(id: str, seconds: float, *lines: int, tier: str = "") -> MeasuredTest:

@@ -11,7 +11,8 @@ from support.attention_ops import attention_of
 from tvm import relax
 
 from mhsa_compile.compiler.fallback import attention
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.verification.error_budget import budget, max_error
 
 

@@ -21,7 +21,7 @@ import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError, OutputError, TargetError
 from mhsa_compile.nn.functional import to_numpy
 from mhsa_compile.nn.modules import weights
-from mhsa_compile.spec.semantics import BandMeaning
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.verification.verify import verify
 
 SPEC = mhsa.AttentionSpec(embed_dim=32, num_heads=4)
@@ -161,7 +161,7 @@ def test_a_window_made_elsewhere(tmp_path):
     it."""
     attributes = {"left_window_size": 5, "right_window_size": 2}
     artifact = mhsa.compile(attention_model(tmp_path / "core.onnx", opset=25, attributes=attributes))
-    assert artifact.manifest.semantics[0].band == BandMeaning(5, 2, "top_left")
+    assert artifact.manifest.semantics[0].band == WindowSpec(5, 2, "top_left")
     verdict = mhsa.verify(artifact, cases=[{"B": 2, "L": 7, "S": 31}, {"B": 1, "L": 31, "S": 7}])
     assert verdict.ok, verdict.worst
 

@@ -11,9 +11,10 @@ from support.attention_ops import attention_of
 from mhsa_compile.compiler.selection.op_key import bucket, key_of, symbols
 from mhsa_compile.compiler.selection.select_kernel import kernels_for, select_kernel
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, ScoresOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, ScoresOp
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record, RecordSet, isa_of
+from mhsa_compile.spec.window import WindowSpec
 
 AVX512, AVX2, NEON = (load_profile(name) for name in ("x86-64-v4", "x86-64-v3", "neoverse-n1"))
 

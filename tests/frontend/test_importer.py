@@ -15,9 +15,10 @@ from support.operator_models import model as operator_model
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.frontend.relax.importer import import_onnx
-from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.window import WindowSpec
 
 L, S, H = 5, 7, 2
 LOWEST = float(np.finfo(np.float32).min)

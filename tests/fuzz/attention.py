@@ -17,10 +17,11 @@ from support.kernel_runs import attention, masked_scores
 from fuzz.cases import AttentionCase
 from fuzz.numbers import OF_SCORES, numbers
 from mhsa_compile import masks
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.float32_products import Float32Products, is_coarse
+from mhsa_compile.spec.window import WindowSpec
 
 NUMPY = {
     "float32": np.float32,

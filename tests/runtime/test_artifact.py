@@ -25,7 +25,8 @@ from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, Manifest, OpReport, TensorInfo
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.spec.semantics import BandMeaning, Semantics
+from mhsa_compile.spec.semantics import Semantics
+from mhsa_compile.spec.window import WindowSpec
 
 FILES = {"model.onnx": b"a graph", "module.so": b"\x7fELF code", "weights.safetensors": bytes(range(256))}
 TARGET = CpuProfile(
@@ -36,7 +37,7 @@ TARGET = CpuProfile(
 )
 MEANING = Semantics(
     op="op_1", operator="ONNX Attention-25", num_heads=2, num_kv_heads=2, head_dim=4, v_head_dim=4, scale=0.125,
-    dtype="float32", causal=None, band=BandMeaning(None, 3, "top_left"), static_mask=None, softcap=None, lengths=None,
+    dtype="float32", causal=None, band=WindowSpec(None, 3, "top_left"), static_mask=None, softcap=None, lengths=None,
     sinks=False, alibi=False, mask=None, bool_mask="True takes part", fully_masked_row="zeros", softmax="float32",
 )  # fmt: skip
 

@@ -19,7 +19,8 @@ from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.runtime.profile import op_work
 from mhsa_compile.runtime.profile.call_profile import CallProfile, OpProfile
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.spec.semantics import BandMeaning, Semantics
+from mhsa_compile.spec.semantics import Semantics
+from mhsa_compile.spec.window import WindowSpec
 
 SPEC = AttentionSpec(embed_dim=24, num_heads=2, causal=True, window=(5, 0), kv_cache=True)
 CROSS = AttentionSpec(embed_dim=24, num_heads=4, num_kv_heads=2, kv_embed_dim=10, causal="bottom_right", bias=False)
@@ -161,7 +162,7 @@ def test_pairs_are_counted_as_a_query_sees_them(left: int, right: int, alignment
     for i in range(L):
         place = i + (S - L if alignment == "bottom_right" else 0)
         seen += sum((left is None or j >= place - left) and (right is None or j <= place + right) for j in range(S))
-    banded = meaning(band=BandMeaning(left, right, alignment))
+    banded = meaning(band=WindowSpec(left, right, alignment))
     manifest = Manifest(mhsa_version="", inputs=(), outputs=(), weights=(), semantics=(), spec=None,
                         target=None, versions={}, ops=(), files={})  # type: ignore[arg-type]  # fmt: skip
     assert op_work.attention_flops(manifest, banded, L, S, [S]) == 2 * 3 * seen * 12

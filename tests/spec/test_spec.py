@@ -18,6 +18,7 @@ from mhsa_compile.errors import InputError, MhsaError, SpecError
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import resolve_causal
 from mhsa_compile.spec.position_encoding import Rope, parse_rope
+from mhsa_compile.spec.window import WindowSpec
 
 SPECS = [*(case.spec for case in PARITY), *(workload.spec for workload in WORKLOADS)]
 LLAMA3 = {"scaling": "llama3", "factor": 8, "original_max_length": 64}
@@ -266,9 +267,9 @@ def test_windows_and_causality_resolve_to_one_band() -> None:
 
     assert band() is None
     assert band(window=(-1, -1)) is None
-    assert band(window=[3, -1]) == (3, -1, "top_left")
-    assert band(causal="bottom_right") == (-1, 0, "bottom_right")
-    assert band(causal="bottom_right", window=(3, 4)) == (3, 0, "bottom_right")
+    assert band(window=[3, -1]) == WindowSpec(3, None)
+    assert band(causal="bottom_right") == WindowSpec(None, 0, "bottom_right")
+    assert band(causal="bottom_right", window=(3, 4)) == WindowSpec(3, 0, "bottom_right")
 
 
 def test_a_pattern_in_text() -> None:
@@ -303,7 +304,7 @@ def test_positions_resolve() -> None:
     spec = AttentionSpec(embed_dim=64, num_heads=4, kv_cache=True, causal=True, rope=True, softcap=30)
     assert (spec.causal, spec.softcap, spec.rope) == ("bottom_right", 30.0, Rope(rotary_dim=16))
     assert AttentionSpec(embed_dim=64, num_heads=4, rope=False).rope is None
-    assert spec.band == (-1, 0, "bottom_right")
+    assert spec.band == WindowSpec(None, 0, "bottom_right")
 
 
 def test_ropes_on_a_command_line() -> None:

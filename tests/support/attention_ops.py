@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, HeadLayout, TensorInput, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, HeadLayout, TensorInput
 from mhsa_compile.kernels.interface.score_step import ScoreStep
 from mhsa_compile.kernels.scores.band import Band
 from mhsa_compile.kernels.scores.call_mask import CallMask
@@ -20,6 +20,7 @@ from mhsa_compile.kernels.scores.sinks import Sinks
 from mhsa_compile.kernels.scores.slopes import Slopes
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.score_functions import ScoreFunction
+from mhsa_compile.spec.window import WindowSpec
 
 
 @dataclass(frozen=True)

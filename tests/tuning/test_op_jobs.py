@@ -16,9 +16,10 @@ from mhsa_compile.compiler.pipeline import import_source
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.errors import BuildError, ModelError
 from mhsa_compile.hardware.profile import detect
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.op_jobs import candidate_of, job_of
 

@@ -23,10 +23,11 @@ from mhsa_compile.hardware import host, tile_permission
 from mhsa_compile.hardware.profile import detect, load_profile
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
-from mhsa_compile.kernels.interface.ops import HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import HeadLayout
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import isa_of
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.tuning.measure import rpc_server, runner, sessions
 from mhsa_compile.tuning.measure.job import BUILD, CRASH, LOST, TIMEOUT, WRONG, Candidate, Failure, MeasureJob, Timing
 from mhsa_compile.tuning.measure.runner import Fault

@@ -16,7 +16,8 @@ from support.onnx_models import model_of
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
-from mhsa_compile.spec.semantics import BandMeaning, Semantics
+from mhsa_compile.spec.semantics import Semantics
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.verification.oracle.evaluate import Reference
 from mhsa_compile.verification.paired_runs import RunPairs, SelfCheck
 from mhsa_compile.verification.self_check_inputs import LENGTHS, PRIMES, SelfCheckInputs
@@ -49,19 +50,16 @@ def subject(module: str = "MultiHeadAttention", dims: tuple[tuple[str, int], ...
         torch.manual_seed(0)  # the budget follows from how large the weights let outputs be
         layer = getattr(mhsa, module)(spec).eval()
     model = export(layer, dims=dict(dims))
-    band = None if spec.band is None else dict(zip(("left", "right", "alignment"), spec.band, strict=True))
-    if band is not None:
-        band |= {side: None for side in ("left", "right") if band[side] < 0}
     keys = "S" if spec.is_cross or module == "ScaledDotProductAttention" else "L"
     full = tuple(dict(dims).get(axis, axis) for axis in ("B", spec.num_heads, "L", keys))
-    return model, manifest(model, spec, [meaning(band)], {"mask": full})
+    return model, manifest(model, spec, [meaning(spec.band)], {"mask": full})
 
 
-def meaning(band: dict | None) -> Semantics:
+def meaning(band: WindowSpec | None) -> Semantics:
     """Where queries see keys; the rest of a meaning, nobody asks for here."""
     sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "v_head_dim": 1, "scale": 1.0, "dtype": "float32"}
     words = dict.fromkeys(("op", "operator", "bool_mask", "fully_masked_row", "softmax"), "")
-    return Semantics(**sizes, **words, band=None if band is None else BandMeaning(**band))
+    return Semantics(**sizes, **words, band=band)
 
 
 def manifest(
@@ -287,7 +285,7 @@ def foreign(*nodes: onnx.NodeProto, **attributes: int) -> tuple:
     inputs = {"q": four, "attention_mask": (TensorProto.BOOL, ["N", "T"])}
     last = nodes[-1].output[0] if nodes else "a"
     model = model_of([unsqueeze, attention, *nodes], inputs, {last: four}, {"axes": np.array([1, 2])}, opset=24)
-    band = {"left": None, "right": 0, "alignment": "top_left"} if attributes else None
+    band = WindowSpec(None, 0) if attributes else None
     return model, manifest(model, None, [meaning(band)])
 
 

@@ -25,11 +25,11 @@ from mhsa_compile.kernels.interface.ops import (
     KvConcatOp,
     ScoresOp,
     SoftmaxStatsOp,
-    WindowSpec,
 )
 from mhsa_compile.kernels.interface.score_step import NodeScores, ScoreStep
 from mhsa_compile.kernels.scores.order import STEPS, steps_of
 from mhsa_compile.nn.mhsa_operator import MASK
+from mhsa_compile.spec.window import WindowSpec
 
 WEIGHTS = 3
 """The qk_matmul_output_mode of what the softmax gives, for which there are kernels."""

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.spec.window import WindowSpec
 
 
 def why_not_plan(op: AttentionOp, family: str) -> str | None:
@@ -30,17 +30,6 @@ def split_window(op: AttentionOp) -> tuple[WindowSpec | None, AttentionOp]:
     if op.any_step("from_places"):
         return op.window, op
     return op.window, replace(op, scores=tuple(step for step in op.scores if step.window is None))
-
-
-def visible_in_window(window: WindowSpec | None, rows: range, L: int, S: int) -> NDArray[np.bool_]:
-    """(rows, S): which keys some of the L queries see by their place."""
-    visible = np.ones((len(rows), S), np.bool_)
-    if window is not None:
-        place = np.array(rows)[:, np.newaxis] + (S - L if window.alignment == "bottom_right" else 0)
-        distance = place - np.arange(S)
-        visible &= True if window.left is None else distance <= window.left
-        visible &= True if window.right is None else -distance <= window.right
-    return visible
 
 
 def constant_arguments(arrays: Mapping[str, NDArray[Any]]) -> list[Expr]:

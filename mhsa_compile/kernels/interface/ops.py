@@ -16,6 +16,7 @@ from mhsa_compile.kernels.interface.epilogue import Epilogue
 from mhsa_compile.kernels.interface.score_step import ScoreStep, first
 from mhsa_compile.spec.float32_products import Float32Products
 from mhsa_compile.spec.semantics import Semantics
+from mhsa_compile.spec.window import WindowSpec
 
 Dim = int | str  # a fixed size, or the name of a symbolic one
 DType = Literal["float32", "bfloat16", "float16"]
@@ -305,21 +306,6 @@ class HeadLayout:
     layout: Literal["rows", "heads"]
     width: int
     offset: int = 0
-
-
-@dataclass(frozen=True)
-class WindowSpec:
-    """The keys a query sees by its place: query i stands at p = i, or i + S - L where it is "bottom_right", and sees
-    the keys p - left to p + right. None is unbounded; causality is right = 0."""
-
-    left: int | None
-    right: int | None
-    alignment: Literal["top_left", "bottom_right"] = "top_left"
-
-    def summary(self) -> str:
-        if self.left is None and self.right == 0:
-            return f"{self.alignment} causal"
-        return f"window {self.left}, {self.right}, {self.alignment}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 if TYPE_CHECKING:
     from tvm.ir import Expr
 
-    from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput, WindowSpec
+    from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
+    from mhsa_compile.spec.window import WindowSpec
 
 Part = Any
 """What a step does in a task: a class of its family of kernels, of (step, task); or None."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mhsa_compile.kernels.interface.ops import WindowSpec
 from mhsa_compile.kernels.interface.score_step import NodeScores, RowMeaning, ScoreStep, SomeRows
 from mhsa_compile.spec.checks import LONGEST
-from mhsa_compile.spec.semantics import BandMeaning
+from mhsa_compile.spec.window import WindowSpec
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Band(ScoreStep):
 
     def semantics(self) -> dict[str, Any]:
         window = self.window
-        return {"causal": window.alignment if window.right == 0 else None, "band": BandMeaning(**asdict(window))}
+        return {"causal": window.alignment if window.right == 0 else None, "band": window}
 
     def key(self) -> dict[str, Any]:
         return {"band": [self.window.left, self.window.right, self.window.alignment]}

@@ -11,9 +11,10 @@ from support.kernel_runs import attention, call, compiled, vector_machine
 from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.cpu.attention.block_sparsity import HIDDEN, PARTIAL, WHOLE, _kinds, _runs, plan
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

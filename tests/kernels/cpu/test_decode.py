@@ -14,10 +14,11 @@ from support.kernel_runs import attention, call, compiled, vector_machine
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
 RTOL = 4e-6  # of the largest value: float32 sums of up to a thousand terms, in many parts

@@ -11,8 +11,9 @@ from support.attention_ops import attention_of, three_buffers
 from support.kernel_runs import assembly, attention, call, compiled, heads, inner_loops, stack_stores, vector_machine
 
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.spec.window import WindowSpec
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
 RTOL = 4e-6  # of the largest value: float32 sums of up to 200 terms

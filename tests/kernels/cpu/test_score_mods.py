@@ -21,9 +21,10 @@ from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.interface.kernel import Kernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.verification.error_budget import budget, max_error
 
 ATTENTION, DECODE = CpuAttentionKernel(), CpuDecodeKernel()

@@ -21,10 +21,11 @@ from mhsa_compile.kernels.cpu.simd.vectors import load, store
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, SoftmaxStatsOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, SoftmaxStatsOp
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.outputs import SoftmaxOutputs
+from mhsa_compile.spec.window import WindowSpec
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "scalar": (64, 8)}
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)

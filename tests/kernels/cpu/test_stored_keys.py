@@ -18,7 +18,8 @@ from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.decode.tile_scores import takes
 from mhsa_compile.kernels.cpu.quantise_rows import CpuQuantiseRowsKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, QuantiseRowsOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, QuantiseRowsOp
+from mhsa_compile.spec.window import WindowSpec
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int8": np.int8}
 RTOL = 4e-6  # as in test_decode: float32 sums of up to a thousand terms, in many parts

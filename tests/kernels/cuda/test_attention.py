@@ -19,10 +19,11 @@ import mhsa_compile as mhsa
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.attention.block_sparsity import block_plan
 from mhsa_compile.kernels.cuda.primitives.simt import MOST_REGISTERS
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 
 KERNEL, GPU = MMA.kernel, MMA.profile
 slow = pytest.mark.cuda  # of `make test-cuda`; a part of each kind of test is in the suite

@@ -12,9 +12,9 @@ from support.cuda import cuda_code
 from support.cuda.cuda_tile_kernels import FLOAT32
 
 from mhsa_compile.hardware.profile import load_profile
-from mhsa_compile.kernels.interface.ops import WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 
 KERNEL, GPU = FLOAT32.kernel, FLOAT32.profile
 slow = pytest.mark.cuda  # of `make test-cuda`; a part is in the suite

@@ -21,9 +21,10 @@ from support.simt import interpreter
 import mhsa_compile as mhsa
 from mhsa_compile.hardware.profile import CudaProfile, load_profile
 from mhsa_compile.kernels.cuda.decode.kernel import KNOBS, CudaDecodeKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.verification.parity import judge
 
 KERNEL = CudaDecodeKernel()

@@ -6,8 +6,8 @@ import pytest
 from support.cuda.cuda_tile_kernels import HOPPER, operation
 
 from mhsa_compile.hardware.profile import load_profile
-from mhsa_compile.kernels.interface.ops import WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.spec.window import WindowSpec
 
 KERNEL, PROFILE = HOPPER.kernel, load_profile(HOPPER.target)
 

@@ -14,9 +14,10 @@ from support.cuda import cuda_code, cuda_compiler
 from support.cuda.cuda_tile_kernels import HOPPER, operation
 
 from mhsa_compile.hardware.profile import load_profile
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 
 pytestmark = pytest.mark.cuda
 PROFILE = load_profile(HOPPER.target)

@@ -22,8 +22,9 @@ from torch import Tensor
 import mhsa_compile as mhsa
 from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.decode.kernel import CudaDecodeKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
 from mhsa_compile.nn.score_tracing import trace
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.verification.error_budget import budget, max_error
 
 E, F, KV_HEADS = 24, 24, 2

@@ -17,10 +17,11 @@ from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.softmax_outputs.kernel import CudaAttentionProbsKernel, CudaSoftmaxStatsKernel
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import packed_bits
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, SoftmaxStatsOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, SoftmaxStatsOp
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.outputs import SoftmaxOutputs
+from mhsa_compile.spec.window import WindowSpec
 
 GPU = load_profile("cuda-sm80")
 SHAPES = ((29, 7, 3), (2, 19, 71))

@@ -13,9 +13,10 @@ from support.attention_ops import scattered
 from support.cuda.cuda_tile_kernels import TILE_KERNELS
 from support.kernel_runs import attention
 
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.verification.parity import judge
 
 slow = pytest.mark.cuda  # of `make test-cuda`; a part of what these see is in the suite with each kernel

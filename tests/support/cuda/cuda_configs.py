@@ -25,11 +25,11 @@ from mhsa_compile.kernels.interface.ops import (
     KvConcatOp,
     Op,
     SoftmaxStatsOp,
-    WindowSpec,
 )
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.window import WindowSpec
 from mhsa_compile.tuning.search.space import Point
 
 AMPERE, SMALL, HOPPER = "cuda-sm80", "cuda-sm86", "cuda-sm90a"

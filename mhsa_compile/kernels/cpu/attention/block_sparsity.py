@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mhsa_compile.kernels.common.pair_plan import visible_in_window
-from mhsa_compile.kernels.interface.ops import WindowSpec
+from mhsa_compile.spec.window import WindowSpec
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 SHORT = 4
@@ -48,7 +47,8 @@ def plan(
     for head in range(heads):
         for tile in range(tiles):
             of_tile = range(tile * queries, min(L, (tile + 1) * queries))
-            block = pairs[head, of_tile.start : of_tile.stop] & visible_in_window(window, of_tile, L, S)
+            block = pairs[head, of_tile.start : of_tile.stop]
+            block = block if window is None else block & window.visible(of_tile, L, S)
             for kind, begin, end in _runs(_kinds(block, key_tile), keys // key_tile):
                 keys_of_run = slice(begin * key_tile, min(S, end * key_tile))
                 row = -1

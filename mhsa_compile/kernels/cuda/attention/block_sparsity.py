@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.pair_plan import split_window, visible_in_window
+from mhsa_compile.kernels.common.pair_plan import split_window
 from mhsa_compile.kernels.cuda.primitives.simt import materialize
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.spec.window import WindowSpec
 
 WORD = 32  # bits
 
@@ -45,7 +46,7 @@ def block_plan(pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: 
     order, spans = np.empty((heads, blocks), np.int32), np.zeros((heads, L, 2), np.int32)
     index, visits, bits = [0], list[tuple[int, int]](), list[NDArray[np.uint32]]()
     for head in range(heads):
-        visible = pairs[head] & visible_in_window(window, range(L), L, S)
+        visible = pairs[head] if window is None else pairs[head] & window.visible(range(L), L, S)
         if S:
             spans[head, :, 0] = visible.argmax(axis=1)
             spans[head, :, 1] = np.where(visible.any(axis=1), S - 1 - visible[:, ::-1].argmax(axis=1), 0)

@@ -11,7 +11,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.block_sparsity import Visits
 from mhsa_compile.kernels.cuda.primitives.simt import materialize
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.spec.window import WindowSpec
 
 FAR = 1 << 30  # beyond every key, and added to a key's number still an int32
 
