@@ -47,7 +47,12 @@ def bfloat16_as_bits(function: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _is_narrow(value: Expr) -> bool:
-    return str(value.ty.dtype) == "bfloat16"
+    return _dtype(value) == "bfloat16"
+
+
+def _dtype(value: Expr) -> str:
+    """ "" of what is no number, such as an address."""
+    return str(getattr(value.ty, "dtype", ""))
 
 
 def _wide(value: Expr) -> Expr:
@@ -105,7 +110,8 @@ def _select(node: Any) -> Any:
 def _call(node: Any) -> Any:
     """A function of bfloat16 as one of float32; of a choice, its sides' bits."""
     name = node.op.name if isinstance(node.op, tvm.ir.Op) else ""
-    if name == "tirx.reinterpret" or not any(map(_is_narrow, (node, *node.args))):
+    asks = _dtype(node) == "bool" and any(map(_is_narrow, node.args))  # such as isnan
+    if name == "tirx.reinterpret" or not (_is_narrow(node) or asks):
         return node
     if name == "tirx.if_then_else":
         condition, *sides = node.args
