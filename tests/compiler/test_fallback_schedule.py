@@ -164,7 +164,7 @@ def in_steps_of_bfloat16(x: np.ndarray) -> np.ndarray:
         return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def test_bfloat16_is_rounded_after_each_operation() -> None:
+def test_bfloat16_is_rounded_where_it_is_stored_or_cast() -> None:
     """Also where a formula reads another's result, and where rows have arrays of their own for what is summed."""
 
     def graph(x: Any) -> Any:
@@ -175,6 +175,9 @@ def test_bfloat16_is_rounded_after_each_operation() -> None:
         powers = relax.op.exp(x)
         return relax.op.multiply(powers, relax.op.max(powers, -1, keepdims=True))
 
+    def cast(x: Any) -> Any:
+        return relax.op.add(relax.op.astype(relax.op.astype(relax.op.add(x, x), "float32"), "bfloat16"), x)
+
     x = np.random.default_rng(0).standard_normal((37, 40)).astype(ml_dtypes.bfloat16)
     wide = x.astype(np.float32)
     powers = in_steps_of_bfloat16(np.exp(wide))
@@ -182,6 +185,8 @@ def test_bfloat16_is_rounded_after_each_operation() -> None:
     for made, expected in (
         (graph, np.where(wide > powers, wide, in_steps_of_bfloat16(larger))),
         (rows, in_steps_of_bfloat16(powers * powers.max(-1, keepdims=True))),
+        (lambda x: relax.op.add(relax.op.add(x, x), x), in_steps_of_bfloat16(3 * wide)),
+        (cast, in_steps_of_bfloat16(in_steps_of_bfloat16(2 * wide) + wide)),
     ):
         start = time.process_time()
         run = main_of(lowered(made, 37, 40, dtype="bfloat16"))

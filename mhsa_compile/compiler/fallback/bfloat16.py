@@ -1,4 +1,4 @@
-"""bfloat16 in a PrimFunc as its bits: widened to float32, computed, and rounded once for each operation.
+"""bfloat16 in a PrimFunc as its bits: widened to float32, computed, and rounded where it is stored or cast.
 
 TVM's own passes for it read what they round twice, so that values with names would be bound twice, leave out what is
 bound within an expression, and round some NaN to infinity or zero. What is left for them is to call the arrays that a
@@ -64,25 +64,33 @@ def _wide(value: Expr) -> Expr:
     return tirx.reinterpret("float32", tirx.reinterpret("uint16", value).astype("uint32") << 16)
 
 
-def _narrow(value: Expr) -> Expr:
-    """A float32 rounded to bfloat16."""
+def _narrow(value: Expr, *, any_nan: bool = False) -> Expr:
+    """A float32 rounded to bfloat16; `any_nan` of one that bfloat16 alone was not computed to."""
 
     def of(bits: Expr) -> Expr:
-        return let(bits >> 16, lambda upper: rounded_bits(bits, upper, 1).astype("uint16"), "uint32")
+        return let(bits >> 16, lambda upper: rounded_bits(bits, upper, 1, any_nan=any_nan).astype("uint16"), "uint32")
 
     return tirx.reinterpret("bfloat16", let(tirx.reinterpret("uint32", value), of, "uint32"))
+
+
+def _unrounded(value: Expr) -> Expr:
+    """A bfloat16 as float32; what arithmetic of the same expression computed, before it is rounded."""
+    is_rounded = _is_narrow(value) and isinstance(value, tvm.ir.Call) and isinstance(value.args[0], tirx.Let)
+    bits = value.args[0].value if is_rounded else None
+    of_arithmetic = is_rounded and not isinstance(value.args[0].body.body.value, tirx.Select)
+    return bits.args[0] if of_arithmetic and isinstance(bits, tvm.ir.Call) else _wide(value)
 
 
 def _operation(node: Any) -> Any:
     if not _is_narrow(node.a):
         return node
-    result = type(node)(_wide(node.a), _wide(node.b))
+    result = type(node)(_unrounded(node.a), _unrounded(node.b))
     return _narrow(result) if _is_narrow(node) else result
 
 
 def _cast(node: Any) -> Any:
     if _is_narrow(node):
-        return node.value if _is_narrow(node.value) else _narrow(node.value.astype("float32"))
+        return node.value if _is_narrow(node.value) else _narrow(node.value.astype("float32"), any_nan=True)
     return _wide(node.value).astype(node.ty.dtype) if _is_narrow(node.value) else node
 
 
