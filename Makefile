@@ -122,7 +122,7 @@ cuda-configs: $(CUDA)  ## Every kernel for NVIDIA's GPUs with the configs of its
 node-tests: $(STAMP)  ## All of onnx's own node tests: how many are right, refused, wrong; a quarter of an hour
 	@PYTHONPATH=tests $(BIN)/python -m support.node_sweep
 
-quantised-files: $(STAMP)  ## What ONNX Runtime's quantisers and converters make of nine small models, against ONNX Runtime; MODELS=bert,vit: these alone, SLICE=1/4: a quarter; hours
+quantised-files: $(STAMP)  ## What ONNX Runtime's quantisers and converters make of twelve small models and fifty graphs of an operator, against ONNX Runtime; MODELS=bert,vit or graphs: these alone, SLICE=1/4: a quarter; hours
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.quantised_files $(if $(MODELS),--models '$(MODELS)') $(if $(SLICE),--slice $(SLICE))
 
 test-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: parity, streams, graphs, several devices

@@ -14,8 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is import
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
+from support.fused_encoders import fused_encoder
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
@@ -110,6 +112,21 @@ def test_an_encoder(opset: int, tmp_path: Path) -> None:
         encoder(**strange)  # a token that is not in the table
     verdict = mhsa.verify(artifact, cases=[{"B": 2, "L": 17}])
     assert verdict.ok, verdict.worst
+
+
+def test_an_encoder_of_the_optimizer_whose_inputs_call_their_batch_differently() -> None:
+    """As PyTorch's exporter calls dims that nobody names; Attention reads what counts the mask's rows."""
+    model = fused_encoder(24, 3, 40)
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_param = f"{value.name}_0"
+    next(node for node in model.graph.node if node.op_type == "Attention").input[3] = "lengths"
+    call = mhsa.load(mhsa.compile(model, check=False))
+    rng, mask = np.random.default_rng(0), (np.arange(7) < [[7], [2], [5]]).astype(np.int32)
+    inputs = {"ids": rng.integers(0, 50, (3, 7), np.int32), "kinds": np.zeros((3, 7), np.int32), "mask": mask}
+    (expected,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, inputs)
+    np.testing.assert_allclose(call(**inputs), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    whole = call(**inputs | {"mask": np.ones_like(mask)})
+    assert np.abs(whole - expected).max() > 1e-2 * np.abs(expected).max()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -3,7 +3,8 @@
     Conv(x (B, C, ...), w (O, C, taps ...), b)  ->  MatMul(MhsaPatches(x), rows of w) + b, the channels put back
 
 Of bytes, too, with the zero point of x around it: ConvInteger becomes MatMulInteger, a Conv of two DequantizeLinears
-a MatMul of two, as `quantised_pattern` reads them.
+a MatMul of two, as `quantised_pattern` reads them. Where those are of 16 bits or of four, or one stands alone, its
+floats are multiplied; they are computed once of weights.
 
 The Transpose that puts the channels back is moved on, past what works on each element, until another one undoes it:
 the next convolution reads rows as they lie, and so does whoever flattens an image and puts the channels last.
@@ -216,18 +217,18 @@ def _of_floats(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
     x, weight, bias = [*node.input, ""][:3]
     rows = _channels_last(graph, x, len(graph.dims(x)))
     floats, weights = (graph.producer(name, "DequantizeLinear") for name in (rows or x, weight))
-    if floats is None or weights is None:
-        alike = graph.dtype(x) in DTYPES and graph.dtype(weight) == graph.dtype(x)
-        return _Convolution(x, weight, bias) if alike else None
+    if graph.dtype(x) not in DTYPES or graph.dtype(weight) != graph.dtype(x):
+        return None
+    as_they_are = _Convolution(x, weight, bias)
+    if floats is None or weights is None or graph.dtype(x) != "float32":
+        return as_they_are
     (x_bytes, x_scale, x_zero), (stored, scale, zero) = ([*one.input, ""][:3] for one in (floats, weights))
     words, one = attributes(weights), is_number(graph, scale)
     of_channels = one or (graph.dims(scale) == graph.dims(stored)[:1] and words.get("axis", 1) == 0)
     if words.get("block_size", 0) or not of_channels or not is_stored(graph, scale) or not is_number(graph, x_scale):
-        return None
-    if graph.dtype(x) != "float32" or graph.dtype(weight) != "float32":
-        return None
+        return as_they_are
     plan = _Convolution(x_bytes, stored, bias, x_zero, x_scale, zero, scale, channels_last=rows is not None)
-    return _of_bytes(graph, plan)
+    return _of_bytes(graph, plan) or as_they_are
 
 
 def _of_whole_numbers(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
@@ -250,10 +251,24 @@ def _of_bytes(graph: GraphView, plan: _Convolution) -> _Convolution | None:
 _CONVOLUTIONS = {"Conv": _of_floats, "ConvInteger": _of_whole_numbers}
 
 
+def _is_made_of_weights(graph: GraphView, name: str) -> bool:
+    """Whether the file has a value, or all that it is computed from."""
+    pending, reached = [name], set[str]()
+    while pending:
+        if (one := pending.pop()) in reached or is_stored(graph, one):
+            continue
+        reached.add(one)
+        node = graph.producer(one)
+        if node is None or not any(node.input):
+            return False
+        pending += filter(None, node.input)
+    return True
+
+
 def _patches(graph: GraphView, node: onnx.NodeProto, plan: _Convolution) -> FusedPatches | None:
     """What the rows of a convolution are, as read from rows; None where it stays as it is."""
     dims, attrs, shape = graph.dims(plan.weight), attributes(node), graph.dims(plan.x)
-    constant = all(name in graph.initializers for name in (plan.weight, plan.bias) if name)
+    constant = all(_is_made_of_weights(graph, name) for name in (plan.weight, plan.bias) if name)
     if not constant or len(dims) < 3 or len(shape) != len(dims) or attrs.get("group", 1) != 1 or 0 in dims:
         return None
     channels = shape[-1 if plan.channels_last else 1]

@@ -151,7 +151,8 @@ def _bias_of_scores(
 def _ends_and_starts(node: MicrosoftNode, mask: str) -> list[str]:
     """The end of each row, (B,), and its start where a mask says that as well; Raises ModelError."""
     dims, batch = node.dims(mask), node.dims(node.inputs[0])[0]
-    if len(dims) == 1 and dims[0] == batch:
+    counts = node.rewriter.producer(mask, "ReduceSum")  # of EmbedLayerNormalization, whatever a file calls its batch
+    if len(dims) == 1 and (dims[0] == batch or (counts is not None and len(node.dims(counts.input[0])) == 2)):
         return [mask]
     parts = node.rewriter.producer(mask, "Concat")
     if parts is not None and [node.dims(part) for part in parts.input] == [(batch,)] * 2:

@@ -51,11 +51,19 @@ def bfloat16_bits(value: Expr, lanes: int) -> Expr:
     into the exponent is right, up to infinity. It would turn some NaN into infinity: those get their quiet bit instead.
     """
 
+    bits = let(T.reinterpret(vector_type("uint32", lanes), value))
+    return rounded_bits(bits, let(bits >> splat(T.uint32(16), lanes)), lanes)
+
+
+def rounded_bits(bits: Expr, upper: Expr, lanes: int, *, any_nan: bool = True) -> Expr:
+    """The same of a float32's bits and their upper half, both of which are read more than once. Without `any_nan` NaN
+    are those that arithmetic of bfloat16 has, whose lower bits are 0: no carry reaches their exponent."""
+
     def number(bits: int) -> Expr:
         return splat(T.uint32(bits), lanes)
 
-    bits = let(T.reinterpret(vector_type("uint32", lanes), value))
-    upper = let(bits >> number(16))
     rounded = (bits + number(0x7FFF) + (upper & number(1))) >> number(16)
+    if not any_nan:
+        return rounded
     is_nan = (bits & number(0x7FFFFFFF)) > number(0x7F800000)
     return T.Select(is_nan, upper | number(0x40), rounded)

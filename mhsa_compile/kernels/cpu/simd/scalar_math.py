@@ -55,20 +55,20 @@ def exp(x: Expr) -> Expr:
     def of(x: Expr) -> Expr:
         end, floor = _f32(EXP_END), _f32(EXP_FLOOR)
         at_most = tirx.Select(x > end, end, x)
-        return _let(at_most, lambda x: _let(tirx.Select(x < floor, floor, x), within))
+        return let(at_most, lambda x: let(tirx.Select(x < floor, floor, x), within))
 
     def within(x: Expr) -> Expr:
-        return _let(tirx.reinterpret("int32", x * _f32(1 / math.log(2)) + _f32(_SHIFT)), partial(by_parts, x), "int32")
+        return let(tirx.reinterpret("int32", x * _f32(1 / math.log(2)) + _f32(_SHIFT)), partial(by_parts, x), "int32")
 
     def by_parts(x: Expr, bits: Expr) -> Expr:
         n = tirx.reinterpret("float32", bits) - _f32(_SHIFT)
-        rest = _let(n, lambda n: ((x - n * _f32(LN2_HIGH)) - n * _f32(LN2_LOW)) * _f32(1 / math.log(2)))
+        rest = let(n, lambda n: ((x - n * _f32(LN2_HIGH)) - n * _f32(LN2_LOW)) * _f32(1 / math.log(2)))
         exponent = bits - tirx.const(_SHIFT_BITS, "int32")
         half = exponent >> 1
         powers = [tirx.reinterpret("float32", (e + 127) << 23) for e in (half, exponent - half)]
-        return _let(rest, lambda rest: _horner(EXP2_COEFFICIENTS, rest) * powers[0] * powers[1])
+        return let(rest, lambda rest: _horner(EXP2_COEFFICIENTS, rest) * powers[0] * powers[1])
 
-    return _let(x, of)
+    return let(x, of)
 
 
 def erf(x: Expr) -> Expr:
@@ -77,12 +77,12 @@ def erf(x: Expr) -> Expr:
     def of(x: Expr) -> Expr:
         size = tirx.abs(x)
         end = _f32(ERF_END)
-        large = _let(tirx.Select(size > end, end, size), lambda t: _f32(1) - _exp2(_horner(ERF_LARGE, t)))
+        large = let(tirx.Select(size > end, end, size), lambda t: _f32(1) - _exp2(_horner(ERF_LARGE, t)))
         small = x + x * _horner(ERF_SMALL, x * x)
         # Named outside of the select: TVM makes a branch of one whose sides it does not know to be harmless.
-        return _let(_signed(large, x), lambda large: tirx.Select(size < _f32(ERF_SPLIT), small, large))
+        return let(_signed(large, x), lambda large: tirx.Select(size < _f32(ERF_SPLIT), small, large))
 
-    return _let(x, of)
+    return let(x, of)
 
 
 def round(x: Expr) -> Expr:
@@ -105,13 +105,13 @@ def log(x: Expr) -> Expr:
         is_normal = x >= _f32(LEAST_NORMAL)
         scaled = tirx.Select(is_normal, x, x * _f32(2.0**25))
         steps = tirx.Select(is_normal, _f32(0), _f32(25))
-        value = _let(tirx.reinterpret("int32", scaled) - root, lambda bits: by_parts(bits, steps), "int32")
-        return _let(value, lambda value: at_edges(x, value))
+        value = let(tirx.reinterpret("int32", scaled) - root, lambda bits: by_parts(bits, steps), "int32")
+        return let(value, lambda value: at_edges(x, value))
 
     def by_parts(bits: Expr, steps: Expr) -> Expr:
         exponent = (bits >> 23).astype("float32") - steps
         f = tirx.reinterpret("float32", (bits & tirx.const(0x007FFFFF, "int32")) + root) - _f32(1)
-        return _let(exponent, lambda n: _let(f, lambda f: joined(n, f)))
+        return let(exponent, lambda n: let(f, lambda f: joined(n, f)))
 
     def joined(n: Expr, f: Expr) -> Expr:
         """n ln 2 + ln (1 + f), f first and what is small added to it, so that roundings are of small numbers."""
@@ -122,33 +122,33 @@ def log(x: Expr) -> Expr:
             series = _horner([0, *(2 / k for k in (3, 5, 7, 9))], t * t)
             return n * _f32(LN2_HIGH) - ((half - (t * (half + series) + n * _f32(LN2_LOW))) - f)
 
-        return _let(half, lambda half: _let(t, lambda t: of(half, t)))
+        return let(half, lambda half: let(t, lambda t: of(half, t)))
 
     def at_edges(x: Expr, value: Expr) -> Expr:
         ends = tirx.Select(x.equal(_f32(0)), _f32(-math.inf), tirx.Select(x < _f32(0), _f32(math.nan), x))
         return tirx.Select(tirx.all(x > _f32(0), x < _f32(math.inf)), value, ends)
 
-    return _let(x, of)
+    return let(x, of)
 
 
 def log1p(x: Expr) -> Expr:
     """ln (1 + x) with an error below 2.5 ulp, also of a small x: x / ((1 + x) - 1) has what 1 + x lost of it."""
 
     def of(x: Expr, above: Expr) -> Expr:
-        value = _let(log(above), lambda value: value * (x / (above - _f32(1))))
-        return _let(value, lambda value: at_edges(x, above, value))
+        value = let(log(above), lambda value: value * (x / (above - _f32(1))))
+        return let(value, lambda value: at_edges(x, above, value))
 
     def at_edges(x: Expr, above: Expr, value: Expr) -> Expr:
         near = tirx.Select(above.equal(_f32(1)), x, value)
         return tirx.Select(x < _f32(math.inf), near, x)
 
-    return _let(x, lambda x: _let(_f32(1) + x, lambda above: of(x, above)))
+    return let(x, lambda x: let(_f32(1) + x, lambda above: of(x, above)))
 
 
 def sigmoid(x: Expr) -> Expr:
     """1 / (1 + exp(-x)); 0 below -89."""
     end = _f32(128)
-    return _let(x * _f32(-1 / math.log(2)), lambda y: _f32(1) / (_f32(1) + _exp2(tirx.Select(y > end, end, y))))
+    return let(x * _f32(-1 / math.log(2)), lambda y: _f32(1) / (_f32(1) + _exp2(tirx.Select(y > end, end, y))))
 
 
 def tanh(x: Expr) -> Expr:
@@ -156,13 +156,13 @@ def tanh(x: Expr) -> Expr:
 
     def of(x: Expr) -> Expr:
         y = tirx.abs(x) * _f32(2 / math.log(2))
-        return _let(tirx.Select(y > _f32(27), _f32(27), y), lambda y: _signed(_let(_exp2m1(y), ratio), x))
+        return let(tirx.Select(y > _f32(27), _f32(27), y), lambda y: _signed(let(_exp2m1(y), ratio), x))
 
     def ratio(e: Expr) -> Expr:
         two = _f32(2)
         return tirx.Select(e > two, _f32(1) - two / (e + two), e / (e + two))
 
-    return _let(x, of)
+    return let(x, of)
 
 
 def gelu(x: Expr) -> Expr:
@@ -190,7 +190,7 @@ def cube(x: Expr) -> Expr:
 def _exp2(y: Expr) -> Expr:
     """2^y for y <= 128, infinity included; 0 below -127. How: `vector_math.exp2`."""
     floor = _f32(-127)
-    return _let(
+    return let(
         tirx.Select(y < floor, floor, y),
         lambda y: _split(y, lambda power, fraction: _horner(EXP2_COEFFICIENTS, fraction) * power),
     )
@@ -213,12 +213,12 @@ def _split(y: Expr, body: Callable[[Expr, Expr], Expr]) -> Expr:
     def of(bits: Expr) -> Expr:
         power = tirx.reinterpret("float32", bits << 23)
         fraction = y - (tirx.reinterpret("float32", bits) - _f32(_SHIFT))
-        return _let(power, lambda power: _let(fraction, lambda fraction: body(power, fraction)))
+        return let(power, lambda power: let(fraction, lambda fraction: body(power, fraction)))
 
-    return _let(tirx.reinterpret("int32", y + _f32(_SHIFT)), of, "int32")
+    return let(tirx.reinterpret("int32", y + _f32(_SHIFT)), of, "int32")
 
 
-def _let(value: Expr, body: Callable[[Expr], Expr], dtype: str = "float32") -> Expr:
+def let(value: Expr, body: Callable[[Expr], Expr], dtype: str = "float32") -> Expr:
     """Gives a value a name, so that it is written once, however often it is read."""
     name = tirx.Var("v", dtype)
     return tirx.Let(name, value, body(name))
