@@ -68,6 +68,13 @@ static int launch(Lambda lambda, void *closure, int wanted) {
   return result;
 }
 
+/* The most threads that may run a loop of this thread's: of a kernel that goes through it in strips, which has a word of
+   its own for where this is not linked. */
+#if !defined(_WIN32)
+__attribute__((visibility("hidden")))
+#endif
+int32_t mhsa_loop_threads(void) { return inside_of_tasks ? 1 : threads_of_call(&caller); }
+
 #if defined(__linux__)
 __attribute__((visibility("hidden"))) int (*__TVMBackendParallelLaunch)(Lambda, void *, int) = launch;
 
