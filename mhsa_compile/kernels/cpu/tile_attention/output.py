@@ -64,6 +64,10 @@ class TileOutput:
         """Whether the sums are those of a tile that has ended."""
         return self._get(_OPEN) != T.int64(0)
 
+    def own(self) -> Expr:
+        """1 where sums and the block that waits are of the tile that is visited, 0 where they are of the one before."""
+        return materialize(T.Select(self.is_open, T.int64(0), T.int64(1)))
+
     @property
     def count(self) -> Expr:
         """Chunks of the block that waits."""

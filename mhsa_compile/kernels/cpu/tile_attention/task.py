@@ -436,9 +436,7 @@ class TileAttentionTask:
         """Makes the largest score of each row that exceeds its reference the new one, and brings all sums so far to its
         measure."""
         output, memory, factor = self.output, self.memory, self._factor(chunk)
-        side = output.side
-        # Sums that are open, and the block that waits beside them, are another tile's.
-        own = materialize(T.Select(output.is_open, T.int64(0), T.int64(1)))
+        side, own = output.side, output.own()
         for c, (first, lanes) in enumerate(self.visibility.columns):
             at = [T.int64(first)]
             top = RegisterTile(1, [(0, lanes)])
