@@ -1,7 +1,7 @@
 """Attention on matrix tiles, of 16 bits or of float32 that is multiplied as bfloat16, on a CPU that has them.
 
 First V^T of all heads goes into tiles, which all queries of a head share; then the tasks, as the vector kernel has
-them.
+them, but in strips: a task's last values are multiplied among the scores of the one after it (`output`).
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
             pieces = strip_count(total)
             with T.parallel(pieces) as piece:
                 tiles.configure()
-                own = output_of(queries), TaskScratch(op, queries)
-                own[0].start()
+                output, memory = output_of(queries), TaskScratch(op, queries)
+                output.start()
                 with T.serial(*strip(total, piece, pieces)) as index:
                     place = partial(task_at, op, batch, count, queries, views)
                     b, h, first_query, runs = place(index)
@@ -125,15 +125,15 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
 
                     def tile(width: int) -> None:
                         if width == queries:
-                            return visit(width, *own)
-                        own[0].complete()
+                            return visit(width, output, memory)
+                        output.complete()
                         narrow = output_of(width)
                         narrow.start()
                         visit(width, narrow, TaskScratch(op, width))
                         narrow.complete()
 
                     by_width(op, LANES, queries, q_length - first_query, tile)
-                own[0].complete()
+                output.complete()
                 tiles.release()
     return builder.get()
 

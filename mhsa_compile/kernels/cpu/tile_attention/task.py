@@ -82,6 +82,8 @@ class TaskScratch:
 
 
 class TileAttentionTask:
+    """A tile of queries of (entry, head, first query) at `place`, whose keys begin at row `first_row` of the values."""
+
     def __init__(
         self,
         memory: TaskScratch,
