@@ -68,6 +68,17 @@ static int launch(Lambda lambda, void *closure, int wanted) {
   return result;
 }
 
+/* The most threads that may run a loop of this thread's: asked by kernels that go through it in strips, whose own word is
+   a null pointer. */
+static int32_t loop_threads(void) { return inside_of_tasks ? 1 : threads_of_call(&caller); }
+
+#if defined(_WIN32)
+__declspec(selectany)
+#else
+__attribute__((visibility("hidden")))
+#endif
+int32_t (*mhsa_loop_threads)(void) = loop_threads;
+
 #if defined(__linux__)
 __attribute__((visibility("hidden"))) int (*__TVMBackendParallelLaunch)(Lambda, void *, int) = launch;
 

@@ -1,7 +1,7 @@
 """Attention on matrix tiles, of 16 bits or of float32 that is multiplied as bfloat16, on a CPU that has them.
 
 First V^T of all heads goes into tiles, which all queries of a head share; then the tasks, as the vector kernel has
-them.
+them, but in strips: a task's last values are multiplied among the scores of the one after it (`output`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div, prim_func
-from mhsa_compile.kernels.common.head_layout import head_view
 from mhsa_compile.kernels.common.pair_plan import plan_arguments, plan_constants
+from mhsa_compile.kernels.cpu import strips
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, by_width, split_pairs, task_at
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route
@@ -23,9 +23,11 @@ from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
 from mhsa_compile.kernels.cpu.simd.vectors import materialize
+from mhsa_compile.kernels.cpu.strips import strip, strip_count
 from mhsa_compile.kernels.cpu.tile_attention import powers
+from mhsa_compile.kernels.cpu.tile_attention.output import TileOutput
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
-from mhsa_compile.kernels.cpu.tile_attention.task import TileAttentionTask
+from mhsa_compile.kernels.cpu.tile_attention.task import TaskScratch, TileAttentionTask
 from mhsa_compile.kernels.cpu.tile_attention.values import FEATURES, KEYS, KeyValueTiles
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
@@ -90,32 +92,48 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
         arguments = attention_arguments(op)
         views = plan_arguments(sparsity)
         y = arguments.output()
-        with unit.imported(), T.attr(0, "pragma_import_llvm", powers.TEXT):
+        with unit.imported(), T.attr(0, "pragma_import_llvm", powers.TEXT + strips.TEXT):
             values = KeyValueTiles.of(arguments)
             batch, q_length = arguments.batch, arguments.q_length
             count = materialize(ceil_div(q_length, queries))
             total = materialize(batch * T.int64(op.num_heads) * count)
-            with T.parallel(total) as index:
+
+            def output_of(width: int) -> TileOutput:
+                return TileOutput(op, values, width, config["keys"], y, q_length)
+
+            pieces = strip_count(total)
+            with T.parallel(pieces) as piece:
                 tiles.configure()
-                place = partial(task_at, op, batch, count, queries, views)
-                b, h, first_query, runs = place(index)
-                g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
-                following = place(materialize(T.min(index + 1, total - 1)))
-                operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
-                output = head_view(y, op.output, op.v_head_dim, b, h)
-                parts = tile_parts(arguments, b, h)
+                output, memory = output_of(queries), TaskScratch(op, queries)
+                output.start()
+                with T.serial(*strip(total, piece, pieces)) as index:
+                    place = partial(task_at, op, batch, count, queries, views)
+                    b, h, first_query, runs = place(index)
+                    g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+                    following = place(materialize(T.min(index + 1, total - 1)))
+                    operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
+                    parts = tile_parts(arguments, b, h)
 
-                def tile(width: int) -> None:
-                    shape = {**config, "queries": width}
-                    visibility = AlignedMask(operands, width, config["keys"], parts, LANES)
-                    task = TileAttentionTask(
-                        operands, visibility, values, values.first_row(arguments, b, g), unit, config["keys"]
-                    )
-                    task.begin(output)
-                    KeyLoop(task, visibility, shape, Route(equal_blocks=True, begins_early=True), runs).emit()
-                    task.end(output)
+                    def visit(width: int, output: TileOutput, memory: TaskScratch) -> None:
+                        visibility = AlignedMask(operands, width, config["keys"], parts, LANES)
+                        rows = values.first_row(arguments, b, g)
+                        task = TileAttentionTask(memory, output, operands, visibility, (b, h, first_query), rows)
+                        task.begin()
+                        route = Route(equal_blocks=True, begins_early=True)
+                        KeyLoop(task, visibility, {**config, "queries": width}, route, runs).emit()
+                        task.end()
 
-                by_width(op, LANES, queries, q_length - first_query, tile)
+                    def tile(width: int) -> None:
+                        if width == queries:
+                            return visit(width, output, memory)
+                        output.complete()
+                        narrow = output_of(width)
+                        narrow.start()
+                        visit(width, narrow, TaskScratch(op, width))
+                        narrow.complete()
+
+                    by_width(op, LANES, queries, q_length - first_query, tile)
+                output.complete()
                 tiles.release()
     return builder.get()
 

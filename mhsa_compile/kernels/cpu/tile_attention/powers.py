@@ -37,6 +37,12 @@ def _call(name: str, *vectors: Expr) -> Expr:
     return T.call_pure_extern("float32x16", name, *vectors)
 
 
+def add_in_order(total: Expr, value: Expr) -> Expr:
+    """total + value, where it stands among products of tiles: LLVM would leave all additions to their end, and keep
+    what is added on the stack until then."""
+    return T.call_extern("float32x16", "mhsa_add_in_order", total, value)
+
+
 def words_of_terms(pair: Sequence[Expr], terms: int) -> list[Expr]:
     """The terms of two vectors of numbers as words of two bfloat16 each, to nearest; half of the last place is rounded
     away from zero. Of 24 bits the third has what two leave."""
@@ -100,6 +106,10 @@ define <16 x float> @mhsa_signed_fraction(<16 x float> %x) alwaysinline nounwind
 define <16 x float> @mhsa_scaled(<16 x float> %x, <16 x float> %n) alwaysinline nounwind memory(none) {{
   %r = call <16 x float> @llvm.x86.avx512.mask.scalef.ps.512(<16 x float> %x, <16 x float> %n, <16 x float> undef,
     i16 -1, i32 4)
+  ret <16 x float> %r
+}}
+define <16 x float> @mhsa_add_in_order(<16 x float> %total, <16 x float> %x) alwaysinline nounwind {{
+  %r = call <16 x float> asm sideeffect "vaddps $2, $1, $0", "=v,v,v"(<16 x float> %total, <16 x float> %x)
   ret <16 x float> %r
 }}
 define <16 x i32> @mhsa_upper_halves(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
