@@ -20,7 +20,7 @@ from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import constant, let, load, materialize, scratch, store
 from mhsa_compile.kernels.cpu.tile_attention import powers
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
-from mhsa_compile.kernels.cpu.tile_attention.products import HeldTiles, TermProducts
+from mhsa_compile.kernels.cpu.tile_attention.products import HeldTiles, ProductsOfTerms
 from mhsa_compile.kernels.cpu.tile_attention.terms import term_pairs
 from mhsa_compile.kernels.cpu.tile_attention.values import KEYS, KeyValueTiles
 from mhsa_compile.kernels.cpu.units import tiles
@@ -47,7 +47,7 @@ class TileOutput:
         self.share = -(-self.features // self.chunks)
         """Tiles of features that each chunk of keys adds of the block before."""
         self.columns = queries // LANES
-        self.products = TermProducts(values.unit, term_pairs(op), self.columns)
+        self.products = ProductsOfTerms(values.unit, term_pairs(op), self.columns)
         self.probs = scratch((2, self.chunks, values.terms, self.columns, 256), "int32")
         self.o = scratch((self.features, self.columns, 256))
         is_exact = values.terms > 1 and not is_coarse(op.float32_products)

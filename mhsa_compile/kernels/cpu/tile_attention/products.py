@@ -27,7 +27,7 @@ class HeldTiles:
 
 
 @dataclass(frozen=True)
-class TermProducts:
+class ProductsOfTerms:
     """Sums of `columns` tiles, by these pairs of terms of the left and of the right factor."""
 
     unit: Tiles
