@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mhsa_compile.conversion.checkpoints.checkpoint import Checkpoint
-from mhsa_compile.errors import InputError, ModelError, did_you_mean
+from mhsa_compile.errors import InputError, ModelError, did_you_mean, did_you_mean_value
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
@@ -114,7 +114,7 @@ def restore(model: nn.Module) -> None:
     >>> "forward" in vars(layer)
     False
     """
-    report = vars(model).pop(NAME, None)
+    report = vars(model).pop(NAME, None) if isinstance(model, nn.Module) else None
     if not isinstance(report, AccelerationReport):
         raise InputError(
             "model", "one that accelerate() was given", f"a {type(model).__name__} that is not accelerated"
@@ -132,7 +132,8 @@ def _undo(steps: list[Callable[[], None]]) -> None:
 
 def _check(model: nn.Module, on_unsupported: str, layers: str) -> None:
     if not isinstance(model, nn.Module):
-        raise InputError("model", "an nn.Module", type(model).__name__)
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise InputError("model", "an nn.Module", got, "Make or load one first, as by from_pretrained.")
     if on_unsupported not in ("keep", "raise"):
         hint = did_you_mean(str(on_unsupported), ("keep", "raise"))
         raise InputError("on_unsupported", '"keep" or "raise"', repr(on_unsupported), hint)
@@ -147,6 +148,8 @@ def _check(model: nn.Module, on_unsupported: str, layers: str) -> None:
         raise InputError("layers", '"fastest", "whole" or "parts"', repr(layers), hint)
 
 
+_BLOCKS = {"int4": "int4", "int8": "int8:block=32"}
+"""What a word for blocks begins with, and a whole one."""
 _LinearChoice: TypeAlias = bool | BlockForm | Checkpoint
 """Whether linears are replaced, what their weights become, or whose they are."""
 
@@ -155,13 +158,14 @@ def _linear_choice(linears: bool | str | Checkpoint) -> _LinearChoice:
     """What becomes of linears. Raises InputError."""
     if isinstance(linears, bool | Checkpoint):
         return linears
+    word = linears if isinstance(linears, str) else ""
     try:
-        form = block_form(linears) if isinstance(linears, str) and linears != "int8" else None
+        form = block_form(word) if word.partition(":")[0] in _BLOCKS else None
     except InputError as error:  # of what `weights` may be
         raise InputError("linears", error.expected, error.got, error.next_step) from error
     if form is None:
         expected = 'True, False, what read_checkpoint gave, or a word for blocks, such as "int4" or "int8:block=32"'
-        raise InputError("linears", expected, repr(linears))
+        raise InputError("linears", expected, repr(linears), did_you_mean_value(word, _BLOCKS))
     return form
 
 
@@ -222,9 +226,14 @@ class _Acceleration:
                 others = sorted({str(implementation) for _, implementation in before if implementation != BEFORE})
                 hint = f'load the model with attn_implementation="{BEFORE}"'
                 reason = f"the model's attention was {' and '.join(others)}: {hint}" if others else ""
-                for place, layer in layers_of(submodel):
+                layers = list(layers_of(submodel))
+                for place, layer in layers:
                     row = LayerRow(f"{name}.{place}".strip("."), type(layer).__name__, reason)
                     self._replace_exported(layer, row, self._registration.name)
+                if not layers:
+                    self._report.layers.append(
+                        LayerRow(name, type(submodel).__name__, "it has no layers that transformers names")
+                    )
 
     @cached_property
     def _registration(self) -> transformers_attention.Registration:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.integrations.attention_graph import AttentionCall
-from mhsa_compile.integrations.call_context import no_gradient
+from mhsa_compile.integrations.call_context import no_autocast, no_gradient
 from mhsa_compile.integrations.call_table import IMPLEMENTATION, TABLES, CallPlan
 from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.integrations.weight_state import no_room
@@ -116,7 +116,7 @@ def attend(
 
 def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
     """What `attend` gives, (B, L, H, F), by PyTorch's operators; of the queries `rows` alone, where they are stated. In
-    float32, as compiled attention sums, but what is float64."""
+    float32, as compiled attention sums, whatever torch.autocast says, but what is float64."""
     q, k, v, mask, sinks, scale, _, causal = operands
     L, S = q.shape[2], k.shape[2]
     rows = torch.arange(L, device=q.device) if rows is None else rows
@@ -131,8 +131,9 @@ def by_pytorch(operands: Operands, rows: Tensor | None = None) -> Tensor:
             bias = mask.to(wide)
     sinks = None if sinks is None else sinks.to(wide)
     scoring = EagerScoring(visible, bias, operands.limits, no_key=sinks)
-    y = functional.attend(q[:, :, rows].to(wide), k.to(wide), v.to(wide), scoring, scale)
-    return y.to(q.dtype).transpose(1, 2)
+    with no_autocast(q.device):
+        y = functional.attend(q[:, :, rows].to(wide), k.to(wide), v.to(wide), scoring, scale)
+    return y.to(q.dtype).transpose(1, 2).contiguous()  # as `_shape` has it, which torch.compile goes by
 
 
 def why_wrong(y: Tensor, operands: Operands, products: Float32Products = "ieee") -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -28,6 +31,12 @@ def why_watched() -> str:
     if modes and any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(modes)):
         return "a mode that watches PyTorch's functions"
     return ""
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which products on a device are of the dtype that their factors have."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def why_not_numbers(*tensors: Tensor | None) -> str:

@@ -12,6 +12,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import hashlib
+import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from mhsa_compile.integrations.call_context import (
     why_watched,
 )
 from mhsa_compile.integrations.call_table import IMPLEMENTATION, TABLES, CallTable
+from mhsa_compile.integrations.layers.state import CAPTURES
 from mhsa_compile.spec.float32_products import Float32Request, float32_request
 
 HARMLESS = frozenset(
@@ -129,12 +131,14 @@ def attention_forward(
     s_aux           (H,): for each head one more score of the softmax, of no value
     implementation  the name that is registered
 
-    Calls of other dtypes, under vmap, for derivatives of torch.func or forward ones, and under modes that watch
-    PyTorch's operators are PyTorch's, with a warning. Raises InputError for what compiled attention has no meaning for:
-    dropout, gradients, attention weights, paged caches, and keywords that are not known.
+    Under torch.autocast queries, keys and values become its dtype, as for PyTorch's attention. Calls of other dtypes,
+    under vmap, for derivatives of torch.func or forward ones, and under modes that watch PyTorch's operators are
+    PyTorch's, with a warning. Raises InputError for what compiled attention has no meaning for: dropout, gradients,
+    attention weights, paged caches, and keywords that are not known.
     """
     s_aux = others.pop("sinks", None) if s_aux is None else s_aux
     _check_keywords(others, dropout)
+    query, key, value = _as_autocast_has_them(query, key, value)
     why = "" if is_recorded() else _why_pytorch(query)
     if why:
         warnings.warn(f'attention "{IMPLEMENTATION}": PyTorch computes calls with {why}', stacklevel=2)
@@ -172,6 +176,15 @@ def _check_query(query: Tensor, why: str, *, traced: bool) -> None:
         raise InputError("query", "a tensor in this process's memory", f"a {type(query).__name__}, sharded", hint)
 
 
+def _as_autocast_has_them(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values as torch.autocast hands them to PyTorch's attention, where it is on: float64 stays."""
+    kind = operands[0].device.type
+    if kind != "cpu" or not torch.is_autocast_enabled(kind):
+        return operands
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in operands)
+
+
 def _why_pytorch(query: Tensor) -> str:
     """Why PyTorch is to compute a call; "" if an artifact can."""
     if why := why_not_a_call():
@@ -197,8 +210,22 @@ def _by_pytorch(module: nn.Module, *arguments: Any) -> tuple[Tensor, None]:
     return result
 
 
+def _no_weights() -> InputError:
+    hint = 'Set attn_implementation="eager" to look at them.'
+    return InputError("output_attentions", "False: the weights are never held", "True", hint)
+
+
+def _collects_weights() -> bool:
+    """Whether transformers collects weights of attention by hooks, of which models such as OPT tell it nothing."""
+    library: Any = sys.modules.get(CAPTURES)
+    collected = None if library is None or is_recorded() else library._active_collector.get()
+    return any(name.endswith("attentions") for name in collected or ())
+
+
 def _check_keywords(others: dict[str, Any], dropout: float) -> None:
     """Raises InputError for a keyword that is not known to say nothing."""
+    if _collects_weights():
+        raise _no_weights()
     if dropout:
         other = f'model.set_attn_implementation("sdpa"), not "{IMPLEMENTATION}"'
         hint = f"Call model.eval(), or train with another attention: {other}."
@@ -207,8 +234,7 @@ def _check_keywords(others: dict[str, Any], dropout: float) -> None:
         if name in HARMLESS or value is None or value is False:
             continue
         if name == "output_attentions":
-            hint = 'Set attn_implementation="eager" to look at them.'
-            raise InputError(name, "False: the weights are never held", "True", hint)
+            raise _no_weights()
         if name == "cache":
             hint = 'Set attn_implementation="sdpa" for continuous batching.'
             raise InputError(name, "none: keys and values in tensors", type(value).__name__, hint)

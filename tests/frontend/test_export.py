@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
@@ -355,6 +357,43 @@ def test_any_module_with_named_symbols() -> None:
     assert dims(model)["memory"] == (1, 2, "M", 8)
 
 
+class Gives(nn.Module):
+    """Gives what a function makes of its inputs and its weight."""
+
+    def __init__(self, results: Any) -> None:
+        super().__init__()
+        self.weight, self.results = nn.Parameter(torch.arange(24.0)), results
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
+        return self.results(x, bias, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("results", "names"),
+    [
+        (lambda x, bias, weight: (x + weight, bias), ["output_0", "output_1"]),
+        (lambda x, bias, weight: (x.contiguous(), bias.view(bias.shape), weight), ["output_0", "output_1", "output_2"]),
+        (lambda x, bias, weight: [x - bias] * 2, ["output_0", "output_1"]),
+        (lambda x, bias, weight: {"bias": x + bias, "x": bias, "y": bias}, ["bias_1", "x_1", "y"]),
+        (lambda x, bias, weight: {"mul": x + bias, "add": x * bias}, ["mul", "add"]),
+        (lambda x, bias, weight: {"weight": x + weight, "y": weight}, ["weight", "y"]),
+        (lambda x, bias, weight: {"bias": x - bias}, ["bias_1"]),
+    ],
+)
+def test_results_that_are_inputs_or_one_value_or_called_as_others_are(results: Any, names: list[str]) -> None:
+    module, given = Gives(results), {"x": torch.randn(2, 5, 24), "bias": torch.randn(2, 5, 24)}
+    model = export(module, example_inputs=given)
+    onnx.checker.check_model(model)
+    assert [value.name for value in model.graph.input] == ["x", "bias"]
+    assert [value.name for value in model.graph.output] == names
+    outputs = ReferenceEvaluator(model).run(None, {name: value.numpy() for name, value in given.items()})
+    with torch.no_grad():
+        expected = module(**given)
+    expected = list(expected.values()) if isinstance(expected, dict) else list(expected)
+    pairs = zip(outputs, (value.detach().numpy() for value in expected), strict=True)
+    assert all(np.allclose(one, other, atol=1e-6) for one, other in pairs)
+
+
 class Single(nn.Module):
     """Says float32 itself, so that it cannot be run in float64."""
 
@@ -362,8 +401,22 @@ class Single(nn.Module):
         return x @ torch.eye(24, dtype=torch.float32)
 
 
-def test_a_module_that_says_float32_itself() -> None:
-    assert dims(export(Single(), example_inputs={"x": torch.randn(2, 5, 24)}))["x"] == ("B", "L", 24)
+class Rounds(nn.Module):
+    """Rounds its input to float32, so that its weights of float64 fit nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.to(torch.float32), self.linear.weight)
+
+
+@pytest.mark.parametrize("made", [Single, lambda: torch.fx.symbolic_trace(Rounds())])
+def test_a_module_that_says_float32_itself(made: Callable[[], nn.Module], capfd: pytest.CaptureFixture[str]) -> None:
+    """That it fails in float64 is no word to a user, though a graph module would print it."""
+    assert dims(export(made(), example_inputs={"x": torch.randn(2, 5, 24)}))["x"] == ("B", "L", 24)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 class Specialised(nn.Module):
@@ -397,6 +450,10 @@ def test_check_symbols_sees_a_graph_that_is_wrong_elsewhere() -> None:
 def test_modules_that_cannot_be_exported() -> None:
     with pytest.raises(InputError, match="example_inputs"):
         export(Residual())
+    with pytest.raises(InputError, match=r"got a Tensor\. Put it in a list\."):
+        export(Residual(), example_inputs=torch.randn(2, 5, 24))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"a tensor for 'x', got list\. .*return_tensors"):
+        export(Residual(), example_inputs={"x": [[1.0] * 24]})  # type: ignore[dict-item]
     with pytest.raises(InputError, match="at most 1"):
         export(Residual(), example_inputs=[torch.zeros(1, 5, 24)] * 2)
     with pytest.raises(InputError, match="a tensor for 'x'"):

@@ -269,12 +269,24 @@ def test_what_is_kept_says_why(made: Callable[[], nn.Module], why: str) -> None:
         ({"on_unsupported": "rase"}, "on_unsupported", "Did you mean 'raise'?"),
         ({"linears": "int-4"}, "linears", "Did you mean 'int4'?"),
         ({"linears": "float"}, "linears", ""),
+        ({"linears": "int8"}, "linears", "Did you mean 'int8:block=32'?"),
+        ({"linears": "int9:block=32"}, "linears", ""),
     ],
 )
 def test_choices_that_are_none_say_what_was_probably_meant(options: Any, argument: str, hint: str) -> None:
     with pytest.raises(InputError) as caught:
         mhsa.accelerate(layer(), **options)
     assert (caught.value.argument, caught.value.next_step) == (argument, hint)
+
+
+@pytest.mark.parametrize(
+    ("model", "got"), [("bert-base-uncased", "got str. Make or load one first"), (nn.Linear, "got the class Linear. ")]
+)
+def test_what_is_no_model_is_refused(model: Any, got: str) -> None:
+    with pytest.raises(InputError, match=got):
+        mhsa.accelerate(model)
+    with pytest.raises(InputError, match="that is not accelerated"):
+        mhsa.restore(model)
 
 
 def test_training_gradients_and_twice_are_refused() -> None:

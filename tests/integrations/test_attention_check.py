@@ -11,9 +11,10 @@ import torch
 
 from mhsa_compile.errors import OutputError
 from mhsa_compile.integrations.attention_graph import AttentionCall
-from mhsa_compile.integrations.attention_operator import Operands, attend, by_pytorch, why_wrong
+from mhsa_compile.integrations.attention_operator import Operands, attend, by_pytorch, define, why_wrong
 from mhsa_compile.integrations.call_table import TABLES, CallTable
 from mhsa_compile.integrations.first_calls import difference
+from mhsa_compile.integrations.transformers import attention_forward
 
 B, H, G, L, S, E = 3, 4, 2, 7, 11, 16
 BOOL = torch.rand(B, 1, L, S) < 0.7
@@ -79,6 +80,40 @@ def test_a_wrong_kind_is_pytorchs_from_then_on(table: CallTable, monkeypatch: py
         warnings.simplefilter("error")
         assert torch.equal(attend(q, k, v, *rest, False, False), expected)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_makes_operands_of_one_dtype_and_changes_no_check(table: CallTable, dtype: torch.dtype) -> None:
+    """Rotary embeddings leave queries and keys of float32 beside narrow values; PyTorch's attention has all narrow.
+    A check whose products are narrow would find correct results wrong, and leave their kind to PyTorch for good."""
+    q, k, v = _tensors()
+    rest = (BOOL, None, 0.25, 0.0, False)
+    expected = attend(*(x.to(dtype) for x in (q, k, v)), *rest, False, False)
+    exact = by_pytorch(Operands(q, k, v, *rest))
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=dtype), torch.no_grad():
+        warnings.simplefilter("error")
+        for values in (v, v.to(dtype)):
+            y, _ = attention_forward(torch.nn.Identity(), q, k, values, BOOL, scaling=0.25, is_causal=False)
+            assert y.dtype == dtype and torch.equal(y, expected)
+        assert torch.equal(by_pytorch(Operands(q, k, v, *rest)), exact)
+        assert not why_wrong(exact, Operands(q, k, v, *rest))
+
+
+def test_what_pytorch_computes_lies_in_memory_as_the_operator_says(
+    table: CallTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile goes by that: a view of another order of axes fails there."""
+    define()
+    monkeypatch.setattr(table, "is_left", lambda call: True)
+    q, k, v = _tensors()
+
+    def rows(q: torch.Tensor) -> torch.Tensor:
+        y, _ = attention_forward(torch.nn.Identity(), q, k, v, BOOL, scaling=0.25, is_causal=False)
+        return y.view(B, L, H * E)
+
+    with torch.no_grad():
+        expected = by_pytorch(Operands(q, k, v, BOOL, None, 0.25, 0.0, False)).view(B, L, H * E)
+        assert torch.equal(torch.compile(rows, backend="aot_eager", fullgraph=True)(q), expected)
 
 
 def test_without_room_a_kind_is_pytorchs(table: CallTable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
     BertConfig,
     BertModel,
     DistilBertConfig,
@@ -28,6 +30,8 @@ from transformers import (
     PreTrainedModel,
     RobertaConfig,
     RobertaModel,
+    T5Config,
+    T5EncoderModel,
     ViTConfig,
     ViTModel,
 )
@@ -74,6 +78,16 @@ def distilbert() -> PreTrainedModel:
 
 def roberta() -> PreTrainedModel:
     return RobertaModel(RobertaConfig(vocab_size=WORDS, **SIZES))
+
+
+def albert() -> PreTrainedModel:
+    """Its layers are no GradientCheckpointingLayer; one is called twice."""
+    return AlbertModel(AlbertConfig(vocab_size=WORDS, embedding_size=31, **SIZES))
+
+
+def t5() -> PreTrainedModel:
+    """All layers but the first are given their bias of positions, and give it back."""
+    return T5EncoderModel(T5Config(vocab_size=WORDS, d_model=D, d_kv=8, d_ff=48, num_layers=2, num_heads=4))
 
 
 def vit() -> PreTrainedModel:
@@ -129,7 +143,7 @@ def pair() -> tuple[Any, Any, AccelerationReport]:
     [
         pytest.param(make, named, id=make.__name__)
         for make, named in ((llama, {"use_cache": False}), (gpt2, {"use_cache": False}), (distilbert, {}),
-                            (roberta, {}), (bert, {}))
+                            (roberta, {}), (bert, {}), (t5, {}))
     ],
 )  # fmt: skip
 def test_layers_of_families(make: Callable[[], PreTrainedModel], named: dict[str, Any]) -> None:
@@ -145,6 +159,22 @@ def test_layers_of_families(make: Callable[[], PreTrainedModel], named: dict[str
     mhsa.restore(model)
     assert not any("forward" in vars(part) for part in model.modules())
     assert torch.equal(hidden(model, IDS, **named), hidden(plain, IDS, **named))
+
+
+@pytest.mark.thorough
+def test_a_layer_that_is_called_for_several() -> None:
+    plain = model_of(albert)
+    model, report = accelerated(plain)
+    assert excess(plain, model, IDS, attention_mask=PADDING) <= 1 and excess(plain, model, IDS[:1]) <= 1
+    assert outcomes(report) == WHOLE[:1], repr(report)
+
+
+def test_a_model_whose_layers_have_no_name_says_so() -> None:
+    plain = model_of(albert)
+    plain._can_record_outputs = None
+    _, report = accelerated(plain)
+    assert "0 of 1 layers can be one artifact each\n" in repr(report)
+    assert "its parts: it has no layers that transformers names" in repr(report)
 
 
 @pytest.mark.thorough
@@ -565,6 +595,28 @@ def test_a_layer_that_writes_is_called_by_its_parts(kind: type[nn.Module]) -> No
         assert excess(plain, model, IDS) <= 1
     assert list(report.layers[0].parts) == ["its forward writes into what it is given, or into the layer"]
     assert report.layers[1].is_whole
+
+
+class HandsOn(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
+    """A layer that gives back its mask beside its result, as T5's do with a bias of positions, and None."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **named: Any) -> Any:
+        return super().forward(hidden_states, attention_mask, *others, **named), attention_mask, None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_a_layer_is_given_and_gives_back_is_the_callers(batch: int) -> None:
+    plain = model_of(bert)
+    plain.encoder.layer[0].__class__ = HandsOn
+    model, report = accelerated(plain)
+    x = torch.randn(batch, 5, D, generator=torch.Generator().manual_seed(0))
+    mask = torch.randn(1, 1, 5, 5, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for given in (mask, None):
+            result, other, nothing = model.encoder.layer[0](x, given)
+            expected = plain.encoder.layer[0](x, given)[0]
+            assert torch.allclose(result, expected, atol=1e-5) and other is given and nothing is None
+    assert report.layers[0].is_whole and not report.layers[0].parts, repr(report)
 
 
 def test_several_threads_call_and_bind_at_once(pair: tuple[Any, Any, AccelerationReport]) -> None:

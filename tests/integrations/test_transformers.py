@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.interface_models import CACHES, decoder, encoder, generated, prompts, share_of_budget
+from support.interface_models import (
+    CACHES,
+    PLAIN,
+    TOKENS,
+    built,
+    decoder,
+    encoder,
+    generated,
+    prompts,
+    share_of_budget,
+)
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.integrations import transformers as mhsa_transformers
@@ -110,6 +120,18 @@ def test_gradients_dropout_and_weights_are_refused(llama: Model) -> None:
     finally:
         llama.eval()
         layer.attention_dropout = 0.0
+
+
+def test_weights_that_are_collected_by_hooks_are_refused() -> None:
+    """OPT's layers are not told that anybody wants them: none would come, without a word."""
+    model = built("OPT", "OPTForCausalLM", {**PLAIN, **TOKENS, "ffn_dim": 64, "word_embed_proj_dim": 64})
+    given = prompts(1, 5)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        assert len(model(**given, output_attentions=True).attentions) == 2
+        model.set_attn_implementation("mhsa")
+        with pytest.raises(InputError, match="output_attentions: expected False"):
+            model(**given, output_attentions=True)
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,10 @@ def _at_inference(module: nn.Module) -> Iterator[None]:
 
 def _export_any(wrapper: TensorModule, program: Program) -> onnx.ModelProto:
     freedom = program.freedom
-    names = {"input_names": list(freedom.signature), "output_names": program.outputs}
     version = {"opset_version": opset(wrapper.module), "custom_translation_table": TRANSLATIONS}
     _write_signs_out(program.exported)
-    model = with_own_names(_convert(program.exported, **names, **version))
+    inputs = list(freedom.signature)
+    model = with_own_names(_convert(program.exported, input_names=inputs, **version), inputs, program.outputs)
     with_names(model, program.names)
     for node in model.graph.node:
         if node.domain == DOMAIN and len(node.output) > 1:  # of a flex_attention that was asked for it

@@ -94,13 +94,18 @@ def requested_freedom(
 ) -> Freedom:
     """What an export is asked to leave free, by example inputs, by what is stated of their axes, and by the sizes that
     are fixed. Raises InputError."""
+    if isinstance(examples, Tensor):
+        raise InputError(
+            "example_inputs", "tensors, in the order of forward or by name", "a Tensor", "Put it in a list."
+        )
     if not examples:
         hint = "Pass the tensors that its forward takes; only their names, shapes and dtypes matter."
         raise InputError("example_inputs", f"example inputs for {type(module).__name__}", "none", hint)
     tensors = _by_name("example_inputs", module, examples, "tensors")
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            raise InputError("example_inputs", f"a tensor for {name!r}", type(value).__name__)
+            hint = 'torch.as_tensor makes one; tokenizers give them with return_tensors="pt".'
+            raise InputError("example_inputs", f"a tensor for {name!r}", type(value).__name__, hint)
     guesses = guess_symbols(tensors)
     words = None if dynamic_shapes is None else _by_name("dynamic_shapes", module, dynamic_shapes, "entries")
     statement = _Statement(guesses) if words is None else _statement(words, tensors, guesses)

@@ -7,6 +7,7 @@ what else it returns, weights or None, depends on the implementation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,10 @@ class TensorModule(nn.Module):
         arguments: dict[str, Any] = dict(inputs)
         if self.has_pair:
             arguments[_PAIR] = tuple(arguments.pop(half) for half in _HALVES)
-        result = self.module(**arguments)
+        if isinstance(self.module, torch.fx.GraphModule):  # whose own call prints what fails, to whoever expects it
+            result = nn.Module.__call__(self.module, **arguments)
+        else:
+            result = self.module(**arguments)
         if _is_attention_of_transformers(self.module) and isinstance(result, tuple):
             result = result[0]
         return dict(_tensors_by_name("", result))
@@ -73,16 +77,49 @@ def flatten(examples: Sequence[Any] | Mapping[str, Any] | None) -> tuple[Any, bo
     return flat | dict(zip(_HALVES, pair, strict=True)), True
 
 
-def with_own_names(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The weights of an exported TensorModule under the names that they have in the module itself."""
-    graph = model.graph
+def with_own_names(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str] | None) -> onnx.ModelProto:
+    """The inputs, results and weights of an exported TensorModule under the names that they have in the module itself.
+    A result that is called as an input is has a number behind its name."""
+    _name_edges(model.graph, inputs, outputs)
+    _name_weights(model.graph)
+    return model
+
+
+def _name_edges(graph: onnx.GraphProto, inputs: Sequence[str], outputs: Sequence[str] | None) -> None:
+    """Names inputs and results by their places: several may be one value, of which the exporter would keep one name. A
+    lone result, without a name, keeps the exporter's."""
+    values = [value.name for value in graph.output]
+    results = values
+    if outputs is not None:
+        results = [_unlike(name, {*inputs, *outputs}) if name in inputs else name for name in outputs]
+    made = {name for node in graph.node for name in node.output}
+    names = {value.name: name for value, name in zip(graph.input, inputs, strict=True)}
+    for value, name in zip(values, results, strict=True):
+        if value in made:
+            names.setdefault(value, name)
+    wanted, taken = {*inputs, *results}, {*made, *names, *(tensor.name for tensor in graph.initializer)}
+    names |= {name: _unlike(name, taken | wanted) for name in (taken & wanted) - names.keys()}
+    rename(graph, names)
+    for value in (*graph.input, *graph.initializer, *graph.value_info):
+        value.name = names.get(value.name, value.name)
+    for output, name in zip(graph.output, results, strict=True):
+        if outputs is not None and output.name != name:
+            graph.node.append(onnx.helper.make_node("Identity", [output.name], [name], name=f"copy_{name}"))
+            output.name = name
+
+
+def _unlike(name: str, taken: set[str]) -> str:
+    """A name that none of these is."""
+    return next(other for number in itertools.count(1) if (other := f"{name}_{number}") not in taken)
+
+
+def _name_weights(graph: onnx.GraphProto) -> None:
     names = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
     own = {tensor.name: tensor.name.removeprefix(_PREFIX) for tensor in graph.initializer}
     short_names = {name: short for name, short in own.items() if short not in names}
     for value in (*graph.initializer, *graph.value_info):
         value.name = short_names.get(value.name, value.name)
     rename(graph, short_names)
-    return model
 
 
 def _is_attention_of_transformers(module: nn.Module) -> bool:

@@ -137,7 +137,8 @@ def parameter_names(layer: nn.Module) -> tuple[str, ...]:
 
 
 class _OfTensors(nn.Module):
-    """A layer as a function of tensors by name, with all other arguments as they are."""
+    """A layer as a function of tensors by name, with all other arguments as they are. Of a tuple without the tensors
+    that the layer was given, and gives back."""
 
     def __init__(self, layer: nn.Module, kind: ExportedKind) -> None:
         super().__init__()
@@ -145,7 +146,11 @@ class _OfTensors(nn.Module):
         self.tensors = frozenset(name for name, *_ in kind.tensors)
 
     def forward(self, **tensors: Tensor) -> Any:
-        return self.layer(**dict(self._arguments(tensors)))
+        result = self.layer(**dict(self._arguments(tensors)))
+        if type(result) is not tuple:
+            return result
+        given = {id(x) for x in tensors.values()}
+        return tuple(one for one in result if id(one) not in given)
 
     def _arguments(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
         yield from ((name, x) for name, x in tensors.items() if name not in self._in_tuples())

@@ -38,17 +38,36 @@ LEAST_WEIGHTS = 256 * 256
 """What a layer must have for its products to take longer than what a call costs besides."""
 _MOST_KINDS = 8
 """Of calls of one layer: more are sizes that were taken for a layer's own."""
-_Form = tuple[bool, ...] | None
-"""What a layer returns: a tensor, or a tuple in which there is a tensor at these places, and None at the others."""
+_Form = tuple[bool | str, ...] | None
+"""What a layer returns: a tensor, or a tuple in which there is a tensor at these places, None at the others, and the
+tensor that it was given at those with that one's name."""
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers of a model of transformers that hold no other ones, by name."""
     library: Any = sys.modules.get("transformers.modeling_layers")
-    kind: type[nn.Module] | tuple[()] = () if library is None else library.GradientCheckpointingLayer
+    layers = [] if library is None else list(_innermost(model, library.GradientCheckpointingLayer))
+    inside = {part for _, layer in layers for part in layer.modules()}
+    yield from layers
+    for name, layer in _innermost(model, tuple(_recorded(model))):
+        if inside.isdisjoint(layer.modules()):
+            yield name, layer
+
+
+def _innermost(model: nn.Module, kinds: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of some classes in which there is no other such part, by name."""
     for name, part in model.named_modules():
-        if isinstance(part, kind) and not any(isinstance(one, kind) for one in part.modules() if one is not part):
+        if isinstance(part, kinds) and not any(isinstance(one, kinds) for one in part.modules() if one is not part):
             yield name, part
+
+
+def _recorded(model: nn.Module) -> Iterator[type[nn.Module]]:
+    """The classes whose results are a model's hidden states, as transformers has it: ALBERT's layers are no others."""
+    for part in model.modules():
+        named: Any = (getattr(part, "_can_record_outputs", None) or {}).get("hidden_states", ())
+        for one in named if isinstance(named, list | tuple) else (named,):
+            if isinstance(kind := getattr(one, "target_class", one), type):
+                yield kind
 
 
 def why_kept(layer: nn.Module, *, whatever_its_size: bool) -> str:
@@ -139,10 +158,10 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         result = compiled(**{info.name: inputs[info.name] for info in compiled.manifest.inputs})
         if form is None:
             return result, kind
+        if form.count(True) != len(compiled.manifest.outputs):
+            return "its graph returns other tensors than its forward"
         results = iter(result if isinstance(result, tuple) else (result,))
-        if sum(form) != len(compiled.manifest.outputs):
-            return "it returns one tensor twice"
-        return tuple(next(results) if is_tensor else None for is_tensor in form), kind
+        return tuple(_at_place(what, results, call) for what in form), kind
 
     def _form(self, call: ExportedCall, kind: ExportedKind) -> _Form | str:
         """What calls of a kind return, or why no artifact does: told from one call of the layer as it was before."""
@@ -161,7 +180,9 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
             elif isinstance(result, Tensor):
                 self._forms[kind] = None
             elif type(result) is tuple and all(one is None or isinstance(one, Tensor) for one in result):
-                self._forms[kind] = tuple(one is not None for one in result)
+                given = {id(x): name for name, x in call.tensors.items()}
+                form = tuple(one is not None and given.get(id(one), True) for one in result)
+                self._forms[kind] = form if True in form else "it returns nothing but what it is given"
             else:
                 self._forms[kind] = f"it returns a {type(result).__name__}"
         return self._forms[kind]
@@ -182,6 +203,13 @@ class ExportedLayerForward(MeasuredForward[ExportedKind, Any, ExportedCall]):
         if isinstance(compiled, CompiledAttention) and (limits := compiled.manifest.limits):
             return f"an artifact of it takes sizes up to {', '.join(map(str, limits.values()))} alone"
         return compiled
+
+
+def _at_place(what: bool | str, results: Iterator[Tensor], call: ExportedCall) -> Tensor | None:
+    """What a layer returns at one place, of an artifact's results and what the layer was given."""
+    if isinstance(what, str):
+        return call.tensors[what]
+    return next(results) if what else None
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:

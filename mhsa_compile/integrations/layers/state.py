@@ -25,7 +25,8 @@ ATTENTION = "_attn_implementation_internal"
 """The field of a config that names its model's attention."""
 INDEX = "layer_idx"
 """The field that says which layer of a model it is: all that layers of a model differ in beside their weights."""
-_CAPTURES = "transformers.utils.output_capturing"
+CAPTURES = "transformers.utils.output_capturing"
+"""Where transformers collects what parts return."""
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
@@ -165,12 +166,12 @@ def _hooks(part: nn.Module) -> Iterator[Any]:
 
 
 def _is_capture(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == _CAPTURES
+    return getattr(hook, "__module__", "") == CAPTURES
 
 
 def is_captured() -> bool:
     """Whether transformers collects hidden states or weights of attention from this thread's call."""
-    library: Any = sys.modules.get(_CAPTURES)
+    library: Any = sys.modules.get(CAPTURES)
     return library is not None and bool(library._active_collector.get())
 
 
