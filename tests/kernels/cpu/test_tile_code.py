@@ -82,7 +82,7 @@ def test_products_share_their_loads_and_spill_nothing(code: tuple[TileFunction, 
     function, loads = code
     blocks = [block for block in function.blocks if block.products]
     loops = [block for block in blocks if any(function.blocks[after] is block for after in block.following)]
-    assert {Fraction(block.loads, block.products) for block in loops} == loads
+    assert {Fraction(block.loads - block.sums, block.products) for block in loops} == loads
     for block in blocks:
         # Where two products are interleaved with vectors, a block begins or ends with sums of theirs.
         assert block.loads <= max(loads) * block.products + SUMS

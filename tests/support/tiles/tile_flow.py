@@ -28,9 +28,15 @@ class Block:
         return sum(line.lstrip().startswith("tileload") for line in self.lines)
 
     @property
+    def sums(self) -> int:
+        """Tiles that it stores and has not set to zero: of sums that were loaded."""
+        stores, zeros = (sum(line.split()[:1] == [name] for line in self.lines) for name in ("tilestored", "tilezero"))
+        return max(0, stores - zeros)
+
+    @property
     def spills(self) -> list[str]:
-        """Vectors that go to the stack."""
-        return [line for line in self.lines if re.search(r"\svmov\w+\s+%[xyz]mm\d+, .*\(%r[sb]p\)", line)]
+        """Vectors that go to the stack, of functions without a pointer to their frame: `TileFunction` looks for one."""
+        return [line for line in self.lines if re.search(r"\svmov\w+\s+%[xyz]mm\d+, .*\(%rsp\)", line)]
 
 
 class TileFunction:
@@ -38,6 +44,7 @@ class TileFunction:
 
     def __init__(self, name: str, lines: list[str]) -> None:
         self.name, starts = name, {0}
+        assert not any(re.match(r"\s+movq\s+%rsp, %rbp", line) for line in lines), "what lies at %rbp is the stack, too"
         labels = {}
         for i, line in enumerate(lines):
             if match := re.match(r"(\.L\w+):", line):
