@@ -10,10 +10,11 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -30,11 +31,11 @@ def features(op: Any, prefix: str = "") -> set[str]:
     """What an operation asks for: flags that are set, choices by name, parts that are there, dims that are free."""
     grouped = isinstance(op, AttentionOp) and op.num_kv_heads < op.num_heads
     names = {f"{prefix}grouped heads"} if grouped else set[str]()
-    for field in dataclasses.fields(op):
+    for field in _fields(op):
         name, value, optional = f"{prefix}{field.name}", getattr(op, field.name), "None" in str(field.type)
         if name.endswith("_name") or value is False or value is None:  # names of inputs serve messages
             continue
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) or isinstance(value, msgspec.Struct):
             names |= features(value, f"{name}.")
         for step in value if name.endswith("scores") else ():
             names |= {step_name := f"{prefix}{type(step).__name__}"} | features(step, f"{step_name}.")
@@ -43,6 +44,11 @@ def features(op: Any, prefix: str = "") -> set[str]:
         elif value is True or optional or _is_set(value, field.default):
             names.add(name)
     return names
+
+
+def _fields(part: Any) -> Iterable[Any]:
+    """Those of a dataclass, or of a part that manifests hold as well."""
+    return msgspec.structs.fields(part) if isinstance(part, msgspec.Struct) else dataclasses.fields(part)
 
 
 def _is_set(value: Any, default: Any) -> bool:
