@@ -63,7 +63,7 @@ _FRESH, _LARGE = range(2)
 
 
 class TaskScratch:
-    """What a thread's tasks write and read, allocated where it is constructed.
+    """What the tasks of a strip write and read, allocated where it is constructed.
 
     q_t (terms, E / 2, queries)           words of Q^T
     wide (E, queries)                     Q^T in float32, of float32 by several terms
@@ -160,7 +160,7 @@ class TileAttentionTask:
             total, zero = let(load(self.memory.row_sum, [T.int64(c * LANES)], LANES)), constant(0.0, LANES)
             return T.Select(total == zero, zero, constant(self.measure, LANES) / total)
 
-        self.output.complete()  # of a tile that saw no block
+        self.output.complete()  # the tile before, where this one saw no block
         self.output.leave(self.place, inverse)
 
     # ---- The visitor of keys
