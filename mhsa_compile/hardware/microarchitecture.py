@@ -40,6 +40,15 @@ def of_arm(cores: Iterable[Core]) -> str:
     return "+".join(sorted({_name_of(core) for core in cores}))
 
 
+def pages_in_turn(name: str) -> int:
+    """Of how many pages of memory a core of this name is asked for lines in turn: 1 where nobody measured it.
+
+    >>> pages_in_turn("emeraldrapids"), pages_in_turn("zen4")
+    (8, 1)
+    """
+    return int(_table()["pages_in_turn"].get(name, 1))
+
+
 def names() -> list[str]:
     """All that the table has, in order."""
     of_x86 = (name for row in _table()["x86"] for name in row["names"])

@@ -12,7 +12,7 @@ import msgspec
 from mhsa_compile.errors import TargetError, did_you_mean
 from mhsa_compile.files import input_files
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.hardware import data_paths, host
+from mhsa_compile.hardware import data_paths, host, microarchitecture
 
 NATIVE = data_paths.NATIVE
 _DTYPE_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int16": 16, "int32": 32}
@@ -66,6 +66,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     vector_registers: Count = 16
     l1d_kib: Count = 32
     l2_kib: Count = 256
+    pages_in_turn: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     features: tuple[str, ...] = ()
     modelled_as: str = ""
     microarchitecture: str = ""
@@ -315,6 +316,7 @@ def detect(root: Path = host.ROOT) -> CpuProfile:
     """The profile of this machine: code for the highest common level it has, so the artifact runs on its equals too,
     and for the narrow products that it has beyond that, tiles where the system grants them to this process."""
     architecture, present = host.architecture(), host.usable_features(root)
+    name = host.microarchitecture_name(root)
     mcpu, features, vector_bits, vector_registers = _level(architecture, present)
     dots = {feature: flag for feature, flag in _DOTS.get(mcpu, {}).items() if feature in present}
     system_triple, link_triple = _triples(architecture)
@@ -328,7 +330,8 @@ def detect(root: Path = host.ROOT) -> CpuProfile:
             l1d_kib=host.cache_kib(1, root) or 32,
             l2_kib=host.cache_kib(2, root) or 256,
             features=tuple(sorted(features | dots.keys())),
-            microarchitecture=host.microarchitecture_name(root),
+            microarchitecture=name,
+            pages_in_turn=microarchitecture.pages_in_turn(name),
         ),
         link=Link(triple=link_triple),
     )

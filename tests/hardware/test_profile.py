@@ -151,7 +151,7 @@ def test_left_out_hardware_is_a_modest_machine(tmp_path: Path) -> None:
     assert found.tvm_config() == {"kind": "llvm", "mtriple": "riscv64-linux-gnu"}
     assert msgspec.to_builtins(found.hardware) == {
         "cores": 1, "vector_bits": 128, "vector_registers": 16, "l1d_kib": 32, "l2_kib": 256, "features": (),
-        "modelled_as": "", "microarchitecture": "",
+        "pages_in_turn": 1, "modelled_as": "", "microarchitecture": "",
     }  # fmt: skip
 
 

@@ -335,7 +335,7 @@ class _BlockProduct(Product):
     def _words(self, p: Expr, word: Expr, *, ahead: bool) -> list[Expr]:
         """A vector of words for each column."""
         if ahead:
-            self.prefetch_ahead(p, word, 1)
+            self.lookahead.ask_beyond(p, word, 1)
         return [let(load(self.packed[0], [p, word, T.int64(offset)], lanes)) for offset, lanes in self.columns]
 
     def _scales(self, p: Expr, block: Expr) -> list[tuple[Expr, Expr | None]]:

@@ -297,11 +297,15 @@ class TermProduct(Product):
             partial(vectors.prefetch, strip.data, strip.at(here, word=n, column=c))
             for n, c in itertools.product(range(lines), range(COLUMNS))
         ]
+        turns, share = max(1, self.pages // 2), DEPTH // SHARES
         slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(SHARES))
-        first = materialize(tile * DEPTH + slot * (DEPTH // SHARES))
-        for k, column in itertools.product(range(DEPTH // SHARES), range(0, layout.panel, self._line)):
+        size = of.end - of.first
+        first = materialize(of.first * DEPTH + T.truncdiv((slot * size + tile - of.first) * share, T.int64(turns)))
+        run = materialize(size * (DEPTH // turns))
+        for k, column in itertools.product(range(share), range(0, layout.panel, self.lookahead.elements)):
             panel, place = self.layout.place(p + 1, column)
-            asks.append(partial(vectors.prefetch, self.packed[0], [panel, first + k, place], soon=False))
+            row = first + (k % turns) * run + k // turns
+            asks.append(partial(vectors.prefetch, self.packed[0], [panel, row, place], soon=False))
         return asks
 
     def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, part: tuple[Expr, Expr]) -> None:

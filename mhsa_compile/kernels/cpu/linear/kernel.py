@@ -155,6 +155,8 @@ def product_function(
             lines = materialize(ceil_div(count, layout.unit.rows)) if layout.unit.rows > 1 else count
             whole = len(operands) if op.epilogue is None else op.epilogue.operands
             others = [*(flat(tensor, op.pitch) for tensor in operands[:whole]), *operands[whole:]]
-            task = product(layout, factors, packed, flat(y, op.pitch), columns, count, lines, others)
+            large = layout.weight_bytes > profile.hardware.l2_kib * 1024 // 2
+            pages = profile.hardware.pages_in_turn if large else 1
+            task = product(layout, factors, packed, flat(y, op.pitch), columns, count, lines, others, pages)
             deal(task, profile.hardware.cores, config)
     return builder.get()

@@ -11,22 +11,20 @@ from typing import ClassVar
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
+from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.linear import epilogue
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows
+from mhsa_compile.kernels.cpu.linear.lookahead import Lookahead
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store, vector_type
 from mhsa_compile.kernels.cpu.units.unit import Columns
-from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
+from mhsa_compile.kernels.interface.kernel import Config
 
 PREFETCHED = 8
 """Cache lines of the next panel that a tile asks for in each part: the tiles of a full block ask for all of them. The
 first tile of the next task would wait for them otherwise."""
-AHEAD = 192
-"""Bytes from the weights that a half tile multiplies to those that it asks for: where there are no more rows than that,
-all weights come from memory, once."""
 WORTH_WIDENING = 3
 """Tiles of a group from which on its weights, where they are too narrow to multiply, are widened once for all of them
 and not by each."""
@@ -39,7 +37,8 @@ exact; four chains of 64 terms have 1.6 times its error: the budget is twice tha
 @dataclass(frozen=True)
 class Product:
     """The buffers of the product, x, y and the epilogue's operands seen as matrices, and the packed weights. `lines`
-    are rows of x, or the pairs of them that are multiplied together: tiles are made of these."""
+    are rows of x, or the pairs of them that are multiplied together: tiles are made of these. Of `pages` pages of
+    memory weights are asked for in turn."""
 
     layout: PackedLayout
     rows: PackedRows
@@ -49,6 +48,7 @@ class Product:
     count: Expr
     lines: Expr
     operands: list[Expr]
+    pages: int = 1
     sums_few_apart: ClassVar[bool] = True
     """Whether FEW_ROWS are summed in more chains; else a row has the same bits whatever their number."""
 
@@ -70,7 +70,7 @@ class Product:
 
         def ask(first: Expr, steps: int) -> None:
             if ahead:
-                self.prefetch_ahead(p, first, steps)
+                self.lookahead.ask_beyond(p, first, steps)
 
         turn = self.layout.run, unit.runs_at_once(len(lines), len(self.columns))
         unit.add_products(tile, self.rows.of(lines), weights, (part.first, part.end), turn=turn, before=ask)
@@ -82,29 +82,9 @@ class Product:
             for c, (offset, lanes) in enumerate(self.columns):
                 store(wide, [step, T.int64(offset)], weights.vector(part.first + step, c), lanes)
 
-    def prefetch(self, p: Expr, slot: Expr) -> None:
-        """Asks for PREFETCHED cache lines of the panel after p, from line `slot` * PREFETCHED on; for the last ones,
-        where that panel has no more."""
-        size, line = self.layout.words * self.layout.panel, self._line
-        self._ask((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)), PREFETCHED)
-
-    def prefetch_ahead(self, p: Expr, word: Expr, words: int) -> None:
-        """Asks for as many lines as so many words of each feature take, from `word` on, AHEAD of them: panels lie one
-        behind the other."""
-        lines = -(-words * self.layout.panel // self._line)
-        ahead = AHEAD // DTYPE_BYTES[self.layout.weight]
-        self._ask((p * self.layout.words + word) * self.layout.panel + ahead, lines)
-
     @property
-    def _line(self) -> int:
-        """Elements of the packed weights in a cache line."""
-        return CACHE_LINE // DTYPE_BYTES[self.layout.weight]
-
-    def _ask(self, first: Expr, lines: int, *, soon: bool = True) -> None:
-        array, size = self.packed[0], self.layout.panels * self.layout.words * self.layout.panel
-        flat, start = T.decl_buffer((T.int64(size),), array.dtype, data=array.data), materialize(first)
-        for i in range(lines):
-            vectors.prefetch(flat, [start + i * self._line], soon=soon)
+    def lookahead(self) -> Lookahead:
+        return Lookahead(self.layout, self.packed[0], self.pages)
 
     def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
         """y of a sum."""
@@ -207,6 +187,8 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
     waiting, width = group * rows + rows // 2, task.layout.unit.rows * task.layout.panel
     sums = vectors.seen_whole((parts.levels * waiting, width), task.layout.unit.sums) if parts.levels else None
     folded = waiting if parts.levels > 1 else 0
+    count = task.layout.op.row_count
+    ahead = rows == 1 or (task.pages > 1 and count is not None and count <= FEW_ROWS)
     widens = _widens(task, rows)
     wide = None if widens is False else vectors.seen_whole((parts.longest, task.layout.panel))
     with T.serial(T.max(T.int64(1), ceil_div(end - first, group))) as g:
@@ -233,8 +215,9 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
             def tiles(part: DepthPart) -> None:
                 with T.serial(full) as i:
                     # A tile asks for lines of its own, so that together they ask for the panel once.
-                    task.prefetch(p, materialize((begin - first) * parts.count + number * full + i))
-                    _tile(task, part, p, materialize((begin + i) * rows), rows, materialize(i * rows), ahead=rows == 1)
+                    share = materialize((begin - first) * parts.count + number * full + i)
+                    task.lookahead.ask_for_panel(p + 1, share * PREFETCHED, PREFETCHED)
+                    _tile(task, part, p, materialize((begin + i) * rows), rows, materialize(i * rows), ahead=ahead)
                 if rows > 1:
                     # Only behind the last group of tiles.
                     with T.If(T.And(half > 0, begin + full == end)), T.Then():

@@ -105,6 +105,11 @@ class PackedLayout:
         return self.format.dtype if self.widens else self.unit.word
 
     @property
+    def weight_bytes(self) -> int:
+        """Of all packed weights."""
+        return DTYPE_BYTES[self.weight] * self.words * self.panel * self.panels
+
+    @property
     def offset(self) -> bool:
         """Whether x is quantised to unsigned bytes, x + 128, so that 128 times the sum of the weights is too much."""
         return self.unit.unsigned

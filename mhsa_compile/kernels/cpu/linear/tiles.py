@@ -32,8 +32,9 @@ from mhsa_compile.kernels.interface.ops import LinearOp
 COLUMNS = 2
 """Tiles of the sums, of one tile of rows. Where another thread of the core multiplies as well, a tile that is loaded
 waits the longer the more tiles hold something: with four of them loads take half the time that they take with eight."""
-SHARES = 16
-"""So many tiles of rows ask for all of the next panel: at each step for a line of each tile of it."""
+SHARES, FEW = 16, 8
+"""So many tiles of rows ask for all of the next panel, each at every step for as many lines as that takes; FEW, unless
+it is known that there are more."""
 
 
 class CpuTileLinearKernel:
@@ -88,6 +89,12 @@ class TileLayout(PackedLayout):
     def has_one_tile_of_rows(self) -> bool:
         """Whether the rows of x are known to be so few; the first cache then has them for all panels."""
         return self.op.row_count is not None and self.op.row_count <= tiles.ROWS
+
+    @property
+    def shares(self) -> int:
+        """How many tiles of rows ask for the next panel."""
+        count = self.op.row_count
+        return SHARES if count is not None and count > FEW * tiles.ROWS else FEW
 
     @property
     def tiles(self) -> int:
@@ -153,11 +160,19 @@ class TileProduct(Product):
                 at = [p, k * tiles.WORDS, T.int64(c * layout.lanes)]
                 tiles.load_tile(tiles.RIGHT, self.packed[0], at, layout.panel)
                 layout.unit.product(c, tiles.LEFT, tiles.RIGHT)
-            # A tile of rows asks for its share of the panel after this one.
-            slot = T.truncmod(T.truncdiv(start, T.int64(tiles.ROWS)), T.int64(SHARES)) * layout.tiles + k
-            first = (p + 1) * (layout.words * layout.panel) + slot * (layout.columns * self._line)
-            self._ask(first, layout.columns, soon=False)
+            self.ask_ahead(p, start, k)
             behind(k)
+
+    def ask_ahead(self, p: Expr, start: Expr, k: Expr) -> None:
+        """Asks for what a tile of rows has to of the weights behind panel p, beside tile k of K."""
+        layout = self.layout
+        if layout.has_one_tile_of_rows and self.pages > 1:
+            self.lookahead.ask_beyond(p, k * tiles.WORDS, tiles.WORDS)
+            return
+        shares = layout.shares
+        lines = layout.columns * tiles.ROWS // shares
+        share = T.truncmod(T.truncdiv(start, T.int64(tiles.ROWS)), T.int64(shares))
+        self.lookahead.ask_for_panel(p + 1, (share * layout.tiles + k) * lines, lines, soon=False)
 
     def start(self, own: Expr) -> Expr:
         """The first row of a tile: the last one moves back so far that it is whole, and begins with rows of others."""
