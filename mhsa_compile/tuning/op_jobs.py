@@ -217,6 +217,6 @@ class _AttentionJob:
         return int(count) * self.B
 
 
-def _visible(stated: list[np.ndarray]) -> Tensor | None:
+def _visible(masks: list[np.ndarray]) -> Tensor | None:
     """(1 or entries, 1 or H, rows, S), or None: all are."""
-    return to_torch(np.ascontiguousarray(np.logical_and.reduce(np.broadcast_arrays(*stated)))) if stated else None
+    return to_torch(np.ascontiguousarray(np.logical_and.reduce(np.broadcast_arrays(*masks)))) if masks else None

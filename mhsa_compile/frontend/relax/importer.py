@@ -42,7 +42,7 @@ from mhsa_compile.frontend.reading.standard import RANDOM, STANDARD
 from mhsa_compile.frontend.relax import float32_sums
 from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.block_linear import block_linear
-from mhsa_compile.frontend.relax.imported_module import ImportContext, ImportedModule, stated
+from mhsa_compile.frontend.relax.imported_module import ImportContext, ImportedModule, dim_of
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.quantised_linear import quantise, quantised_linear
@@ -147,6 +147,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 try:
                     self._nodes[tensor.name] = _constant(array)
                 except Exception as error:  # a dtype that TVM has no constants of
+                    if place_of_slip(error) is not None:
+                        raise
                     reader = next(node for node in graph.node if tensor.name in reads(node))
                     expected, got = "constants of a dtype that can be compiled", f"{tensor.name!r} of {array.dtype}"
                     raise node_error(reader, expected, got, "Widen them in the file: to int8, say.") from error
@@ -491,7 +493,7 @@ def _description(value: Any) -> str:
 
 
 def _dims_text(dims: Any) -> str:
-    return ", ".join(str(stated(dim)) for dim in dims)
+    return ", ".join(str(dim_of(dim)) for dim in dims)
 
 
 def _constant(array: Any) -> Any:
@@ -500,4 +502,4 @@ def _constant(array: Any) -> Any:
 
 def _output_dims(main: Any) -> list[tuple[Dim, ...] | None]:
     fields = main.ret_ty.fields if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
-    return [None if kind.shape is None else tuple(map(stated, kind.shape.values)) for kind in fields]
+    return [None if kind.shape is None else tuple(map(dim_of, kind.shape.values)) for kind in fields]
