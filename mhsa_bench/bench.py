@@ -173,14 +173,14 @@ def attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> Ben
 
 def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
     """Sizes by symbol, from the inputs themselves. Raises InputError where `dims` say otherwise."""
-    spec = problem.stated
+    spec = problem.manifest_spec
     if spec is None or spec.kv_cache:
         return dict(dims)
     source_is_query = not problem.is_core and not spec.is_cross
     for symbol, size in problem.sizes.items():
-        if (stated := dims.get(symbol, size)) != size:
+        if (dim := dims.get(symbol, size)) != size:
             why = "S is L in self-attention" if symbol == "S" and source_is_query else "the artifact fixes it"
-            raise InputError("dims", f"{symbol} = {size}: {why}", f"{symbol} = {stated}")
+            raise InputError("dims", f"{symbol} = {size}: {why}", f"{symbol} = {dim}")
     return problem.sizes
 
 
@@ -192,7 +192,7 @@ def _floor(problem: Problem, gflops: Mapping[str, float], bandwidth_gbs: float, 
     None where the spec does not tell: of a cache its lengths say how much is read, and of weights in eight bits or
     linears of which only some multiply by terms nobody measured the rate.
     """
-    spec = problem.stated
+    spec = problem.manifest_spec
     if spec is None or spec.kv_cache:
         return None
     sizes = problem.sizes

@@ -13,6 +13,7 @@
     ├── ResourceError        memory that what was asked for needs, and this machine has not
     ├── InstallationError    this environment: a missing extra, a TVM pair that would crash
     ├── BuildError           code generation or linking failed: a defect of ours, or of the tool chain
+    │   └── DefectError      our own code fell over itself, on a source that was found valid
     └── MismatchError        compiled code computes something else than the file says: a defect of ours
 
 Each message says four things, in this order: which argument, what was expected, what came, and what to do next.
@@ -123,6 +124,10 @@ class InstallationError(MhsaError, ImportError):
 
 class BuildError(MhsaError, RuntimeError):
     """Code generation or linking failed on a source that was found valid."""
+
+
+class DefectError(BuildError):
+    """Code of this library fell over itself on a source that was found valid; its cause is what that code raised."""
 
 
 class MismatchError(MhsaError, ArithmeticError):

@@ -53,18 +53,18 @@ class Problem:
         return share
 
     @cached_property
-    def stated(self) -> AttentionSpec | None:
+    def manifest_spec(self) -> AttentionSpec | None:
         """The spec; None for an artifact of a foreign .onnx: what it computes is known as a graph only."""
         return self.artifact.manifest.spec
 
     @cached_property
     def spec(self) -> AttentionSpec:
         """The spec, which peers need. Raises ModelError where there is none, or it asks for more than they know."""
-        if self.stated is None:
+        if self.manifest_spec is None:
             raise ModelError("peer", "an artifact compiled from a spec", "one of a foreign .onnx, without a spec")
-        if beyond := beyond_plain(self.stated):
+        if beyond := beyond_plain(self.manifest_spec):
             raise ModelError("peer", "plain attention with masks", f"one with {', '.join(beyond)}")
-        return self.stated
+        return self.manifest_spec
 
     @cached_property
     def weights(self) -> dict[str, np.ndarray]:

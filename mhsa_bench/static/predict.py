@@ -17,6 +17,7 @@ from mhsa_bench.static import llvm_mca
 from mhsa_bench.static.assembly_loops import Loop, inner_loops
 from mhsa_bench.static.llvm_mca import Analyzer
 from mhsa_compile.compiler.codegen.build import pass_context
+from mhsa_compile.compiler.kernel_code import code_of
 from mhsa_compile.compiler.selection.select_kernel import kernels_for, select_kernel
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.interface.kernel import Emitted
@@ -87,7 +88,7 @@ def predict(ops: Mapping[str, Op], profile: CpuProfile) -> Prediction:
         if not isinstance(op, LinearOp | AttentionOp) or not willing:
             continue
         choice = select_kernel(op, profile, willing, shelf)
-        loops = _loops(choice.kernel.emit(op, profile, choice.config), profile, analyzer)
+        loops = _loops(code_of(op, choice.kernel, choice.config, profile), profile, analyzer)
         report = KernelReport((name,), op.kind, choice.kernel.name, choice.config, loops)
         alike = next((other for other in kernels if replace(other, ops=report.ops) == report), None)
         if alike is not None:

@@ -136,11 +136,11 @@ def _visible_and_bias(
     spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int], L: int, S: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """What these queries see, bool, and what is added to their scores; broadcastable to (1, H, n, S)."""
-    stated = []
+    masks = []
     if spec.band is not None:
-        stated.append(spec.band.visible(rows, L, S))
+        masks.append(spec.band.visible(rows, L, S))
     if spec.static_mask is not None:
-        stated.append(np.concatenate([spec.static_mask.rows(row, row + 1, L, S) for row in rows]))
+        masks.append(np.concatenate([spec.static_mask.rows(row, row + 1, L, S) for row in rows]))
     bias, mask = None, arrays.get("mask")
     if mask is not None:
         mask = mask[:, np.newaxis, np.newaxis, :] if spec.mask == "key_padding" else mask
@@ -148,5 +148,5 @@ def _visible_and_bias(
         mask = mask[entry : entry + 1] if mask.shape[0] > 1 else mask
         mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
         bias = to_torch(mask) if spec.mask == "additive" else None
-        stated += [] if spec.mask == "additive" else [mask]
-    return (to_torch(np.logical_and.reduce(np.broadcast_arrays(*stated))) if stated else None), bias
+        masks += [] if spec.mask == "additive" else [mask]
+    return (to_torch(np.logical_and.reduce(np.broadcast_arrays(*masks))) if masks else None), bias

@@ -15,7 +15,8 @@ _SECONDS = 20.0  # that a search may take
 
 
 def failing_node(model: onnx.ModelProto, compiles: Callable[[onnx.ModelProto], object]) -> onnx.NodeProto | None:
-    """The last node of the shortest beginning of a graph at which `compiles` fails; None where time is up before.
+    """The last node of the shortest beginning of a graph at which `compiles` fails; None where time is up before, and
+    where it fails of any graph.
 
     A beginning gives out all that nobody in it reads, so that a longer one fails wherever a shorter one does.
     """
@@ -29,7 +30,11 @@ def failing_node(model: onnx.ModelProto, compiles: Callable[[onnx.ModelProto], o
             most = middle
         else:
             least = middle + 1
-    return model.graph.node[most] if _fails(_beginning(model, most), compiles) else None
+    if not _fails(_beginning(model, most), compiles) or (
+        most == 0 and model.graph.input and _fails(_without_work(model), compiles)
+    ):
+        return None
+    return model.graph.node[most]
 
 
 def refusal(node: onnx.NodeProto, cause: Exception) -> ModelError:
@@ -53,6 +58,17 @@ def _beginning(model: onnx.ModelProto, last: int) -> onnx.ModelProto:
     read = {name for node in nodes for name in node.input}
     outputs = [name for node in nodes for name in node.output if name and (name not in read or node is nodes[-1])]
     result.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in outputs)
+    return result
+
+
+def _without_work(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A graph of the same inputs that hands on the first of them."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    (first, *_), output = model.graph.input, onnx.helper.make_empty_tensor_value_info("handed_on")
+    del result.graph.node[:], result.graph.output[:]
+    result.graph.node.append(onnx.helper.make_node("Identity", [first.name], [output.name]))
+    result.graph.output.append(output)
     return result
 
 

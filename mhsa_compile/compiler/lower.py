@@ -24,6 +24,7 @@ from mhsa_compile.compiler.derived_weights import DERIVE, with_derived_weights
 from mhsa_compile.compiler.epilogues import with_epilogues
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
+from mhsa_compile.compiler.kernel_code import code_of
 from mhsa_compile.compiler.own_operations import with_own_operations
 from mhsa_compile.compiler.selection.float32_products import Resolution, resolutions
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
@@ -129,7 +130,8 @@ def _choose(op: Op, profile: TargetProfile, shelf: RecordSet) -> _Chosen | str:
     willing, reasons = kernels_for(op, profile)
     if willing:
         choice = select_kernel(op, profile, willing, shelf)
-        return _Chosen(op, choice, choice.kernel.emit(op, profile, choice.config))
+        recorded = choice.record is not None
+        return _Chosen(op, choice, code_of(op, choice.kernel, choice.config, profile, is_recorded=recorded))
     if plain_form(op) is not None:
         return "; ".join(reasons) or "no kernel is made for it"
     hint = "kv_cache=True stores keys and values as activations are, on every target." if _of_stored_keys(op) else ""

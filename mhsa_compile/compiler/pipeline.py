@@ -15,10 +15,10 @@ from mhsa_compile.compiler import proof, tvm_compiler
 from mhsa_compile.compiler.cache import artifact_store
 from mhsa_compile.compiler.cache.lookup import CacheLookup, CacheRequest
 from mhsa_compile.compiler.codegen import cuda_compiler
-from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
+from mhsa_compile.errors import BuildError, DefectError, InputError, MhsaError, ModelError, OutputError
 from mhsa_compile.files import atomic_write, places, user_folders
 from mhsa_compile.files.atomic_write import Unfinished
-from mhsa_compile.files.foreign_errors import entry_point, reading
+from mhsa_compile.files.foreign_errors import defect, entry_point, place_of_slip, reading
 from mhsa_compile.files.patience import shown_stages
 from mhsa_compile.files.room import NO_ROOM, number_of
 from mhsa_compile.frontend.export.input_dims import check_dims
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 WithoutAttention = Literal["warn", "accept", "refuse"]
 """What becomes of a model that holds no attention: it is compiled and a warning says so, compiled, or a ModelError."""
+_READ = "a graph that this library reads"
 _REPORT = "If `onnx.checker` finds the model valid, this is a defect of ours: report it, with the model."
 
 
@@ -245,7 +246,7 @@ def _with_block_weights(canonical: Canonical, few_bits: BlockForm) -> Canonical:
 
 def _import(read: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
     """The source as it became canonical, and what it asks for in Relax."""
-    with reading(ModelError, "model", "a graph that this library reads", _REPORT):
+    with _stage(ModelError, _READ):
         imported = _parsed(canonical.model, weights)
     return replace(read, model=canonical.model), imported
 
@@ -275,11 +276,18 @@ class _Code:
     def build(self, scheduled: LoweredModule, path: Path) -> None:
         """The library of it, in a file. Raises BuildError and ModelError."""
         from mhsa_compile.compiler.codegen.build import build
+        from mhsa_compile.compiler.kernel_code import failing_kernel
 
-        with self._node_named(
-            "code for this target", lambda part: build(self._schedule_part(part), self.profile, path)
-        ):
-            build(scheduled, self.profile, path)
+        def build_part(part: onnx.ModelProto) -> None:
+            build(self._schedule_part(part), self.profile, path)
+
+        with self._node_named("code for this target", build_part):
+            try:
+                build(scheduled, self.profile, path)
+            except Exception as error:
+                if (ours := failing_kernel(scheduled, self.profile, error)) is not None:
+                    raise ours from error
+                raise
 
     def _schedule_part(self, part: onnx.ModelProto) -> LoweredModule:
         return self._schedule(_parsed(part, self.weights))
@@ -291,16 +299,32 @@ class _Code:
 
     @contextmanager
     def _node_named(self, expected: str, compiles: Callable[[onnx.ModelProto], object]) -> Iterator[None]:
-        """Raises what a user can act on: the name of the node that has no code, or else the error as it is."""
+        """Raises what a user can act on: a defect as one, else the name of the node that has no code, else the error
+        as it is."""
         from mhsa_compile.compiler.failing_node import failing_node, refusal
 
         try:
-            with reading(BuildError, "model", expected, _REPORT):
+            with _stage(BuildError, expected):
                 yield
+        except DefectError:
+            raise
         except BuildError as error:
             cause = error.__cause__
             if isinstance(cause, Exception) and (node := failing_node(self.model, compiles)) is not None:
                 raise refusal(node, cause) from error
+            raise
+
+
+@contextmanager
+def _stage(kind: type[MhsaError], expected: str) -> Iterator[None]:
+    """A stage on a source that was found valid: what others trip over becomes a `kind`, a mistake of ours a
+    DefectError."""
+    with reading(kind, "model", expected, _REPORT):
+        try:
+            yield
+        except Exception as error:
+            if place_of_slip(error) is not None:
+                raise defect("model", expected, error) from error
             raise
 
 
@@ -320,7 +344,7 @@ def _canonical(
     from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
     from mhsa_compile.frontend.reading.contradictions import InferenceError, contradiction
 
-    with reading(ModelError, "model", "a graph that this library reads", _REPORT):
+    with _stage(ModelError, _READ):
         try:
             canonical = canonicalize(read.model, outputs)
         except InferenceError as error:

@@ -95,8 +95,8 @@ class LayerCall:
     @property
     def unknown(self) -> list[str]:
         """Keywords that may change what attention means."""
-        stated = {name for name, value in self.keywords.items() if value is not None and value is not False}
-        return sorted(stated - _SILENT)
+        names = {name for name, value in self.keywords.items() if value is not None and value is not False}
+        return sorted(names - _SILENT)
 
 
 @contextmanager

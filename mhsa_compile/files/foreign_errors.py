@@ -1,7 +1,8 @@
-"""Where what other libraries raise becomes an error of ours. Standard library only.
+"""Where what is raised becomes an error of ours. Standard library only.
 
-Two boundaries, and no others: `reading` around a reader of bytes from outside, whose author lists no exceptions; and
-`entry_point` around the entry points of this library, for what any line within may run out of.
+Two boundaries around what others raise: `reading` around a reader of bytes from outside, whose author lists no
+exceptions; and `entry_point` around the entry points of this library, for what any line within may run out of. What our
+own code raises by mistake is neither: `place_of_slip` tells it from theirs, and `defect` is its error.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import errno
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from mhsa_compile.errors import InputError, MhsaError, OutputError, ResourceError
+from mhsa_compile.errors import DefectError, InputError, MhsaError, OutputError, ResourceError
 from mhsa_compile.files.room import NO_ROOM, number_of
 
 P = ParamSpec("P")
@@ -26,6 +29,9 @@ _NO_MEMORY = ("can't allocate memory", "std::bad_alloc", "Unable to allocate", "
 """How PyTorch and TVM, which raise RuntimeError, say that there is no memory."""
 _TERSE = (LookupError, AttributeError, AssertionError, ArithmeticError)  # whose words alone say little
 _LONGEST = 300  # characters of what somebody else says
+_SLIPS = (AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError)
+"""What Python raises where a program is wrong. Numbers that do not fit each other, a file's too, are ValueErrors."""
+_PACKAGE = Path(__file__).parents[1]
 
 
 @contextmanager
@@ -42,7 +48,7 @@ def reading(kind: type[MhsaError], argument: str, expected: str, next_step: str 
             raise _unwritable(error) from error
         if (shortage := _shortage(argument, error)) is not None and not isinstance(error, RecursionError):
             raise shortage from error
-        got = "values nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        got = "values nested too deeply" if isinstance(error, RecursionError) else _words(error)
         raise kind(argument, expected, got, next_step) from error
 
 
@@ -75,6 +81,32 @@ def refusal_of(error: Exception) -> MhsaError | None:
     return _shortage("memory", error)
 
 
+def place_of_slip(error: BaseException) -> str | None:
+    """The file and line of this library at which it fell over itself; None for what code of others raises, and for
+    errors that have a class of ours."""
+    if not isinstance(error, _SLIPS) or type(error).__module__ != "builtins":
+        return None
+    places = _places(error)
+    return places[-1] if places else None
+
+
+def defect(argument: str, expected: str, error: BaseException, way_out: str = "") -> DefectError:
+    """The error for what our own code, or what it asked of TVM, raised where the source was found valid."""
+    kind, words = type(error).__name__, _words(error)
+    words = words if words.startswith(kind) else f"{kind}: {words}"
+    next_step = "This is a defect of ours: report it, with the source and this message."
+    return DefectError(
+        argument, expected, f"{words}, at {[*filter(None, _places(error))][-1]}", f"{next_step} {way_out}".rstrip()
+    )
+
+
+def _places(error: BaseException) -> list[str | None]:
+    """The lines that an error passed, the one that raised it last; None for those of others."""
+    lines = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    root = _PACKAGE.parent
+    return [f"{f.relative_to(root).as_posix()}:{line}" if f.is_relative_to(_PACKAGE) else None for f, line in lines]
+
+
 def _unwritable(error: Exception) -> OutputError:
     name = getattr(error, "filename", None)
     temporary = getattr(sys.modules.get("tempfile"), "tempdir", None) or os.environ.get("TMPDIR", "/tmp")
@@ -84,7 +116,12 @@ def _unwritable(error: Exception) -> OutputError:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in so many words as a message has room for."""
+    """What an error says, in so many words as a message has room for; of a mistake of ours, that it is one."""
+    place = place_of_slip(error)
+    return _words(error) if place is None else f"{_words(error)}, at {place}, a defect of ours"
+
+
+def _words(error: BaseException) -> str:
     lines = [line.strip().removesuffix(".") for line in str(error).splitlines() if line.strip()]
     kind = type(error).__name__
     if not lines:

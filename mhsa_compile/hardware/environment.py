@@ -143,8 +143,8 @@ def _written_version(distribution: str) -> str | None:
         return None
     for folder in spec.submodule_search_locations or ():
         for name in ("_version.py", "version.py", "__init__.py"):
-            if stated := _STATED_VERSION.search(text_or_nothing(Path(folder, name))):
-                return stated[1]
+            if match := _STATED_VERSION.search(text_or_nothing(Path(folder, name))):
+                return match[1]
     return UNKNOWN
 
 

@@ -147,8 +147,8 @@ class _Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         lines = [f"family = {json.dumps(tables['family'])}"]
         for table in ("tvm", "hardware", "link"):
             # JSON's strings, integers and lists of strings are TOML's too. What is empty is the default.
-            stated = ((key, value) for key, value in tables[table].items() if value not in ("", ()))
-            lines += ["", f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in stated)]
+            entries = ((key, value) for key, value in tables[table].items() if value not in ("", ()))
+            lines += ["", f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in entries)]
         return "\n".join(lines) + "\n"
 
 

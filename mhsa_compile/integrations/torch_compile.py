@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch._guards import tracing
 
 from mhsa_compile.compiler.pipeline import compile
-from mhsa_compile.errors import InputError, MhsaError, ModelError
+from mhsa_compile.errors import DefectError, InputError, MhsaError, ModelError
 from mhsa_compile.integrations.captured_graph import CapturedGraph
 from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.integrations.layers.timed_turns import in_turns
@@ -161,7 +161,7 @@ class _Bound:
         free, alike = self.captured.free_dims(), self.captured.joined_dims(inputs)
         try:
             return self._compiled(inputs, free), None
-        except ModelError:
+        except (ModelError, DefectError):
             if alike == free:
                 raise
         return self._compiled(inputs, alike), alike

@@ -199,9 +199,9 @@ def _is_torn(tail: bytes) -> bool:
 def _parsed(what: str, line: bytes) -> Record:
     hint = "`mhsa records check --repair` sets such lines aside; what is missing then can be tuned again."
     with reading(RecordsError, what, "a record", hint):
-        stated = msgspec.json.decode(line, type=_RecordVersion).format
-        if stated > FORMAT:
-            raise RecordsError(what, f"format {FORMAT}", f"format {stated}", "Update mhsa-compile.")
+        version = msgspec.json.decode(line, type=_RecordVersion).format
+        if version > FORMAT:
+            raise RecordsError(what, f"format {FORMAT}", f"format {version}", "Update mhsa-compile.")
         return msgspec.json.decode(line, type=Record)
 
 

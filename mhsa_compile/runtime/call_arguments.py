@@ -223,8 +223,8 @@ class Argument:
         most = size_of(self.info.most, sizes)
         least, largest = _extremes(array) if len(array) else (0, 0)
         if least < 0 or (most is not None and largest > most):
-            stated = f"0 to {self.info.most}" + ("" if most in (None, self.info.most) else f" = {most}")
-            raise InputError(self.label, f"numbers from {stated}", str(least if least < 0 else largest))
+            span = f"0 to {self.info.most}" + ("" if most in (None, self.info.most) else f" = {most}")
+            raise InputError(self.label, f"numbers from {span}", str(least if least < 0 else largest))
 
     def check_expressions(self, array: Any, sizes: Sizes) -> None:
         """Axes that symbols make, "P + S", once all symbols are known. Raises InputError."""

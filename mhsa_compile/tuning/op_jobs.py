@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mhsa_compile.bench.timing import INPUT_SETS
 from mhsa_compile.compiler.codegen import build
+from mhsa_compile.compiler.kernel_code import code_of
 from mhsa_compile.compiler.selection.op_key import size_in, symbols
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.hardware.profile import TargetProfile
@@ -63,7 +64,7 @@ def job_of(op: Op, sizes: Mapping[str, int], seed: int = 0) -> MeasureJob:
 def candidate_of(op: Op, kernel: Kernel[Any], config: Config, profile: TargetProfile) -> Candidate:
     """Emits, compiles and links one config. Raises BuildError."""
     try:
-        emitted = kernel.emit(op, profile, config)
+        emitted = code_of(op, kernel, config, profile)
         packing = {} if emitted.pack is None else {"pack": emitted.pack}
         code = build.library({"run": emitted.run, **packing}, profile)
         return Candidate(code, emitted.packed, emitted.constants, emitted.workspace, profile.family)
@@ -216,6 +217,6 @@ class _AttentionJob:
         return int(count) * self.B
 
 
-def _visible(stated: list[np.ndarray]) -> Tensor | None:
+def _visible(masks: list[np.ndarray]) -> Tensor | None:
     """(1 or entries, 1 or H, rows, S), or None: all are."""
-    return to_torch(np.ascontiguousarray(np.logical_and.reduce(np.broadcast_arrays(*stated)))) if stated else None
+    return to_torch(np.ascontiguousarray(np.logical_and.reduce(np.broadcast_arrays(*masks)))) if masks else None

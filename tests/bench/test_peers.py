@@ -265,6 +265,6 @@ def test_peers_are_not_asked_for_what_they_are_not_written_for(field: str) -> No
     value = 30.0 if field == "softcap" else True
     spec = AttentionSpec(embed_dim=16, num_heads=2, causal=True, **{field: value})
     problem = Problem(SimpleNamespace(manifest=SimpleNamespace(spec=spec)), [])
-    assert problem.stated == spec
+    assert problem.manifest_spec == spec
     with pytest.raises(ModelError, match=f"got one with {field}"):
         _ = problem.spec

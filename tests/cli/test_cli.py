@@ -81,12 +81,12 @@ def test_every_field_of_a_spec_has_a_flag_that_knows_its_choices() -> None:
         "dtype": checks.DTYPES,
         "kv_cache_dtype": CACHE_DTYPES,
     }
-    assert SpecFlags(kv_cache_dtype="int8").stated() == {"kv_cache": {"dtype": "int8"}}
+    assert SpecFlags(kv_cache_dtype="int8").spec_fields() == {"kv_cache": {"dtype": "int8"}}
 
 
 def test_flags_become_what_a_spec_takes() -> None:
     flags = SpecFlags(embed_dim=64, bias=False, causal="true", window="5,-1", rope="theta=500", outputs="y,top_k:5")
-    stated = flags.stated()
+    stated = flags.spec_fields()
     assert stated.pop("rope").theta == 500
     assert stated == {
         "embed_dim": 64,
@@ -95,7 +95,7 @@ def test_flags_become_what_a_spec_takes() -> None:
         "window": [5, -1],
         "outputs": ["y", "top_k:5"],
     }
-    assert SpecFlags(window="").stated() == {"window": ""}
+    assert SpecFlags(window="").spec_fields() == {"window": ""}
 
 
 def test_the_module_is_the_command() -> None:

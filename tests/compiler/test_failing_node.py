@@ -44,6 +44,13 @@ def test_none_is_found_where_nothing_fails_or_a_part_is_refused() -> None:
     assert failing_node(model(*CHAIN), refuses) is None
 
 
+def test_no_node_is_to_blame_where_any_graph_fails() -> None:
+    def compiles(part: onnx.ModelProto) -> None:
+        raise ValueError(part.graph.node[0].op_type)
+
+    assert failing_node(model(*CHAIN), compiles) is None
+
+
 def test_a_user_reads_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STANDARD, "RMSNormalization", row("axis", inputs=2))  # TVM has no code of it over all axes
     nodes = [

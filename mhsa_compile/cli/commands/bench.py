@@ -86,11 +86,11 @@ def bench(
     compiled yet is compiled for these sizes.
     Exit code 1 where our own output is over its error budget. With --predict nothing runs, so any target will do.
     """
-    stated = request.dims.stated()
+    dims = request.dims.sizes()
     if request.predict:
-        return _predict(source, request, stated)
-    peers = _check(source, request, stated)
-    attentions = _of_workloads(request, stated) if source is None else _of_source(source, request, stated)
+        return _predict(source, request, dims)
+    peers = _check(source, request, dims)
+    attentions = _of_workloads(request, dims) if source is None else _of_source(source, request, dims)
     sources.require_compiler()
     reports = _timed(attentions, peers, request)
     if request.json:
@@ -101,14 +101,14 @@ def bench(
         raise typer.Exit(1)
 
 
-def _predict(source: Path | None, request: BenchOptions, stated: dict[str, int]) -> None:
+def _predict(source: Path | None, request: BenchOptions, dims: dict[str, int]) -> None:
     """Prints the prediction for each source or workload. Raises InputError, TargetError, InstallationError."""
     from mhsa_bench.static import llvm_mca
     from mhsa_compile.hardware.profile import load_cpu_profile
 
     words = request.workload or ([_DEFAULT_WORKLOAD] if source is None else [])
     products = float32_request(request.float32_products)
-    options = CaseOptions(source, words, request.dtype, stated, weights=request.weights, float32_products=products)
+    options = CaseOptions(source, words, request.dtype, dims, weights=request.weights, float32_products=products)
     profile = load_cpu_profile(request.target or data_paths.NATIVE, "predicting")
     options.check()
     llvm_mca.find(profile)  # what is missing is said before PyTorch is loaded
@@ -131,7 +131,7 @@ def _predict(source: Path | None, request: BenchOptions, stated: dict[str, int])
         output.line(_NOTE)
 
 
-def _check(source: Path | None, request: BenchOptions, stated: dict[str, int]) -> tuple[str, ...]:
+def _check(source: Path | None, request: BenchOptions, dims: dict[str, int]) -> tuple[str, ...]:
     """The peers. Raises InputError and OutputError for what is wrong or does not go together, before the work."""
     if request.target is not None or request.weights is not None:
         option = "--target" if request.target is not None else "--weights"
@@ -140,7 +140,7 @@ def _check(source: Path | None, request: BenchOptions, stated: dict[str, int]) -
     float32_request(request.float32_products)
     host.thread_count(request.threads)
     peers = options.peers(request.against)
-    if request.workload and (source is not None or stated):
+    if request.workload and (source is not None or dims):
         hint = "A workload brings its own spec and dims."
         raise InputError("--workload", "it alone", "a source or dims beside it", hint)
     if request.dtype is not None and source is not None:
@@ -167,7 +167,7 @@ def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], request: Ben
     return reports
 
 
-def _of_source(source: Path, request: BenchOptions, stated: dict[str, int]) -> Iterator[_Compiled]:
+def _of_source(source: Path, request: BenchOptions, dims: dict[str, int]) -> Iterator[_Compiled]:
     """An artifact, or what is compiled for these dims."""
     if places.is_folder(source):
         from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -175,21 +175,21 @@ def _of_source(source: Path, request: BenchOptions, stated: dict[str, int]) -> I
         artifact = Artifact.open(source)
         request.dims.check_symbols(artifact.manifest.inputs)
         symbols = {dim for info in artifact.manifest.inputs for dim in info.dims if isinstance(dim, str)}
-        yield str(source), artifact, _sizes_of(symbols, stated) | stated
+        yield str(source), artifact, _sizes_of(symbols, dims) | dims
     else:
         from mhsa_compile.frontend.export.source import symbols_of
 
         spec_or_file = sources.resolve(source, {})
-        sizes = _with_defaults(stated)
+        sizes = _with_defaults(dims)
         if isinstance(spec_or_file, Path):
-            sizes = _sizes_of(symbols_of(spec_or_file), stated) | stated
+            sizes = _sizes_of(symbols_of(spec_or_file), dims) | dims
         options: dict[str, Any] = {"seed": 0, "cache": False, "float32_products": request.float32_products}
         yield str(source), sources.compile_with_progress(source, {}, "native", dims=sizes, **options), sizes
 
 
-def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
+def _sizes_of(symbols: set[str], dims: dict[str, int]) -> dict[str, int]:
     """Sizes of symbols, by default those of B, L and S. Raises InputError for another that was not stated."""
-    sizes = {symbol: size for symbol, size in _with_defaults(stated).items() if symbol in symbols}
+    sizes = {symbol: size for symbol, size in _with_defaults(dims).items() if symbol in symbols}
     own = {symbol for symbol in symbols - sizes.keys() if not symbol.startswith("mask_") and not is_expression(symbol)}
     if missing := sorted(own):
         hint = f"State it: --dim {missing[0]}=128." if len(missing) == 1 else "State each: --dim NAME=N."
@@ -197,7 +197,7 @@ def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _of_workloads(request: BenchOptions, stated: dict[str, int]) -> Iterator[_Compiled]:
+def _of_workloads(request: BenchOptions, dims: dict[str, int]) -> Iterator[_Compiled]:
     """The workloads that are asked for, checked before the first of them is compiled; dims that are stated take the
     place of the default workload's."""
     from dataclasses import replace
@@ -206,8 +206,8 @@ def _of_workloads(request: BenchOptions, stated: dict[str, int]) -> Iterator[_Co
 
     workloads = choose(request.workload or [_DEFAULT_WORKLOAD])
     workloads = tuple(workload.at(request.dtype or workload.spec.dtype) for workload in workloads)
-    if stated:
-        B, L, S = (_with_defaults(stated)[symbol] for symbol in "BLS")
+    if dims:
+        B, L, S = (_with_defaults(dims)[symbol] for symbol in "BLS")
         workloads = tuple(replace(workload, B=B, L=L, S=S) for workload in workloads)
 
     def compiled(workload: Workload) -> _Compiled:
@@ -219,8 +219,8 @@ def _of_workloads(request: BenchOptions, stated: dict[str, int]) -> Iterator[_Co
     return map(compiled, workloads)
 
 
-def _with_defaults(stated: dict[str, int]) -> dict[str, int]:
-    dims = {**_DEFAULT_DIMS, **stated}
+def _with_defaults(sizes: dict[str, int]) -> dict[str, int]:
+    dims = {**_DEFAULT_DIMS, **sizes}
     dims.setdefault("S", dims["L"])
     return dims
 

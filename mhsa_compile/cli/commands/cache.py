@@ -78,8 +78,8 @@ def _differences(spec: AttentionSpec) -> str:
     usual = type(spec)(embed_dim=spec.num_heads, num_heads=spec.num_heads).to_dict()
     usual |= {"num_kv_heads": spec.num_heads, "head_dim": spec.embed_dim // spec.num_heads, "v_head_dim": spec.head_dim}
     needed = ("embed_dim", "num_heads")
-    stated = {name: value for name, value in fields.items() if name in needed or value != usual.get(name)}
-    return output.assignments(stated)
+    values = {name: value for name, value in fields.items() if name in needed or value != usual.get(name)}
+    return output.assignments(values)
 
 
 def _options(manifest: Manifest) -> Iterator[str]:

@@ -63,7 +63,7 @@ def compile_source(
     from mhsa_compile.files.atomic_write import check_place
     from mhsa_compile.runtime.artifact.manifest import MANIFEST
 
-    fields, sizes = spec.stated(), dims.stated()
+    fields, sizes = spec.spec_fields(), dims.sizes()
     check_place(places.resolve(out, OutputError, "-o"), force, MANIFEST)  # before the work, not after it
     begin, stages = time.perf_counter(), dict[str, float]()
     artifact = sources.compile_with_progress(

@@ -181,7 +181,7 @@ def _of_artifact(
     stats = HeadStatistics(artifact)
     attention = load(artifact)
     dims.check_symbols(attention.inputs)
-    arguments = arrays.complete(arrays_by_name, attention.inputs, dims.stated(), seed)
+    arguments = arrays.complete(arrays_by_name, attention.inputs, dims.sizes(), seed)
     outputs = attention.from_host(**arguments)
     valid = arguments["mask"] if stats.spec.masks_keys and not stats.spec.is_cross else None
     stats.add(arguments["x"], outputs, valid)

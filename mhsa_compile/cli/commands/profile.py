@@ -42,10 +42,10 @@ def profile(
 
     if trace is not None:
         check_file(trace, "--trace")  # before the work, not after it
-    arrays_by_name, stated = arrays.read(inputs or ()), dims.stated()
+    arrays_by_name, sizes = arrays.read(inputs or ()), dims.sizes()
     attention = load(artifact, threads=threads)
     dims.check_symbols(attention.inputs)
-    arguments = arrays.complete(arrays_by_name, attention.inputs, stated, seed)
+    arguments = arrays.complete(arrays_by_name, attention.inputs, sizes, seed)
     report = attention.profile(**arguments, seconds=seconds)
     if trace is not None:
         report.save_trace(trace)
@@ -57,8 +57,8 @@ def profile(
         summary.pop("events")
         output.print_json(summary)
         return
-    sizes = " ".join(f"{name} {shape_text(array.shape)}" for name, array in arguments.items())
-    _show(f"{artifact}: {sizes}, {report.threads} threads", report, verbose)
+    shapes = " ".join(f"{name} {shape_text(array.shape)}" for name, array in arguments.items())
+    _show(f"{artifact}: {shapes}, {report.threads} threads", report, verbose)
     if missing:
         output.line(f"Shares of the limit are measured by what compiles: {missing}")
 

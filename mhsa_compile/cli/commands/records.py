@@ -188,8 +188,8 @@ def _shipped_target(name: str, records: Iterable[Record]) -> str:
 
 def _operation(record: Record) -> str:
     """What is fixed about a record's operation: widths, heads, dtype."""
-    stated = {name: value for name, value in record.key.items() if isinstance(value, int | str) and value}
-    return f"{record.op} {output.assignments({n: v for n, v in stated.items() if n not in _BUCKETS})}".rstrip()
+    values = {name: value for name, value in record.key.items() if isinstance(value, int | str) and value}
+    return f"{record.op} {output.assignments({n: v for n, v in values.items() if n not in _BUCKETS})}".rstrip()
 
 
 def _lengths(record: Record) -> str:

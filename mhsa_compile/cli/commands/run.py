@@ -38,12 +38,12 @@ def run(
     if out is not None:
         check_file(out, "--output")  # before the work, not after it
     arrays_by_name = arrays.read(inputs or ())
-    stated = dims.stated()
+    sizes = dims.sizes()
     attention = load(artifact, weights=weights, threads=threads)
     dims.check_symbols(attention.inputs)
     if out is not None:
         arrays.check_suffix(out, [info.name for info in attention.outputs])
-    arguments = arrays.complete(arrays_by_name, attention.inputs, stated, seed)
+    arguments = arrays.complete(arrays_by_name, attention.inputs, sizes, seed)
     begin = time.perf_counter()
     result = attention.from_host(**arguments)
     seconds = time.perf_counter() - begin

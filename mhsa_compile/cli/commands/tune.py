@@ -148,7 +148,7 @@ class TuneOptions:
             source=source,
             workloads=self.workload or [],
             dtype=self.dtype,
-            stated=self.dims.stated(),
+            dims=self.dims.sizes(),
             symbolic=self.symbolic,
             around=self.around,
             weights=self.weights,

@@ -42,7 +42,7 @@ class CaseOptions:
     source: Path | None
     workloads: list[str]
     dtype: str | None
-    stated: dict[str, int]
+    dims: dict[str, int]
     symbolic: bool = False
     around: bool = False
     weights: str | None = None
@@ -53,12 +53,12 @@ class CaseOptions:
         """Raises InputError, ModelError and SpecError for what does not go together."""
         from mhsa_compile.bench.workloads import choose
 
-        if self.workloads and (self.source is not None or self.stated):
+        if self.workloads and (self.source is not None or self.dims):
             hint = "A workload brings its own spec and dims."
             raise InputError("--workload", "it alone", "a source or dims beside it", hint)
         if self.dtype is not None and not self.workloads:
             raise InputError("--dtype", "it with --workload", f"{self.dtype!r} alone", "A source states its own dtype.")
-        if self.around and not self.workloads and (self.symbolic or not {"L", "S"} & self.stated.keys()):
+        if self.around and not self.workloads and (self.symbolic or not {"L", "S"} & self.dims.keys()):
             hint = "Give --length. A record for symbolic lengths serves all of them."
             raise InputError("--around", "lengths that are fixed", "symbolic ones", hint)
         if self.workloads:
@@ -82,9 +82,9 @@ class CaseOptions:
 
         torch.manual_seed(self.seed)
         if self.source is not None:
-            sizes = _DEFAULT_DIMS | self.stated
+            sizes = _DEFAULT_DIMS | self.dims
             sizes.setdefault("S", sizes["L"])
-            dims = {} if self.symbolic else self.stated
+            dims = {} if self.symbolic else self.dims
             source = sources.resolve(self.source, {})
             yield Case(str(self.source), source, dims, sizes, self.weights, self.float32_products)
         for workload in choose(self.workloads):

@@ -64,17 +64,17 @@ class StatedDims:
         typer.Option(metavar="NAME=N", help="Size of any other symbol, as the model names it. Repeat it."),
     ] = None
 
-    def stated(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """The sizes that were given, by symbol. Raises InputError."""
         flags = {"B": self.batch, "L": self.length, "S": self.kv_length, "C": self.capacity}
-        stated = {symbol: size for symbol, size in flags.items() if size is not None}
+        sizes = {symbol: size for symbol, size in flags.items() if size is not None}
         for assignment in self.dim or ():
             symbol, _, size = assignment.rpartition("=")
             if not (symbol and size.isascii() and size.isdigit() and int(size)):
                 raise InputError("--dim", "NAME=N with N of at least 1, such as seq=128", repr(assignment))
-            if stated.setdefault(symbol, int(size)) != int(size):
-                raise InputError("--dim", f"one size for {symbol!r}", f"{stated[symbol]} and {size}")
-        return stated
+            if sizes.setdefault(symbol, int(size)) != int(size):
+                raise InputError("--dim", f"one size for {symbol!r}", f"{sizes[symbol]} and {size}")
+        return sizes
 
     def check_symbols(self, inputs: Iterable[TensorInfo]) -> None:
         """Raises InputError unless --dim names symbols of an artifact's inputs."""
@@ -138,14 +138,14 @@ _Flags: Any = make_dataclass("_Flags", _flags(), frozen=True, kw_only=True)
 class SpecFlags(_Flags):  # type: ignore[misc]  # made of the fields of AttentionSpec
     """The fields of AttentionSpec as a command line states them, in their order; None was not stated."""
 
-    def stated(self) -> dict[str, Any]:
+    def spec_fields(self) -> dict[str, Any]:
         """What AttentionSpec takes of the flags that were stated. Raises SpecError.
 
         An empty text stays one, for the spec to refuse.
         """
-        stated = {}
+        values = {}
         for flag in fields(self):
             value, parse = getattr(self, flag.name), flag.metadata[_PARSE]
             if value is not None:
-                stated[flag.metadata[_FIELD]] = parse(value) if parse and value else value
-        return stated
+                values[flag.metadata[_FIELD]] = parse(value) if parse and value else value
+        return values

@@ -115,13 +115,18 @@ def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
     TargetError for WebAssembly, of which there are none."""
     if isinstance(profile, CpuProfile) and profile.is_webassembly:
         raise TargetError("target", "one whose code a process maps, since it is measured by itself", "WebAssembly")
-    module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
-    on_gpu = isinstance(profile, CudaProfile)
-    with _for_kernels() if on_gpu else pass_context(), atomic_write.temporary() as folder:
-        compiled = tvm.compile(module, target=_target(profile))
+    compiled = machine_code(functions, profile)
+    with atomic_write.temporary() as folder:
         path = folder / "functions.so"
         _export(compiled, path, profile)
         return path.read_bytes()
+
+
+def machine_code(functions: Mapping[str, Any], profile: TargetProfile) -> Any:
+    """PrimFuncs by name, compiled and not linked. Raises BuildError for a race of threads."""
+    module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
+    with _for_kernels() if isinstance(profile, CudaProfile) else pass_context():
+        return tvm.compile(module, target=_target(profile))
 
 
 def _export(executable: Any, library: Path, profile: TargetProfile) -> None:

@@ -63,9 +63,9 @@ def architecture(cubin: bytes) -> str:
     """
     if cubin[:4] != b"\x7fELF" or int.from_bytes(cubin[18:20], "little") != _ELF_ARCHITECTURE:
         raise BuildError("cubin", "an ELF file of NVIDIA's", f"{len(cubin)} bytes of something else")
-    if (stated := re.search(rb"-arch (sm_\d+[a-z]?)", cubin)) is None:
+    if (match := re.search(rb"-arch (sm_\d+[a-z]?)", cubin)) is None:
         raise BuildError("cubin", "ptxas's note of its options", "none")
-    return stated[1].decode()
+    return match[1].decode()
 
 
 def _by_nvcc(nvcc: str, source: str, arch: str) -> bytes:

@@ -320,9 +320,11 @@ def _same_elements(block: Any, reader: Any, is_last: bool) -> bool:
     """Whether a reader reads each element of the block once, both one by one; or summing, if it `is_last`."""
     if _kinds(block).strip("S") or (_kinds(reader).strip("S") and not is_last):
         return False
-    return equal(_size(block), _size(reader)) and not (
-        _has_names(block.body) and (_has_names(reader.body) or (_is_bfloat16(block) and _is_bfloat16(reader)))
-    )
+    if not equal(_size(block), _size(reader)):
+        return False
+    if not _has_names(block.body):
+        return True
+    return not _has_names(reader.body) and not (_is_bfloat16(block) and _is_bfloat16(reader))
 
 
 def _kinds(block: Any) -> str:

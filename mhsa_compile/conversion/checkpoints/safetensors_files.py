@@ -98,8 +98,8 @@ def _config(folder: Path) -> Mapping[str, Any]:
             text = input_files.read_text(folder / name, InputError, name, "a readable file")
             default = {"quant_method": "awq" if name == "quant_config.json" else "gptq"}
             with reading(ModelError, str(folder / name), "a JSON object"):
-                stated = json.loads(text)
-                words = stated.get("quantization_config") if name == "config.json" else stated
+                values = json.loads(text)
+                words = values.get("quantization_config") if name == "config.json" else values
                 if words is not None:
                     return default | dict(words)
     hint = "Zero points of GPTQ mean two things; only the config says which."

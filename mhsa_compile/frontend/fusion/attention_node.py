@@ -61,8 +61,8 @@ class AttentionNode(NodePattern):
         past_axes = [_axes(self.ranked(name, name, 4), 0) for name in self.past]
         self._check_shapes(axes, past_axes)
         self.query_length, self.keys = axes[0][2], _sum(axes[1][2], past_axes[0][2] if past_axes else 0)
-        stated = {kind.attribute: self.attributes.get(kind.attribute) for kind in STEPS}
-        self.words: dict[str, int | float | str] = {name: value for name, value in stated.items() if value}
+        values = {kind.attribute: self.attributes.get(kind.attribute) for kind in STEPS}
+        self.words: dict[str, int | float | str] = {name: value for name, value in values.items() if value}
         self.roles = self._roles()
         self._check_scores(dtype, axes[0])
         self.left, self.right = first(kind.sides(self.attributes) for kind in STEPS) or (-1, -1)
@@ -139,14 +139,14 @@ class AttentionNode(NodePattern):
         if len(ranks) > 1:
             got = ", ".join(f"{role} of {len(self._shape(role))}" for role in "QKV")
             raise self.refusal("Q, K and V of one rank, 3 or 4", got)
-        stated = (self.attributes.get("q_num_heads"), self.attributes.get("kv_num_heads"))
+        counts = (self.attributes.get("q_num_heads"), self.attributes.get("kv_num_heads"))
         if ranks == {3}:
-            q_heads, kv_heads = stated
+            q_heads, kv_heads = counts
             if not isinstance(q_heads, int) or not isinstance(kv_heads, int) or min(q_heads, kv_heads) < 1:
                 expected = "q_num_heads and kv_num_heads, of 1 or more, as Q, K and V have three axes"
                 raise self.refusal(expected, f"q_num_heads={q_heads}, kv_num_heads={kv_heads}")
             return q_heads, kv_heads
-        for name, count, role in zip(("q_num_heads", "kv_num_heads"), stated, "QK", strict=True):
+        for name, count, role in zip(("q_num_heads", "kv_num_heads"), counts, "QK", strict=True):
             if count is not None and (self.graph.opset >= 25 or count != self._shape(role)[1]):
                 raise self.refusal(f"no {name}, as Q, K and V have four axes", f"{name}={count}")
         return None

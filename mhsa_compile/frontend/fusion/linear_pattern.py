@@ -92,11 +92,11 @@ def with_bias(graph: GraphView, linear: LinearT, dtype: str | None) -> LinearT:
 
 def _gemm(graph: GraphView, node: onnx.NodeProto) -> Linear | None:
     """x W + b of a constant W and b, neither scaled; x (rows, K)."""
-    stated = attributes(node)
-    if stated.get("transA", 0) or stated.get("alpha", 1.0) != 1 or stated.get("beta", 1.0) != 1:
+    values = attributes(node)
+    if values.get("transA", 0) or values.get("alpha", 1.0) != 1 or values.get("beta", 1.0) != 1:
         return None
     x, weight, *rest = node.input
-    transposed = not stated.get("transB", 0)
+    transposed = not values.get("transB", 0)
     width = _width(graph, x, weight, transposed)
     bias = rest[0] if rest and rest[0] else None
     if width is None or (bias is not None and (not graph.is_weight(bias) or graph.shape(bias) != (width,))):

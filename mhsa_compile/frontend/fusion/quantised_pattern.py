@@ -89,10 +89,10 @@ def _of_floats(graph: GraphView, node: onnx.NodeProto) -> QuantisedLinear | None
     (x, x_scale, x_zero), (weight, scale, zero) = (
         (*(name or None for name in one.input), None)[:3] for one in (floats, weights)
     )
-    stated = attributes(weights)
-    axis, by_features = stated.get("axis", 1) % 2, graph.shape(str(scale)) not in ((), (1,))
+    values = attributes(weights)
+    axis, by_features = values.get("axis", 1) % 2, graph.shape(str(scale)) not in ((), (1,))
     linear = _product(graph, node, (str(x), x_zero), (str(weight), zero), turned=turned)
-    if linear is None or stated.get("block_size", 0) or (by_features and axis != (0 if turned else 1)):
+    if linear is None or values.get("block_size", 0) or (by_features and axis != (0 if turned else 1)):
         return None
     scales = _Scales(graph, linear.width)
     if not is_number(graph, str(x_scale)) or graph.dtype(str(x_scale)) != "float32" or not scales.take(str(scale)):

@@ -38,25 +38,25 @@ class RotaryPattern(NodePattern):
 
     def _operand(self) -> Operand:
         """Where the heads of X lie: in it, or before the Reshape and Transpose that split them."""
-        shape, stated = self.ranked(self.x, "X", 3, 4), self.attributes.get("num_heads", 0)
+        shape, num_heads = self.ranked(self.x, "X", 3, 4), self.attributes.get("num_heads", 0)
         if len(shape) == 3:
             width = shape[2]
-            if stated < 1 or not isinstance(width, int) or width % stated:
-                raise self.refusal("num_heads that divides the fixed last dim of X, as X has three axes", stated)
-            return Operand(self.x, "rows", stated, width // stated, width=width)
+            if num_heads < 1 or not isinstance(width, int) or width % num_heads:
+                raise self.refusal("num_heads that divides the fixed last dim of X, as X has three axes", num_heads)
+            return Operand(self.x, "rows", num_heads, width // num_heads, width=width)
         heads, head_dim = shape[1], shape[3]
         if not isinstance(heads, int) or not isinstance(head_dim, int):
             raise self.refusal("fixed heads and head size of X", shape)
-        if stated not in (0, heads):
-            raise self.refusal(f"num_heads of {heads}, as X has", stated)
+        if num_heads not in (0, heads):
+            raise self.refusal(f"num_heads of {heads}, as X has", num_heads)
         return self.split_rows(self.x) or Operand(self.x, "heads", heads, head_dim)
 
     def _rotary_dim(self) -> int:
-        head_dim, stated = self.operand.head_dim, int(self.attributes.get("rotary_embedding_dim", 0))
-        turning = stated or head_dim
+        head_dim, rotary_dim = self.operand.head_dim, int(self.attributes.get("rotary_embedding_dim", 0))
+        turning = rotary_dim or head_dim
         if turning % 2 or not 0 < turning <= head_dim:
             expected = f"an even number of elements to turn, at most the {head_dim} of a head"
-            raise self.refusal(expected, f"rotary_embedding_dim={stated}" if stated else f"all {head_dim}")
+            raise self.refusal(expected, f"rotary_embedding_dim={rotary_dim}" if rotary_dim else f"all {head_dim}")
         if self.attributes.get("interleaved", 0) not in (0, 1):
             raise self.refusal("interleaved of 0 or 1", self.attributes["interleaved"])
         return turning

@@ -45,10 +45,12 @@ class ScatterPattern(NodePattern):
     def _check_shapes(self) -> int:
         """Checks the shapes, and returns the axis of the rows, counted from the front."""
         cache, update = self._known(self.cache, "past_cache"), self._known(self.update, "update")
-        rank, stated = len(cache), int(self.attributes.get("axis", -2))
-        axis = stated + rank if stated < 0 else stated
+        rank, attribute = len(cache), int(self.attributes.get("axis", -2))
+        axis = attribute + rank if attribute < 0 else attribute
         if not 0 < axis < rank:
-            raise self.refusal(f"axis from 1 to {rank - 1}, or from {1 - rank} to -1, as past_cache has {rank}", stated)
+            raise self.refusal(
+                f"axis from 1 to {rank - 1}, or from {1 - rank} to -1, as past_cache has {rank}", attribute
+            )
         expected = (*cache[:axis], update[axis] if len(update) == rank else None, *cache[axis + 1 :])
         if len(update) != rank or contradict(update, expected):
             raise self.refusal(f"an update of the shape of past_cache, {cache}, but for axis {axis}", update)

@@ -118,8 +118,8 @@ def _check_standard(graph: _Graph, node: onnx.NodeProto) -> None:
     if schema.since_version > LAST:
         hint, got = f"Export the model with opset {LAST}, or an older one.", f"that of opset {schema.since_version}"
         raise node_error(node, f"{node.op_type} as opset {LAST} has it", got, hint)
-    stated = (attribute.default_value for attribute in schema.attributes.values())
-    defaults = attributes(onnx.NodeProto(attribute=[value for value in stated if value.name]))
+    values = (attribute.default_value for attribute in schema.attributes.values())
+    defaults = attributes(onnx.NodeProto(attribute=[value for value in values if value.name]))
     _check_row(graph, node, STANDARD[node.op_type], defaults)
 
 

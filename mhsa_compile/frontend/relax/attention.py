@@ -15,7 +15,7 @@ from tvm import relax, te, tirx
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.onnx_graph import node_error
-from mhsa_compile.frontend.relax.imported_module import Broadcast, ImportContext, stated
+from mhsa_compile.frontend.relax.imported_module import Broadcast, ImportContext, dim_of
 from mhsa_compile.frontend.relax.sizes.agreements import Demand
 from mhsa_compile.frontend.relax.values import RelaxValue, SizeExpr, difference, dims, equal
 from mhsa_compile.kernels.interface.ops import (
@@ -188,7 +188,7 @@ class AttentionImport:
             if kind.role in values:
                 values[kind.role] = [self._read_as(kind, value) for value in values[kind.role]]
                 for name in filter(None, map(self.context.input_name, values[kind.role] if kind.counts_keys else [])):
-                    self.context.result.limits[name] = stated(full[3])
+                    self.context.result.limits[name] = dim_of(full[3])
         node = NodeScores(
             dtype=str(self.operands["q"].ty.dtype),
             batch=dim(full[0]),
@@ -219,7 +219,7 @@ class AttentionImport:
         name, key_mask, pads = self.context.input_name(mask), self.fused.key_mask, self.fused.pads_mask
         mask = _four_axes(self.bb, mask, key_mask, self.node)
         if name is not None and not key_mask:  # one flag a key has its exact shape, (B, S)
-            shape_of_mask = Broadcast(tuple(map(stated, full)), pads)
+            shape_of_mask = Broadcast(tuple(map(dim_of, full)), pads)
             if self.context.result.masks.setdefault(name, shape_of_mask) != shape_of_mask:
                 raise ModelError(f"input {name!r}", "a mask of attentions of one size", f"{shape_of_mask.full} as well")
         length, reach = full[3], dims(mask)[3]

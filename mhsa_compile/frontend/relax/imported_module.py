@@ -88,7 +88,7 @@ class ImportContext:
         return [result] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(result, i)) for i in range(len(types))]
 
 
-def stated(size: SizeExpr) -> Dim:
+def dim_of(size: SizeExpr) -> Dim:
     """A size as a signature states it: a number, or an expression of its symbols."""
     if isinstance(size, int | tvm.tirx.IntImm):
         return int(size)

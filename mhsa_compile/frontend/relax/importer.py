@@ -21,7 +21,8 @@ from onnx import numpy_helper
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
-from mhsa_compile.errors import ModelError
+from mhsa_compile.errors import MhsaError, ModelError
+from mhsa_compile.files.foreign_errors import defect, place_of_slip
 from mhsa_compile.frontend.detach_weights import is_many_bytes
 from mhsa_compile.frontend.fusion.fuse import fuse
 from mhsa_compile.frontend.fusion.fused_nodes import (
@@ -41,7 +42,7 @@ from mhsa_compile.frontend.reading.standard import RANDOM, STANDARD
 from mhsa_compile.frontend.relax import float32_sums
 from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.block_linear import block_linear
-from mhsa_compile.frontend.relax.imported_module import ImportContext, ImportedModule, stated
+from mhsa_compile.frontend.relax.imported_module import ImportContext, ImportedModule, dim_of
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.quantised_linear import quantise, quantised_linear
@@ -83,11 +84,10 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
             module = importer.from_onnx(fused.graph, opset_of(fused))
         except Exception as error:
             importer.leave_blocks()
-            if isinstance(error, ModelError):
+            if isinstance(error, MhsaError):
                 raise
-            hint = "Fix free sizes with dims, or write what it does in other operators."
             what = "model" if importer.node is None else title(importer.node)
-            raise ModelError(what, "a node of a form that can be compiled", "one that cannot be", hint) from error
+            raise _refusal(what, "a node of a form that can be compiled", "one that cannot be", error) from error
     result = importer.context.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
@@ -96,6 +96,14 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     if int8_weights and not any(type(op) is LinearOp for op in result.ops.values()):
         raise ModelError("weights", 'a model with a linear for "int8"', "one without")
     return result
+
+
+def _refusal(node: str, expected: str, got: str, error: Exception) -> MhsaError:
+    """The error for a node that TVM's converter or ours tripped over."""
+    hint = "Fix free sizes with dims, or write what it does in other operators."
+    return (
+        node_error(node, expected, got, hint) if place_of_slip(error) is None else defect(node, expected, error, hint)
+    )
 
 
 class _Importer(ONNXGraphImporter):  # type: ignore[misc]
@@ -139,6 +147,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 try:
                     self._nodes[tensor.name] = _constant(array)
                 except Exception as error:  # a dtype that TVM has no constants of
+                    if place_of_slip(error) is not None:
+                        raise
                     reader = next(node for node in graph.node if tensor.name in reads(node))
                     expected, got = "constants of a dtype that can be compiled", f"{tensor.name!r} of {array.dtype}"
                     raise node_error(reader, expected, got, "Widen them in the file: to int8, say.") from error
@@ -273,13 +283,12 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             if narrow is not None:
                 converted = float32_sums.narrowed(self.bb, op_name, converted, narrow)
             return self._of_known_rank(converted)
-        except ModelError:
+        except MhsaError:
             raise
         except Exception as error:  # whatever TVM's converter trips over
             got = "; ".join(map(_description, inputs)) or "one without inputs"
-            hint = "Fix free sizes with dims, or write what it does in other operators."
             expected = "inputs and attributes of a form that can be compiled"
-            raise node_error(self._names.checks.node, expected, got, hint) from error
+            raise _refusal(self._names.checks.node, expected, got, error) from error
 
     def _agree(self, op_name: str, inputs: list[Any], attrs: dict[str, Any]) -> None:
         """Notes what a node asks of the sizes of its operands, and holds calls to what no other code does."""
@@ -484,7 +493,7 @@ def _description(value: Any) -> str:
 
 
 def _dims_text(dims: Any) -> str:
-    return ", ".join(str(stated(dim)) for dim in dims)
+    return ", ".join(str(dim_of(dim)) for dim in dims)
 
 
 def _constant(array: Any) -> Any:
@@ -493,4 +502,4 @@ def _constant(array: Any) -> Any:
 
 def _output_dims(main: Any) -> list[tuple[Dim, ...] | None]:
     fields = main.ret_ty.fields if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
-    return [None if kind.shape is None else tuple(map(stated, kind.shape.values)) for kind in fields]
+    return [None if kind.shape is None else tuple(map(dim_of, kind.shape.values)) for kind in fields]

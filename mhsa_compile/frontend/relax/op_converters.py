@@ -83,13 +83,13 @@ def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[
         return None
     rank, same = len(shapes[0].values), tvm.sym.Analyzer().can_prove_equal
     columns = [[shape.values[i] for shape in shapes] for i in range(rank)]
-    stated = [next((dim for dim in column if isinstance(dim, tirx.IntImm)), column[0]) for column in columns]
+    broadcast = [next((dim for dim in column if isinstance(dim, tirx.IntImm)), column[0]) for column in columns]
     axis, parts, differ = attributes["axis"] % rank, list(inputs), False
     for k, shape in enumerate(shapes):
-        others = [i for i, own in enumerate(shape.values) if i != axis and not same(own, stated[i])]
+        others = [i for i, own in enumerate(shape.values) if i != axis and not same(own, broadcast[i])]
         if others:
             differ = True
-            dims = [stated[i] if i in others else own for i, own in enumerate(shape.values)]
+            dims = [broadcast[i] if i in others else own for i, own in enumerate(shape.values)]
             parts[k] = bb.match_cast(bb.normalize(inputs[k]), relax.TensorType(dims, inputs[k].ty.dtype))
     return relax.op.concat(relax.Tuple(parts), axis) if differ else None
 
@@ -199,8 +199,8 @@ def contraction(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     sizes: dict[str, Any] = {}
     for term, value in zip(operands, inputs, strict=True):
         for letter, size in zip(term, value.ty.shape.values, strict=True):
-            stated = sizes.setdefault(letter, size)
-            if letter not in rows + columns and not tvm.sym.Analyzer().can_prove_equal(stated, size):
+            first = sizes.setdefault(letter, size)
+            if letter not in rows + columns and not tvm.sym.Analyzer().can_prove_equal(first, size):
                 return None  # one of them may be 1, and broadcast
     a = _as_matrix(inputs[0], left, (batch, rows, inner), sizes)
     b = _as_matrix(inputs[1], right, (batch, inner, columns), sizes)

@@ -55,8 +55,8 @@ def infinities_of_a_sign(bb: Any, inputs: list[Any], attributes: dict[str, Any])
 def by_elements(formula: Callable[..., Any], *attributes: tuple[str, float]) -> Converter:
     """An operator of one argument by its formula; attributes with what they are by default are further arguments."""
 
-    def convert(bb: Any, inputs: list[Any], stated: dict[str, Any]) -> Any:
-        numbers = [tirx.const(stated.get(name, default), str(inputs[0].ty.dtype)) for name, default in attributes]
+    def convert(bb: Any, inputs: list[Any], values: dict[str, Any]) -> Any:
+        numbers = [tirx.const(values.get(name, default), str(inputs[0].ty.dtype)) for name, default in attributes]
 
         def compute(x: Any) -> Any:
             return te.compute(x.shape, lambda *at: formula(x(*at), *numbers), formula.__name__)

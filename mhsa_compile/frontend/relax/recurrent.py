@@ -174,14 +174,14 @@ class RecurrentImport:
         if len(names) != each * directions or any(name.lower() not in known for name in names):
             expected = f"{each * directions} activations among {', '.join(_FUNCTIONS)}"
             raise self._refusal(expected, ", ".join(names))
-        stated = [list(self.attributes.get(f"activation_{word}", ())) for word in ("alpha", "beta")]
+        parameters = [list(self.attributes.get(f"activation_{word}", ())) for word in ("alpha", "beta")]
         functions = []
         for name in (known[name.lower()] for name in names):
-            values = [stated[i].pop(0) if stated[i] else value for i, value in enumerate(_FUNCTIONS[name])]
+            values = [parameters[i].pop(0) if parameters[i] else value for i, value in enumerate(_FUNCTIONS[name])]
             if any(value is None for value in values):
                 raise self._refusal(f"activation_alpha and activation_beta for {name}", "fewer")
             functions.append(Activation(name, *(float(value) for value in values if value is not None)))
-        if any(stated):
+        if any(parameters):
             raise self._refusal("an alpha and a beta for each activation that has one", "more of them")
         return tuple(tuple(functions[i * each : (i + 1) * each]) for i in range(directions))
 

@@ -297,25 +297,25 @@ def _encode(manifest: Manifest) -> bytes:
     `v_embed_dim`, `agreements`, `slow`, `cost`, `check` and how float32 is multiplied are written where they are set:
     an artifact without them has the bytes that it had before there were any.
     """
-    stated = msgspec.to_builtins(manifest, order="deterministic")
+    fields = msgspec.to_builtins(manifest, order="deterministic")
     if manifest.check is None:
-        del stated["check"]
+        del fields["check"]
     if not manifest.agreements:
-        del stated["agreements"]
+        del fields["agreements"]
     if not manifest.slow:
-        del stated["slow"]
+        del fields["slow"]
     if manifest.cost is None:
-        del stated["cost"]
+        del fields["cost"]
     if manifest.float32_products == "auto":
-        del stated["float32_products"]
-    for op in stated["ops"]:
+        del fields["float32_products"]
+    for op in fields["ops"]:
         if op["float32_products"] == "ieee":
             del op["float32_products"]
         if not op["float32_reason"]:
             del op["float32_reason"]
     if manifest.spec is not None and manifest.spec.v_embed_dim is None:
-        del stated["spec"]["v_embed_dim"]
-    return msgspec.json.format(msgspec.json.encode(stated), indent=2) + b"\n"
+        del fields["spec"]["v_embed_dim"]
+    return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
 
 
 def read_manifest(raw: bytes, argument: str) -> Manifest:

@@ -87,8 +87,8 @@ def attention_flops(manifest: Manifest, meaning: Semantics, L: int, S: int, keys
     """The FLOPs of an attention with one batch entry for each of `keys`, the numbers of its keys. None for a constant
     mask that no spec states."""
     if meaning.needs_lengths:
-        stated = manifest.spec
-        return None if stated is None else len(keys) * stated.attention_flops(B=1, L=L, S=S)
+        spec = manifest.spec
+        return None if spec is None else len(keys) * spec.attention_flops(B=1, L=L, S=S)
     pairs = sum(meaning.visible_pairs(L, count) for count in keys)
     return 2 * meaning.num_heads * pairs * (meaning.head_dim + meaning.v_head_dim)
 

@@ -258,8 +258,8 @@ def _entry(task: BundleTask) -> _TaskEntry:
 
 
 def _arrays_of(job: MeasureJob) -> dict[str, np.ndarray]:
-    stated = {"checked": job.checked, "expected": job.expected}
-    return {**_by_number("input", job.inputs), **_by_number("weight", job.weights), **stated}
+    results = {"checked": job.checked, "expected": job.expected}
+    return {**_by_number("input", job.inputs), **_by_number("weight", job.weights), **results}
 
 
 def _by_number(name: str, arrays: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
@@ -294,9 +294,9 @@ def encoded(value: Any) -> bytes:
 def decoded(what: str, raw: bytes, kind: type[Stated]) -> Stated:
     """Reads JSON back as a value of `kind`. Raises BundleError for what is damaged, newer, or something else."""
     with reading(BundleError, what, f"what format {FORMAT} states", COPY_AGAIN):
-        stated = msgspec.json.decode(raw, type=_BundleVersion).format
-        if stated != FORMAT:
+        version = msgspec.json.decode(raw, type=_BundleVersion).format
+        if version != FORMAT:
             hint = "Update mhsa-compile, here or there."
-            raise BundleError(what, f"format {FORMAT}", f"format {stated}", hint)
+            raise BundleError(what, f"format {FORMAT}", f"format {version}", hint)
         require_unique_keys(raw)
         return msgspec.json.decode(raw, type=kind)

@@ -96,8 +96,8 @@ class Study:
 
     def _check(self, about: dict[str, Any], identity: StudyIdentity) -> None:
         """Raises InputError for a study of this name that is about something else."""
-        attributes, stated = self._study.user_attrs, {_ABOUT: about, _SOURCE: identity.source}
-        for name, value in stated.items():
+        attributes, values = self._study.user_attrs, {_ABOUT: about, _SOURCE: identity.source}
+        for name, value in values.items():
             if name not in attributes:
                 self._study.set_user_attr(name, value)
         if identity.name is None:

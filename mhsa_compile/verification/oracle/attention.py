@@ -131,8 +131,8 @@ class _Evaluation:
         return keys, scoring.of_keys(keys)
 
     def _scoring(self, rows: slice) -> Scoring:
-        stated = self.attributes.get("scale")
-        scale = self.q.shape[3] ** -0.5 if stated is None else stated
+        scale = self.attributes.get("scale")
+        scale = self.q.shape[3] ** -0.5 if scale is None else scale
         B, H = self.q.shape[:2]
         return self.view.scoring(rows, B, H, scale)
 

@@ -78,12 +78,12 @@ class _RecurrentRun(OpRun):  # type: ignore[misc]
 
     def _functions(self, attributes: dict[str, Any], directions: int) -> list[list[CellFunction]]:
         names = [name.lower() for name in attributes.get("activations") or _DEFAULTS[self.op_type] * directions]
-        stated = [list(attributes.get(f"activation_{word}") or ()) for word in ("alpha", "beta")]
+        parameters = [list(attributes.get(f"activation_{word}") or ()) for word in ("alpha", "beta")]
         functions: list[CellFunction] = []
         for name in names:
             values = {
                 word: numbers.pop(0)
-                for word, numbers, having in zip(("alpha", "beta"), stated, (_ALPHA, _BETA), strict=True)
+                for word, numbers, having in zip(("alpha", "beta"), parameters, (_ALPHA, _BETA), strict=True)
                 if name in having and numbers
             }
             functions.append(lambda x, name=name, values=values: _FUNCTIONS[name](x, **values))  # type: ignore[misc]

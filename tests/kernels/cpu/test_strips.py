@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.cpu.test_tile_attention import agree, function, operands, operation
+from fuzz.kernels import profile
+from kernels.cpu.test_tile_attention import KERNEL, agree, function, operands, operation
 from support import this_cpu
 
 from mhsa_compile.kernels.cpu import strips
@@ -71,3 +72,15 @@ def test_sums_that_are_open_are_another_tile_s(monkeypatch: pytest.MonkeyPatch) 
     agree(op, right, q, k, v, None)
     monkeypatch.setattr(TileOutput, "own", lambda self: strips.T.int64(1))
     assert in_strips(op, 1, monkeypatch)(q, k, v).tobytes() != right.tobytes()
+
+
+@this_cpu.with_tiles
+def test_few_queries_have_the_bits_that_they_have_among_more() -> None:
+    """Where a known length is half a tile or less, half is what a strip has scratch for."""
+    few, free = operation(L=13), operation()
+    configs = [KERNEL.default_config(op, profile("tiles", 2)) for op in (few, operation(L=17), free)]
+    assert [config["queries"] for config in configs] == [16, 32, 32]
+    arrays = operands(free, 2, 13, 131)
+    y = function(few)(*arrays)
+    assert y.tobytes() == function(free)(*arrays).tobytes()
+    agree(free, y, *arrays, None)

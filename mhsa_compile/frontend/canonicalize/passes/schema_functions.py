@@ -93,9 +93,9 @@ def _definition(graph: GraphView, node: onnx.NodeProto) -> onnx.FunctionProto | 
     if not text:
         return None
     function.ParseFromString(text)
-    stated = {attribute.name for attribute in node.attribute}
+    names = {attribute.name for attribute in node.attribute}
     defaults = {name: attribute.default_value for name, attribute in schema.attributes.items()}
-    node.attribute.extend(value for name, value in defaults.items() if value.name and name not in stated)
+    node.attribute.extend(value for name, value in defaults.items() if value.name and name not in names)
     return function
 
 

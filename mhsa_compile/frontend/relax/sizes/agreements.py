@@ -9,7 +9,7 @@ from typing import Any
 
 from tvm import tirx
 
-from mhsa_compile.frontend.relax.imported_module import stated
+from mhsa_compile.frontend.relax.imported_module import dim_of
 from mhsa_compile.frontend.relax.sizes.broadcasting import BROADCAST, UNIDIRECTIONAL, gemm_sizes
 from mhsa_compile.frontend.relax.sizes.call_checks import Entry
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, equals, literal, number
@@ -110,7 +110,7 @@ def _broadcasts(names: SizeNames, shapes: Sequence[SizeEntries]) -> bool:
 def _manifest_dim(names: SizeNames, size: Entry) -> int | str:
     """A size as a manifest has it: an expression of the inputs' symbols."""
     size = names.of_symbols(size)
-    dim = UNKNOWN if size is None else stated(size)
+    dim = UNKNOWN if size is None else dim_of(size)
     is_expressible = dim >= 0 if isinstance(dim, int) else isinstance(size, tirx.Var) or is_expression(dim)
     return dim if is_expressible else UNKNOWN
 

@@ -18,7 +18,7 @@ from mhsa_compile.kernels.common.pair_plan import plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu import strips
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, by_width, split_pairs, task_at
-from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyLoop, Route, Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
@@ -78,7 +78,8 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
 
     def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
         # As many chunks of keys in a block as tiles of features: each chunk adds one of them for the block before.
-        return {"queries": 32, "keys": KEYS * min(8, max(2, op.v_head_dim // tiles.ROWS))}
+        queries = LANES if isinstance(op.q_length, int) and op.q_length <= LANES else 2 * LANES
+        return {"queries": queries, "keys": KEYS * min(8, max(2, op.v_head_dim // tiles.ROWS))}
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
         config = {**config, "key_tile": KEYS}
@@ -114,28 +115,32 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
                     operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
                     parts = tile_parts(arguments, b, h)
 
-                    def visit(width: int, output: TileOutput, memory: TaskScratch) -> None:
-                        visibility = AlignedMask(operands, width, config["keys"], parts, LANES)
-                        rows = values.first_row(arguments, b, g)
-                        task = TileAttentionTask(memory, output, operands, visibility, (b, h, first_query), rows)
-                        task.begin()
-                        route = Route(equal_blocks=True, begins_early=True)
-                        KeyLoop(task, visibility, {**config, "queries": width}, route, runs).emit()
-                        task.end()
+                    def task(output: TileOutput, memory: TaskScratch) -> TileAttentionTask:
+                        visibility = AlignedMask(operands, output.queries, config["keys"], parts, LANES)
+                        first_row = values.first_row(arguments, b, g)
+                        return TileAttentionTask(memory, output, operands, visibility, (b, h, first_query), first_row)
 
                     def tile(width: int) -> None:
                         if width == queries:
-                            return visit(width, output, memory)
-                        output.complete()
+                            return _visit_keys(task(output, memory), config, runs)
+                        output.write(waits=True)
                         narrow = output_of(width)
                         narrow.start()
-                        visit(width, narrow, TaskScratch(op, width))
-                        narrow.complete()
+                        _visit_keys(task(narrow, TaskScratch(op, width)), config, runs)
+                        narrow.write(waits=True)
 
                     by_width(op, LANES, queries, q_length - first_query, tile)
-                output.complete()
+                output.write(waits=True)
                 tiles.release()
     return builder.get()
+
+
+def _visit_keys(task: TileAttentionTask, config: Config, runs: Runs | None) -> None:
+    """The whole task: all keys that its queries see."""
+    task.begin()
+    route = Route(equal_blocks=True, begins_early=True)
+    KeyLoop(task, task.visibility, {**config, "queries": task.queries}, route, runs).emit()
+    task.end()
 
 
 class AlignedMask(TileMask):

@@ -186,16 +186,12 @@ class TileOutput:
         self._set(_OPEN, T.int64(1))
         prefetch_rows(self._view(*place[:2]), place[2], self.queries, self.op.v_head_dim, write=True)
 
-    def complete(self) -> None:
-        """Writes Y of the tile that is open, if one is."""
+    def write(self, *, waits: bool = False) -> None:
+        """Writes Y of the tile that is open, if one is; `waits`: a block of its values, perhaps, is not in the sums."""
         with T.If(self.is_open), T.Then():
-            self.add_waiting(T.int64(0), T.int64(self.features))
-            self._write()
-            self.forget()
-
-    def write(self) -> None:
-        """Writes Y of the tile that is open, if one is: all of its values are in the sums."""
-        with T.If(self.is_open), T.Then():
+            if waits:
+                self.add_waiting(T.int64(0), T.int64(self.features))
+                self.forget()
             self._write()
 
     def _view(self, b: Expr, h: Expr) -> HeadView:

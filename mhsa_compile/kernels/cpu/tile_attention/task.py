@@ -160,7 +160,7 @@ class TileAttentionTask:
             total, zero = let(load(self.memory.row_sum, [T.int64(c * LANES)], LANES)), constant(0.0, LANES)
             return T.Select(total == zero, zero, constant(self.measure, LANES) / total)
 
-        self.output.complete()  # the tile before, where this one saw no block
+        self.output.write(waits=True)  # the tile before, where this one saw no block
         self.output.leave(self.place, inverse)
 
     # ---- The visitor of keys
