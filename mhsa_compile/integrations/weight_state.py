@@ -142,6 +142,13 @@ def _step(elements: int, row: int, samples: int) -> int:
     return step
 
 
+def _why_no_memory(weights: Sequence[Tensor | None]) -> str:
+    """Why no artifact can read weights where they lie; "" if one can."""
+    layouts = {str(weight.layout) for weight in weights if weight is not None}
+    odd = sorted(layouts - {str(torch.strided)})
+    return f"weights that are {odd[0].removeprefix('torch.')}" if odd else ""
+
+
 def no_room(error: OutputError) -> str:
     """Why PyTorch computes a call whose artifact no file could hold."""
     return f"no room for what is compiled ({error.argument}: {error.got})"
@@ -257,7 +264,7 @@ class ReplacedForward(StandsForFunction, Generic[Kind, Result]):
         with self._lock, torch.random.fork_rng(devices=()), torch.device("cpu"):
             bound = self._set_of(weights, refreshes)
             if bound is None:
-                if reason := self._why_unbound():
+                if reason := self._why_unbound() or _why_no_memory(weights):
                     return reason
                 bound = _WeightSet(WeightStates(weights), {}, refreshes)
             if kind not in bound.artifacts:

@@ -133,6 +133,16 @@ def test_weights_that_were_swapped(pair: tuple[nn.Module, nn.Module], edit: Call
         assert off(model(X), plain(X)) < 1e-5 and off(plain(X), pair[1](X)) > 1e-2
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_weights_that_became_sparse_are_pytorchs(pair: tuple[nn.Module, nn.Module]) -> None:
+    model = copy.deepcopy(pair[0])
+    with torch.no_grad():
+        model(X)
+        model.linear.weight = nn.Parameter(pair[1].linear.weight.detach().to_sparse_csr(), requires_grad=False)  # type: ignore[union-attr, operator, assignment]
+        assert off(model(X), pair[1](X)) < 1e-5
+    assert model._mhsa_acceleration.calls == {"weights that are sparse_csr": 1}  # type: ignore[union-attr]
+
+
 def packed(model: nn.Module) -> tuple[int, int]:
     """Of a block's report: how often weights were packed anew; of its linear: sets that are packed."""
     report: Any = model._mhsa_acceleration
