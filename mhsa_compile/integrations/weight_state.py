@@ -35,13 +35,12 @@ SAMPLES = 256
 one case of 170. A block of rows is never missed from one row in 256 on."""
 _MOST_SAMPLES, _LEAST_SAMPLES = 4096, 16
 """Numbers of all weights of a graph together; of each, however many there are."""
-
-
 MOST_SETS = 4
 """Sets of weights that one layer keeps packed: programs that change between adapters have them in turns."""
 
 
 _address, _version = Tensor.data_ptr, operator.attrgetter("_version")
+_to_storage: Callable[[Any], Any] = StorageWeakRef
 _is_gone = torch.UntypedStorage._expired
 Kind = TypeVar("Kind", bound=Hashable)
 Result = TypeVar("Result")
@@ -61,7 +60,7 @@ class WeightStates:
         present = [weight for weight in weights if weight is not None]
         self._read_alike, self._present = read_alike, [weight is not None for weight in weights]
         self._counted = not any(weight.is_inference() for weight in present)
-        self._storages = [StorageWeakRef(weight.untyped_storage()) for weight in present]
+        self._storages: list[Any] = [_to_storage(weight.untyped_storage()) for weight in present]
         self._references = [storage.cdata for storage in self._storages]
         self._places = _views([_places(weight, samples) for weight in present if weight.numel()])
         self._addresses, self._objects = list(map(_address, present)), list(map(id, present))
