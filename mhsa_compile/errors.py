@@ -47,12 +47,26 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else json.dumps(c)[1:-1] for c in text)
 
 
+_OTHER_WORDS = {
+    "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "f32": "float32",
+    "float": "float32", "single": "float32", "cpu": "native", "host": "native", "auto": "native", "yes": "true",
+    "ort": "onnxruntime", "pytorch": "torch",
+}  # fmt: skip
+"""What other tools call a choice of ours."""
+_LEAST_BEGINNING = 3
+"""Letters from which on a word may be the beginning of a choice."""
+
+
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "", *, most: int = 1, cutoff: float = 0.6) -> str:
     """A next step: the choices, `most` of them, that are spelled much like `word`, or `otherwise`. `cutoff` is
     difflib's, 0 to 1."""
     import difflib
 
-    return _proposal(difflib.get_close_matches(word, list(choices), most, cutoff), otherwise)
+    known = list(choices)
+    other_word = _OTHER_WORDS.get(word.lower())
+    near = [other_word] if other_word in known else difflib.get_close_matches(word, known, most, cutoff)
+    longer = [choice for choice in known if len(word) >= _LEAST_BEGINNING and choice.startswith(word)]
+    return _proposal(near or longer[:most], otherwise)
 
 
 def did_you_mean_value(word: str, values: Mapping[str, object]) -> str:

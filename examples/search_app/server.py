@@ -110,6 +110,8 @@ class Search:
         if not len(self.index):
             raise Refused(409, "There is nothing to search yet. Add a text file first.")
         hits = self.index.search(self.gatherer.query(self.encoder.row(query)), HITS)
+        if not hits:  # the last file was removed since
+            return {"query": query, "best": "Nothing here fits.", "results": []}
         best = f"The best has a similarity of {hits[0].score:.2f}: 1 says the same, near 0 is about something else."
         if hits[0].score < NEAR:
             best = f"Nothing here fits. {best}"

@@ -58,7 +58,7 @@ def read_text(path: str | Path, kind: type[MhsaError], argument: str, expected: 
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise kind(argument, expected, f"{str(path)!r} ({error})") from error
+        raise kind(argument, expected, f"{str(path)!r} ({error})", "Save it as UTF-8.") from error
 
 
 def text_or_nothing(path: Path) -> str:

@@ -208,7 +208,7 @@ class _Acceleration:
     def _use(self, name: str, layer: nn.Module, load: Callable[..., CompiledAttention]) -> LayerInUse:
         report = self._report
         first_calls = FirstCalls(name, self._check, report.count_check)
-        return LayerInUse(layer, load, report.count, first_calls, report.refreshes)
+        return LayerInUse(layer, load, report.count, first_calls, report.refreshes, report.count_repacked)
 
     def _put_forward(self, layer: nn.Module, forward: ReplacedForward[Any, Any] | EncoderForward) -> None:
         vars(layer)["forward"] = forward

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mhsa_compile.integrations.layers.ways import LayerRow
+from mhsa_compile.integrations.weight_state import MOST_SETS
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.spec.float32_products import Float32Request
 
@@ -36,7 +37,8 @@ class AccelerationReport:
     artifact, or left to PyTorch.
     `linears` has rows of its own, where linears were asked for, and of each that another tool quantised.
     `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it. `checked`: how many first calls
-    of a kind were held against PyTorch's. `float32_products` is how float32 was asked to be multiplied.
+    of a kind were held against PyTorch's. `repacked`, `repacking_s`: how often layers packed weights that had changed,
+    and how many seconds that took. `float32_products` is how float32 was asked to be multiplied.
     """
 
     def __init__(self, float32_products: Float32Request = "auto") -> None:
@@ -46,6 +48,7 @@ class AccelerationReport:
         self.linears: list[AccelerationRow] = []
         self.calls: dict[str, int] = {}
         self.checked = 0
+        self.repacked, self.repacking_s = 0, 0.0
         self._outcomes: dict[str, int] = {}
         self._refreshes = 0
         self.registered: list[Any] = []  # what a copy in another process needs to be there
@@ -79,6 +82,10 @@ class AccelerationReport:
         """Counts a call that was held against PyTorch's."""
         self.checked += 1
 
+    def count_repacked(self, seconds: float) -> None:
+        """Counts weights that had changed, and were packed in these seconds."""
+        self.repacked, self.repacking_s = self.repacked + 1, self.repacking_s + seconds
+
     def count_outcome(self, manifest: Manifest) -> None:
         """Counts an artifact that a layer was given, by how it multiplies float32."""
         if outcome := manifest.float32_outcome():
@@ -111,6 +118,9 @@ class AccelerationReport:
             lines += [f"  {number} of float32: {why}" for why, number in floats.items()]
         if self.checked:
             lines.append(f"  {self.checked} first calls of a kind checked against PyTorch's")
+        if self.repacked:
+            times = f"weights packed anew {self.repacked} times, {self.repacking_s:.2g} s in all"
+            lines.append(f"  {times}: they had changed; sets in memory of their own stay packed, the last {MOST_SETS}")
         lines += [f"  {number} calls computed by PyTorch: {why}" for why, number in self.calls.items()]
         outcomes = [f"{what}, in {number} artifacts" for what, number in self.float32_outcomes().items()]
         if not outcomes and self.float32_products not in ("auto", "ieee"):

@@ -55,6 +55,30 @@ def why_not_numbers(*tensors: Tensor | None) -> str:
     return ""
 
 
+_OF_FUNCTIONS = frozenset({"__code__", "__closure__", "__defaults__", "__kwdefaults__", "__wrapped__"})
+
+
+class NotScriptable(InputError, AttributeError):
+    """TorchScript reads the source of what it compiles, and a replaced forward is no function."""
+
+
+class StandsForFunction:
+    """What is called instead of a module's forward, and read as that one by torch.export and inspect."""
+
+    def _function(self) -> Any:
+        """The forward that this stands for."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__globals__":
+            expected = "one that is not accelerated: TorchScript compiles the source of each forward"
+            hint = "Call mhsa.restore(model) before torch.jit.script, or use torch.jit.trace or torch.export."
+            raise NotScriptable("model", expected, "an accelerated one", hint)
+        if name not in _OF_FUNCTIONS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._function() if name == "__wrapped__" else getattr(self._function(), name)
+
+
 def no_gradient(argument: str) -> InputError:
     """The error for a call whose gradient is wanted: compiled attention computes none."""
     expected = "a tensor without a gradient to follow: compiled attention computes none"

@@ -153,6 +153,8 @@ def _why_not(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> str:
         return f"it has tensors on {', '.join(devices)}"
     if kinds := sorted({type(tensor).__name__ for tensor in tensors if type(tensor) not in (Tensor, nn.Parameter)}):
         return f"it has tensors of type {', '.join(kinds)}"
+    if layouts := sorted({str(tensor.layout) for tensor in tensors if tensor.layout is not torch.strided}):
+        return f"it has tensors that are {', '.join(layouts)}"
     if names := sorted({str(node.target) for node in graph.graph.nodes if _writes(node) and _into_inputs(node)}):
         return f"it writes into tensors ({', '.join(names)})"
     return ""

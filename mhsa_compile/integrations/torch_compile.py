@@ -145,8 +145,19 @@ class _Bound:
             with torch.random.fork_rng(devices=()):
                 artifact, dims = self._compile(inputs)
             entry = _Entry(states, self.captured.numbers_of(inputs), artifact, dims)
-            self._entries = (entry, *self._entries[: _MOST_WEIGHTS - 1])
+            self._entries = (entry, *self._others_of(states, inputs))[:_MOST_WEIGHTS]
             return artifact
+
+    def _others_of(self, states: WeightStates, inputs: Sequence[Any]) -> list[_Entry]:
+        """The entries that a call may have again: of weights that are there, and that were not written over, of which
+        a warning tells."""
+        alive = [entry for entry in self._entries if not entry.states.are_gone()]
+        weights = self.captured.weights_of(inputs)
+        kept = [entry for entry in alive if not entry.states.are_where(states) or entry.states.hold(weights)]
+        if len(kept) < len(alive):
+            hint = "Edit weights before, or use mhsa.accelerate(model), which packs them anew in milliseconds."
+            warnings.warn(f"torch.compile: weights of a graph changed, and it was compiled anew. {hint}", stacklevel=4)
+        return kept
 
     def _entry_for(self, inputs: Sequence[Any]) -> CompiledAttention | None:
         weights, numbers = self.captured.weights_of(inputs), self.captured.numbers_of(inputs)

@@ -57,6 +57,7 @@ class Argument:
         self._written = written
         self.has_bits = info.dtype == "bfloat16"
         self.label = f"{role} {info.name!r}"
+        self._list = "inputs" if role == "input" else "manifest.weights"
         self._differentiable = role == "input" and not written
         self._owners = owners
         self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
@@ -251,7 +252,7 @@ class Argument:
         ]
         facts += [f"{dim} = {size_of(dim, sizes)}" for dim in symbols if is_expression(dim)]
         expected = ", ".join((self._requirement(), *facts))
-        return InputError(self.label, expected, _description(array), "`.inputs` lists what each input must be.")
+        return InputError(self.label, expected, _description(array), f"`.{self._list}` lists what each must be.")
 
 
 class Signature:

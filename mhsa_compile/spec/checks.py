@@ -16,12 +16,6 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Between these, numbers are whole in float32, in which kernels compute: none becomes 0 or infinite."""
 _LONGEST_TEXT = 200
 ALIGNMENTS = ("top_left", "bottom_right")
-_DTYPE_WORDS = {
-    **{name: name for name in DTYPES},
-    **{"fp32": "float32", "float": "float32", "single": "float32"},
-    **{"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
-}
-"""What other libraries call a dtype."""
 _FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """Texts in place of True and False."""
 
@@ -90,7 +84,7 @@ def check_dtype(dtype: object) -> None:
     if dtype not in DTYPES:
         text = value_text(dtype)
         expected = " or ".join(f'"{name}"' for name in DTYPES)
-        raise SpecError("dtype", expected, text, did_you_mean_value(text.strip("'"), _DTYPE_WORDS))
+        raise SpecError("dtype", expected, text, did_you_mean(text.strip("'"), DTYPES))
 
 
 def checked_window(window: object) -> tuple[int, int] | None:

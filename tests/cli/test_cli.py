@@ -236,6 +236,10 @@ BAD_VALUES = {
         ["compile", "--causal", "top-left"],
         "--causal: expected one of 'true', 'top_left', 'bottom_right', got 'top-left'. Did you mean 'top_left'?",
     ),
+    "another tool's word": (
+        ["compile", "--dtype", "fp16"],
+        "--dtype: expected one of 'float32', 'bfloat16', 'float16', got 'fp16'. Did you mean 'float16'?",
+    ),
     "below": (["compile", "--batch", "0"], f"--batch: expected a whole number from 1 to {checks.LARGEST}, got '0'."),
     "beyond": (
         ["compile", "--length", "9" * 5000],

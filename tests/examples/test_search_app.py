@@ -242,6 +242,12 @@ def test_an_answer_says_when_nothing_fits(score: float, fits: bool) -> None:
     assert best.startswith("Nothing here fits. ") != fits and f"similarity of {score:.2f}" in best
 
 
+def test_an_index_that_was_emptied_during_a_search() -> None:
+    app: Any = SimpleNamespace(index=MagicMock(), encoder=MagicMock(), gatherer=MagicMock())
+    app.index.__len__.return_value, app.index.search.return_value = 1, []
+    assert Search.search(app, "the cat?") == {"query": "the cat?", "best": "Nothing here fits.", "results": []}
+
+
 def test_the_page_alone_says_so_from_the_same_similarity_on() -> None:
     assert re.findall(r"NEAR = (.+?);", (PAGE_ALONE / "page.js").read_text()) == [str(NEAR)]
 

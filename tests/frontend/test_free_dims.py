@@ -46,6 +46,12 @@ def refusing(x: Tensor, table: Tensor) -> Tensor:
     return x + table[0]
 
 
+def shifted(x: Tensor, table: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, :-1]
+    return y
+
+
 def dims(model: onnx.ModelProto) -> list[tuple[int | str, ...]]:
     return [tuple(d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim) for value in model.graph.input]
 
@@ -56,6 +62,11 @@ FIXED = {
         Tail(lambda x, table: x + table, rows=5),
         ("B", 5, 24),
         r"L \(axis 1 of 'x'\) at 5: it works with no other size",
+    ),
+    "of no length that has one less": (
+        Tail(shifted),
+        ("B", 5, 24),
+        r"L \(axis 1 of 'x'\) at 5: one that takes at least 3 there",
     ),
     "a batch that the code asks for": (
         Tail(refusing),

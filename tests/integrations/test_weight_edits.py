@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,8 @@ def test_a_slice_of_the_campaign() -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (64, 192), (192, 64), (256, 256), (97, 1013)])
 def test_what_a_sample_sees(shape: tuple[int, ...]) -> None:
-    """Any row in 256, any scaling, another memory, another object: of the weights themselves it sees nothing new."""
+    """Any row in 256, any scaling, another memory: of the weights themselves, whatever object has them, it sees nothing
+    new."""
     weight = nn.Parameter(torch.randn(shape))
     state = WeightStates([weight])
     assert state.hold([weight])
@@ -57,8 +60,9 @@ def test_what_a_sample_sees(shape: tuple[int, ...]) -> None:
             assert state.hold([weight])
     weight.data = kept
     assert not state.hold([weight])
-    twin = nn.Parameter(weight.detach())
-    assert not WeightStates([weight]).hold([twin]) and not WeightStates([weight]).hold([None])
+    assert WeightStates([weight]).hold([nn.Parameter(weight.detach())])
+    assert not WeightStates([weight]).hold([nn.Parameter(weight.detach().clone())])
+    assert not WeightStates([weight]).hold([None])
 
 
 @pytest.mark.parametrize(
@@ -85,8 +89,128 @@ def test_states_keep_no_weight_alive() -> None:
     weights = [nn.Parameter(torch.ones(4, 4)), None]
     states = WeightStates(weights)
     assert states.hold(weights) and not states.hold(weights[:1])
+    memory = weights[0].detach()
     del weights[0]
-    assert states._references[0]() is None and not states.hold([None, None])
+    assert not states.are_gone() and not states.hold([None, None])
+    del memory
+    assert states.are_gone()
+
+
+@pytest.mark.parametrize("other", [Tensor.to_sparse, lambda w: w.to("meta"), lambda w: w.view(16)])
+def test_weights_that_have_other_memory_or_none(other: Callable[[Tensor], Tensor]) -> None:
+    weight = torch.ones(4, 4)
+    assert not WeightStates([weight]).hold([other(weight)])
+
+
+def test_inference_tensors_of_the_memory_that_was_counted() -> None:
+    weight = torch.ones(4, 4)
+    states = WeightStates([weight])
+    with torch.inference_mode():
+        uncounted = torch.from_numpy(weight.numpy())
+    assert uncounted.is_inference() and uncounted.data_ptr() == weight.data_ptr() and not states.hold([uncounted])
+
+
+def swapped(model: nn.Module) -> None:
+    for layer in (model.linear, model.attention.out_proj):  # type: ignore[union-attr]
+        torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight.detach() * 1.5))  # type: ignore[arg-type, union-attr]
+
+
+def loaded_by_swapping(model: nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("edit", [swapped, loaded_by_swapping])
+def test_weights_that_were_swapped(pair: tuple[nn.Module, nn.Module], edit: Callable[[nn.Module], None]) -> None:
+    models = model, plain = copy.deepcopy(pair)
+    with torch.no_grad():
+        assert off(model(X), plain(X)) < 1e-5
+        for each in models:
+            edit(each)
+        assert off(model(X), plain(X)) < 1e-5 and off(plain(X), pair[1](X)) > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_weights_that_became_sparse_are_pytorchs(pair: tuple[nn.Module, nn.Module]) -> None:
+    model = copy.deepcopy(pair[0])
+    with torch.no_grad():
+        model(X)
+        model.linear.weight = nn.Parameter(pair[1].linear.weight.detach().to_sparse_csr(), requires_grad=False)  # type: ignore[union-attr, operator, assignment]
+        assert off(model(X), pair[1](X)) < 1e-5
+    assert model._mhsa_acceleration.calls == {"weights that are sparse_csr": 1}  # type: ignore[union-attr]
+
+
+def packed(model: nn.Module) -> tuple[int, int]:
+    """Of a block's report: how often weights were packed anew; of its linear: sets that are packed."""
+    report: Any = model._mhsa_acceleration
+    return report.repacked, len(vars(model.linear)["forward"]._bound)  # type: ignore[arg-type]
+
+
+def test_sets_of_weights_that_take_turns_stay_packed(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = copy.deepcopy(pair)
+    own = dict(model.named_parameters())
+    sets = [{name: nn.Parameter(value * size) for name, value in own.items()} for size in (0.5, 1.5, 0.8)]
+    with torch.no_grad():
+        expected = [torch.func.functional_call(plain, weights, (X,)) for weights in sets]
+        model(X)
+        for turn in range(9):
+            y = torch.func.functional_call(model, sets[turn % 3], (X,))
+            assert off(y, expected[turn % 3]) < 1e-5
+        assert off(model(X), plain(X)) < 1e-5
+        assert packed(model) == (6, 4)  # of an attention and a linear, once each for three sets
+        sets[0]["linear.weight"].mul_(2.0)
+        for weights in sets:
+            assert off(*(torch.func.functional_call(each, weights, (X,)) for each in (model, plain))) < 1e-5
+        assert packed(model) == (7, 4)
+        del sets, weights
+        model.linear.weight.mul_(2.0)  # type: ignore[union-attr, operator]
+        model(X)
+    assert packed(model) == (8, 1)  # nothing stays of what is gone, or was written over
+    assert "weights packed anew 8 times" in repr(model._mhsa_acceleration)  # type: ignore[union-attr]
+
+
+def test_memory_that_an_object_had_is_not_taken_for_unchanged(pair: tuple[nn.Module, nn.Module]) -> None:
+    """One number of what was `.data` is written meanwhile, which no count of the weight's tells, and no sample."""
+    models = model, plain = copy.deepcopy(pair)
+    kept = {each: each.linear.weight.data for each in models}  # type: ignore[union-attr]
+    with torch.no_grad():
+        model(X)
+        for each in models:
+            each.linear.weight.data = kept[each] * 0.5  # type: ignore[union-attr, assignment, operator]
+        assert off(model(X), plain(X)) < 1e-5
+        for each in models:
+            kept[each][5, 7] += 50.0  # type: ignore[index, operator]
+            each.linear.weight.data = kept[each]  # type: ignore[union-attr, assignment]
+        assert off(model(X), plain(X)) < 1e-5 and off(plain(X), pair[1](X)) > 1e-2
+
+
+def test_weights_that_are_only_refreshed_are_not_said_to_have_changed(pair: tuple[nn.Module, nn.Module]) -> None:
+    model = copy.deepcopy(pair[0])
+    with torch.no_grad():
+        model(X)
+        model._mhsa_acceleration.refresh()  # type: ignore[union-attr, operator]
+        assert off(model(X), pair[1](X)) < 1e-5
+    assert packed(model) == (0, 1) and "packed anew" not in repr(model._mhsa_acceleration)  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_a_replaced_forward_looks_like(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = pair
+    with pytest.raises(mhsa.errors.InputError, match=r"TorchScript compiles the source.*mhsa\.restore\(model\)"):
+        torch.jit.script(model)
+    forward = model.attention.forward  # type: ignore[union-attr]
+    assert inspect.signature(forward) == inspect.signature(plain.attention.forward)  # type: ignore[union-attr, arg-type]
+    assert not hasattr(forward, "__globals__") and not hasattr(forward, "other")
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), 1).eval()
+    x = torch.ones(2, 7, 64)
+    with torch.no_grad():
+        expected = encoder(x)
+        mhsa.accelerate(encoder)
+        program = torch.export.export(encoder, (x,), strict=False)
+        assert off(program.module()(x), expected) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

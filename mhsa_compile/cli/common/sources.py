@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from mhsa_compile.cli.common import output
 from mhsa_compile.errors import ModelError
 from mhsa_compile.files import input_files, places
+from mhsa_compile.files.foreign_files import hint_of
 
 if TYPE_CHECKING:
     from mhsa_compile.records.record import Record
@@ -49,7 +50,7 @@ def resolve(source: Path | None, fields: dict[str, Any]) -> Path | AttentionSpec
         from mhsa_compile.runtime.artifact.manifest import MODEL
 
         inner = source / MODEL
-        hint = f"It is an artifact, whose model is {str(inner)!r}." if places.is_file(inner) else ""
+        hint = f"It is an artifact, whose model is {str(inner)!r}." if places.is_file(inner) else hint_of(source)
         raise ModelError("SOURCE", "a file named .onnx or .toml", repr(str(source)), hint)
     if source.suffix == ".toml":
         return AttentionSpec.from_toml(input_files.read_text(source, ModelError, "SOURCE", "a spec .toml"))

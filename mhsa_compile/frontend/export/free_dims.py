@@ -264,9 +264,11 @@ def _symbols_of(exported_program: torch.export.ExportedProgram, request: Freedom
     most = dict(request.most)
     for axis, symbol in sorted(request.symbols.items(), key=lambda item: item[1] not in request.user_symbols):
         dim = theirs[axis]
-        if dim not in exported_program.range_constraints or exported_program.range_constraints[dim].lower > LEAST:
-            if symbol not in request.optional:
-                got = f"one that takes {dim if dim is not None else shapes[axis[0]][axis[1]]} there"
+        bounds = exported_program.range_constraints.get(dim)
+        if bounds is None or bounds.lower > LEAST:
+            size = dim if dim is not None else shapes[axis[0]][axis[1]]
+            got = f"one that takes {size if bounds is None else f'at least {bounds.lower}'} there"
+            if symbol not in request.optional or bounds is not None:
                 raise ModelError("module", f"one that leaves {symbol!r} free, axis {axis[1]} of {axis[0]!r}", got)
             continue
         symbols[axis] = ours.setdefault(dim, symbol)

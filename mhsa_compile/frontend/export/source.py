@@ -14,6 +14,7 @@ import onnx
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.files.foreign_files import hint_of
 from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements
 from mhsa_compile.frontend.export.input_dims import check_dims, dims_of, with_named_dims, with_symbols
 from mhsa_compile.frontend.onnx_graph import metadata_of, tensors_of
@@ -130,7 +131,8 @@ def _load(path: Path) -> onnx.ModelProto:
         try:
             model = onnx.load_model_from_string(file.read())
         except Exception as error:  # protobuf's DecodeError has no public home
-            raise ModelError(name, "an ONNX model", "a file that does not parse: truncated, or not ONNX") from error
+            got = "a file that does not parse: truncated, or not ONNX"
+            raise ModelError(name, "an ONNX model", got, hint_of(path)) from error
     if not model.graph.node:
         raise ModelError(name, "an ONNX model", "no graph: the file is empty or truncated")
     for tensor in tensors_of(model):

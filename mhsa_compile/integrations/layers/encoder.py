@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.integrations.call_context import is_recorded, wants_gradient, why_not_numbers
+from mhsa_compile.integrations.call_context import StandsForFunction, is_recorded, wants_gradient, why_not_numbers
 from mhsa_compile.integrations.layers.whole import Attended, WholeCall, WholeLayerForward
 
 SMALL = 1_500_000
@@ -79,13 +79,16 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.TransformerEncoderLayer]:
     return isinstance(layer, nn.TransformerEncoderLayer) and own and "forward" not in vars(layer)
 
 
-class EncoderForward:
+class EncoderForward(StandsForFunction):
     """The forward of an encoder all of whose attentions are replaced, and which PyTorch would have run on nested
     tensors. Its result at padding is 0, as PyTorch's is."""
 
     def __init__(self, encoder: nn.TransformerEncoder) -> None:
         self._encoder = encoder
         self.is_restored = False
+
+    def _function(self) -> Any:
+        return type(self._encoder).forward.__get__(self._encoder)
 
     def __call__(
         self,
