@@ -396,6 +396,7 @@ def _manifest(
         agreements=tuple(imported.agreements),
         slow=scheduled.slow,
         cost=scheduled.cost,
+        packing=scheduled.packing,
         files={},
     )
 
