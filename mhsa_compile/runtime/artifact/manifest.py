@@ -304,8 +304,8 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 def _encode(manifest: Manifest) -> bytes:
     """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted.
 
-    `v_embed_dim`, `agreements`, `slow`, `cost`, `check` and how float32 is multiplied are written where they are set:
-    an artifact without them has the bytes that it had before there were any.
+    `v_embed_dim`, `agreements`, `slow`, `cost`, `check`, `packing` and how float32 is multiplied are written where
+    they are set: an artifact without them has the bytes that it had before there were any.
     """
     stated = msgspec.to_builtins(manifest, order="deterministic")
     if manifest.check is None:
@@ -316,6 +316,8 @@ def _encode(manifest: Manifest) -> bytes:
         del stated["slow"]
     if manifest.cost is None:
         del stated["cost"]
+    if not manifest.packing:
+        del stated["packing"]
     if manifest.float32_products == "auto":
         del stated["float32_products"]
     for op in stated["ops"]:
