@@ -84,11 +84,6 @@ def _gather(
         channel, taps = (within[-1], within[:-1]) if fused.channels_last else (within[0], within[1:])
         return element(b, places, channel, taps)
 
-    def of_neighbours(b: Any, *at: Any) -> Any:
-        *outer, last = at[len(sizes) :]
-        taps = [*outer, tirx.floordiv(last, channels)]
-        return element(b, at[: len(sizes)], tirx.floormod(last, channels), taps)
-
     def in_place(b: Any, *at: Any) -> Any:
         channel, places = (at[-1], at[:-1]) if fused.channels_last else (at[0], at[1:])
         return element(b, places, channel, [0] * len(sizes))
