@@ -68,7 +68,7 @@ def packings(module: Any, profile: CpuProfile) -> tuple[Packing, ...]:
     artifact has packed, another need not."""
     functions = {str(variable.name_hint): function for variable, function in module.functions_items()}
     target = json.dumps(profile.tvm_config(), sort_keys=True, default=str)
-    steps = []
+    steps: list[Packing] = []
     for number in count():
         if (function := functions.get(f"{BIND}_{number}")) is None:
             return tuple(steps)
