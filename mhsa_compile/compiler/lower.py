@@ -28,7 +28,7 @@ from mhsa_compile.compiler.kernel_code import code_of
 from mhsa_compile.compiler.own_operations import with_own_operations
 from mhsa_compile.compiler.selection.float32_products import Resolution, resolutions
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
-from mhsa_compile.compiler.weight_binding import Bound, add_bind_functions
+from mhsa_compile.compiler.weight_binding import Bound, add_bind_functions, packings
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile
@@ -91,7 +91,8 @@ def schedule(
     if imported.derived:
         del module[DERIVE]
     reports = [*(_report(name, resolved[name], choice) for name, choice in choice_of.items()), *reports, *fallbacks]
-    return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow, cost)
+    packing = packings(module, profile) if isinstance(profile, CpuProfile) else ()
+    return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow, cost, packing)
 
 
 def prepare(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:

@@ -420,6 +420,7 @@ def _manifest(
         agreements=tuple(imported.agreements),
         slow=scheduled.slow,
         cost=scheduled.cost,
+        packing=scheduled.packing,
         files={},
     )
 

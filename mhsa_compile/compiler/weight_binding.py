@@ -10,19 +10,25 @@ what `main` takes.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.compiler.derived_weights import DERIVE
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
-from mhsa_compile.runtime.weight_binding import BIND
+from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.runtime.artifact.manifest import Packing
+from mhsa_compile.runtime.weight_binding import BIND, WEIGHT
 
 _STEPS = 16
 """About as many functions as there are for a model: with more of them less is held at once, and each takes time to
@@ -55,6 +61,24 @@ def add_bind_functions(builder: Any, module: Any, imported: ImportedModule, boun
                 output = builder.emit_output(relax.Tuple(list(_make(builder, step, _Parts(builder, values, params)))))
             builder.emit_func_output(output)
     return [result for step in steps for one in step for result in one.results]
+
+
+def packings(module: Any, profile: CpuProfile) -> tuple[Packing, ...]:
+    """What each of the functions reads and does: two of one digest make the same of the same weights, so that what one
+    artifact has packed, another need not."""
+    functions = {str(variable.name_hint): function for variable, function in module.functions_items()}
+    target = json.dumps(profile.tvm_config(), sort_keys=True, default=str)
+    steps: list[Packing] = []
+    for number in count():
+        if (function := functions.get(f"{BIND}_{number}")) is None:
+            return tuple(steps)
+        called: list[Any] = []
+        tvm_ffi.structural_walk(function, (tvm.ir.GlobalVar, called.append))
+        names = sorted({str(variable.name_hint) for variable in called})
+        words = [tvm.ir.save_json(one) for one in (function, *(functions[name] for name in names))]
+        places = tuple(int(param.name.removeprefix(WEIGHT)) for param in function.params)
+        steps.append(Packing(places, hashlib.sha256(" ".join((target, *words)).encode()).hexdigest()))
+    raise AssertionError
 
 
 def _make(builder: Any, step: list[Bound], parts: _Parts) -> Iterator[Expr]:

@@ -33,7 +33,7 @@ from mhsa_compile.runtime.cuda_launch import Launches
 from mhsa_compile.runtime.kv_cache import KVCache
 from mhsa_compile.runtime.misfits import misfit, shapes_of
 from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
-from mhsa_compile.runtime.weight_binding import Weights, bound, own_weights, weight_arrays
+from mhsa_compile.runtime.weight_binding import SharedWeights, Weights, bound, own_weights, weight_arrays
 from mhsa_compile.spec.outputs import together
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ def load(
     with open_artifact(path.path if isinstance(path, Artifact) else path) as artifact:
         manifest = artifact.manifest
         readers: dict[str, Callable[[HashedFile], Any]] = {MODULE: HashedFile.read}
+        shared = SharedWeights(manifest, weights)
         if (needs := own_weights(manifest, weights)) is not None:
-            readers[WEIGHTS] = partial(stored_weights, needs=needs)
+            readers[WEIGHTS] = partial(stored_weights, needs=lambda name: needs(name) and shared.needs(name))
         with tvm_runtime.importing():
             contents = artifact.read(readers)
     if manifest.target.family == cuda_devices.FAMILY:
@@ -92,7 +93,7 @@ def load(
     check_loops(manifest, artifact.path)
     runtime = tvm_runtime.start()
     with runtime.calls.lock:
-        arrays = weight_arrays(manifest, contents.pop(WEIGHTS, {}), weights, Argument)
+        arrays = weight_arrays(manifest, contents.pop(WEIGHTS, {}), weights, Argument, shared.needs)
         library = _library(runtime, manifest, contents)
         check_features(library.cpu_features)
         signature = Signature(
@@ -106,7 +107,7 @@ def load(
         with reading(ArtifactError, "artifact", "code that `mhsa compile` made", _AGAIN):
             settings = ThreadSettings(host.thread_count(threads), pool, threads is None)
             thread = _Threads(runtime, library, settings)
-        return CompiledAttention(manifest, signature, thread, arrays)
+        return CompiledAttention(manifest, signature, thread, arrays, shared)
 
 
 def _on_gpu(
@@ -135,14 +136,20 @@ class CompiledAttention:
     """A compiled function with its weights. Calls are safe from several threads at once; each uses its own workers."""
 
     def __init__(
-        self, manifest: Manifest, signature: Signature, thread: _Threads | Launches, weights: list[Any]
+        self,
+        manifest: Manifest,
+        signature: Signature,
+        thread: _Threads | Launches,
+        weights: list[Any],
+        shared: SharedWeights | None = None,
     ) -> None:
         self.manifest = manifest
         self._signature = signature
         self._thread = thread
         self._words = [info.name for info in manifest.inputs if info.name in ("cache", "stream")]
         with reading(ArtifactError, "artifact", "code that fits its manifest", _AGAIN):
-            self._packed = thread.bind(weights)
+            self._packed = thread.bind(weights, shared)
+        self._shared = shared  # others may have them as long as this has
 
     def __copy__(self) -> CompiledAttention:
         return self  # nothing of it changes: a copy of a model shares it
@@ -440,10 +447,10 @@ class _Threads(threading.local):
             self.runtime.release_memory()
             self._sizes = sizes
 
-    def bind(self, weights: list[Any]) -> tuple[Any, ...]:
+    def bind(self, weights: list[Any], shared: SharedWeights | None) -> tuple[Any, ...]:
         """Packs the weights, and takes them out of their list; all threads share the result."""
         self._prepare({})
-        return bound(self._vm.machine, weights, self._bind)
+        return bound(self._vm.machine, weights, self._bind, shared)
 
     def _bind(self, function: Callable[..., Any], weights: list[Any]) -> Any:
         packed = function(*map(self.runtime.ffi.from_dlpack, weights))

@@ -46,7 +46,7 @@ class Launches(threading.local):
         self._plans: dict[tuple[int, ...], tuple[int, list[tuple[int, ...]]]] = {}
         self._has_run = False
 
-    def bind(self, weights: list[Any]) -> tuple[Any, ...]:
+    def bind(self, weights: list[Any], shared: object = None) -> tuple[Any, ...]:
         """Packs the weights on the GPU, and takes them out of their list; all threads share the result. Raises
         DeviceError."""
         with _current_device_guard(self._gpu):

@@ -5,7 +5,9 @@ says how they share the work. What a function has read is let go of before the n
 
 from __future__ import annotations
 
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, takewhile
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from mhsa_compile.errors import InputError
 from mhsa_compile.files import input_files
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.runtime.artifact.manifest import Manifest
+from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 from mhsa_compile.runtime.call_arguments import Argument
 from mhsa_compile.spec.attention_spec import AttentionSpec
@@ -22,15 +24,71 @@ from mhsa_compile.spec.field_notes import tables_of
 BIND = "bind_weights"
 """The functions are this, an underscore and a number from 0 on; in artifacts of formats before 6 one has this name, and
 takes all weights."""
-_WEIGHT = "weight_"
+WEIGHT = "weight_"
 
 
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
-def bound(machine: Any, weights: list[Any], bind: Callable[[Callable[..., Any], list[Any]], Any]) -> tuple[Any, ...]:
+class _Results:
+    """What a function made of weights: nobody writes into it, and it is gone with the last who loaded an artifact that
+    has it."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.arrays = arrays
+
+
+class SharedWeights:
+    """The packed weights that an artifact has in common with others that are loaded: those of the same file of weights,
+    made by functions that do the same, as of a prompt's artifact and a step's. To be kept as long as they are used.
+
+    `weights` are those that it is loaded with, in place of its own: these are their owner's, and never shared.
+    """
+
+    def __init__(self, manifest: Manifest, weights: Weights | None) -> None:
+        self._keys: list[_Key] = []
+        if weights is None and WEIGHTS in manifest.files:
+            file, names = manifest.files[WEIGHTS], [info.name for info in manifest.weights]
+            self._keys = [(file, tuple(names[i] for i in one.weights), one.digest) for one in manifest.packing]
+        pairs = ((number, _results().get(key)) for number, key in enumerate(self._keys))
+        self._kept = {number: results for number, results in pairs if results is not None}
+        every = {name for _, names, _ in self._keys for name in names}
+        missing = (names for number, (_, names, _) in enumerate(self._keys) if number not in self._kept)
+        self._unread = every.difference(*missing)
+
+    def needs(self, name: str) -> bool:
+        """Whether a weight is to be read: one that only makes what is there already is not."""
+        return name not in self._unread
+
+    def get(self, number: int) -> list[Any] | None:
+        """What function `number` made for another artifact, if it is still there."""
+        results = self._kept.get(number)
+        return None if results is None else results.arrays
+
+    def put(self, number: int, arrays: list[Any]) -> None:
+        """Lets others have what function `number` made."""
+        if number < len(self._keys):
+            self._kept[number] = _results()[self._keys[number]] = _Results(arrays)
+
+
+_Key = tuple[str, tuple[str, ...], str]
+"""The digest of a file of weights, names of some of them, and the digest of what a function makes of these."""
+
+
+@functools.cache
+def _results() -> weakref.WeakValueDictionary[_Key, _Results]:
+    """Of all artifacts that this process has loaded."""
+    return weakref.WeakValueDictionary()
+
+
+def bound(
+    machine: Any,
+    weights: list[Any],
+    bind: Callable[[Callable[..., Any], list[Any]], Any],
+    shared: SharedWeights | None = None,
+) -> tuple[Any, ...]:
     """What `main` takes behind its inputs. `weights`, in the manifest's order, are taken out of their list once they
-    were read; `bind` calls one of the machine's functions with some of them."""
+    were read; `bind` calls one of the machine's functions with some of them, but for what `shared` has."""
     packed: list[Any] = []
     steps = [(machine[name], _weights_of(machine, name, len(weights))) for name in _names(machine)]
     last = {place: number for number, (_, places) in enumerate(steps) for place in places}
@@ -39,7 +97,12 @@ def bound(machine: Any, weights: list[Any], bind: Callable[[Callable[..., Any], 
         for place in range(len(weights)):
             if last.get(place, 0) <= number:
                 weights[place] = None
-        packed += bind(function, arguments)
+        results = None if shared is None else shared.get(number)
+        if results is None:
+            results = list(bind(function, arguments))
+            if shared is not None:
+                shared.put(number, results)
+        packed += results
         del arguments
     return tuple(packed)
 
@@ -55,7 +118,7 @@ def _weights_of(machine: Any, name: str, weights: int) -> list[int]:
     if name == BIND:
         return list(range(weights))
     names = [str(machine["get_function_param_name"](name, i)) for i in range(machine["get_function_arity"](name))]
-    places = [int(name.removeprefix(_WEIGHT)) for name in names]
+    places = [int(name.removeprefix(WEIGHT)) for name in names]
     if not all(0 <= place < weights for place in places):
         raise ValueError(f"{name} takes {', '.join(names)}, of {weights} weights")
     return places
@@ -77,22 +140,29 @@ def is_made(name: str) -> bool:
 
 
 def weight_arrays(
-    manifest: Manifest, own: Mapping[str, Any], weights: Weights | None, make: Callable[..., Argument]
+    manifest: Manifest,
+    own: Mapping[str, Any],
+    weights: Weights | None,
+    make: Callable[..., Argument],
+    needs: Callable[[str], bool] = lambda name: True,
 ) -> list[Any]:
-    """The weights in the manifest's order, checked. `own` are those of the artifact that are needed. Raises
-    InputError."""
+    """The weights in the manifest's order, checked, None for those that nobody `needs`. `own` are those of the artifact
+    that are needed. Raises InputError."""
     arrays = own
     if weights is not None:
         arrays = {**own, **(weights if isinstance(weights, Mapping) else _read(weights))}
     names = {info.name for info in manifest.weights}
-    if missing := sorted(names - arrays.keys()):
+    if missing := sorted(filter(needs, names - arrays.keys())):
         raise InputError(
             "weights", f"an array for each of {', '.join(sorted(names))}", f"none for {', '.join(missing)}"
         )
     if extra := sorted(map(str, arrays.keys() - names)):
         raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
     # On a cache line, also where the manifest lists no code of TVM's: what prepares weights to be packed is that, too.
-    return [make(info, "weight", {}, True).ready(arrays[info.name], {}) for info in manifest.weights]
+    return [
+        make(info, "weight", {}, True).ready(arrays[info.name], {}) if needs(info.name) else None
+        for info in manifest.weights
+    ]
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:

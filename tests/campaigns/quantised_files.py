@@ -6,7 +6,8 @@ It exits with 1 on wrong or raw. A file is right where our outputs are ONNX Runt
 without, to five digits (float16: three); near where they are off by no more than its own two answers are from each
 other, or than its quantisation is from the model before; of float16 also where ours is as near to that as theirs. Root
 mean squares. Of a graph of an operator or two no more
-than a twentieth of the elements may differ at all, or twice as many as of its own two. What takes over three times
+than a twentieth of the elements may differ at all, or twice as many as of its own two, but where an attention was
+recognised, which is computed in floats between what is rounded. What takes over three times
 ONNX Runtime's time, one thread each, is said to be slow.
 """
 
@@ -103,7 +104,8 @@ def verdict(source: Path, file: Path, calls: list[Feeds], *, is_graph: bool) -> 
     except Exception as error:  # ONNX Runtime's own tool wrote what it does not take
         return "not run by ONNX Runtime", str(error)
     try:
-        call = mhsa.load(mhsa.compile(file, without_attention="accept", check=False), threads=1)
+        artifact = mhsa.compile(file, without_attention="accept", check=False)
+        call = mhsa.load(artifact, threads=1)
     except BuildError as error:
         return "raw", str(error)
     except MhsaError as error:
@@ -125,7 +127,8 @@ def verdict(source: Path, file: Path, calls: list[Feeds], *, is_graph: bool) -> 
         error = min(difference(ours, optimised), difference(ours, exact))
         own, lost = difference(optimised, exact), difference(exact, model)
         apart = min(share(ours, optimised, 10 * digits), share(ours, exact, 10 * digits))
-        many = is_graph and apart > max(0.05, 2 * share(optimised, exact, 10 * digits))
+        has_attention = any(block.fused for block in artifact.manifest.attention)
+        many = is_graph and not has_attention and apart > max(0.05, 2 * share(optimised, exact, 10 * digits))
         if not error <= digits:  # or NaN
             nearer = halves and difference(ours, model) <= lost  # where ours rounds less often
             is_wrong = not (error <= max(2 * own, lost) or nearer) or many

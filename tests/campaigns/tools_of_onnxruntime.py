@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,8 +120,9 @@ def as_it_is(source: Path, target: Path, calibration: Calibration) -> None:
 
 def prepared(source: Path, target: Path, calibration: Calibration, then: Maker) -> None:
     """Through the quantiser's preparation: shapes by symbols, ONNX Runtime's optimisations."""
-    quant_pre_process(source, between := target.with_suffix(".prepared.onnx"), skip_symbolic_shape=False)
-    then(between, target, calibration)
+    with chdir(target.parent):  # where it leaves files of its own
+        quant_pre_process(source, between := target.with_suffix(".prepared.onnx"), skip_symbolic_shape=False)
+        then(between, target, calibration)
 
 
 def kept(source: Path, target: Path, calibration: Calibration, first: Maker) -> None:

@@ -324,6 +324,15 @@ def test_many_rows_are_shared_among_threads(name: str) -> None:
     assert f"> T.int64({cpu_schedule.WORTH_SHARING})" in script
 
 
+@pytest.mark.parametrize(("width", "shared"), [(8, "B * L"), (100, "B * L * T.int64(3)")])
+def test_a_stretch_of_known_length_is_loops_inside_of_the_shared_one(width: int, shared: str) -> None:
+    """The place in loops that are one is found by divisions: once for 24 elements here, and never for over 256."""
+    module = lowered(relax.op.nn.relu, te.var("B", "int64"), te.var("L", "int64"), 3, width)
+    assert f"T.parallel({shared})" in module.script()
+    x = np.random.default_rng(0).standard_normal((5, 7, 3, width)).astype(np.float32)
+    np.testing.assert_array_equal(main_of(module)(tvm.runtime.tensor(x)).numpy(), np.maximum(x, 0))
+
+
 def test_a_sum_of_rows_is_several_sums_at_first_where_its_axis_stays() -> None:
     """With a single element it would be a chain of additions, which cannot be a vector."""
     script = rows_of(rms_norm, 48).script()

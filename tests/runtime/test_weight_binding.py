@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from onnx import TensorProto, helper
 from support.bind_functions import Machine
 from support.onnx_models import model_of
@@ -16,6 +18,7 @@ from support.onnx_models import model_of
 import mhsa_compile as mhsa
 from mhsa_compile.runtime import weight_binding
 from mhsa_compile.runtime.standalone.bundle import bundle
+from mhsa_compile.runtime.weight_binding import SharedWeights
 
 D, LAYERS, V = 512, 24, 301
 
@@ -34,8 +37,7 @@ def right(weights: dict[str, Any], ids: Any) -> Any:
     return x @ (wide["table"].T + wide["zero"][:1])
 
 
-@pytest.fixture(scope="module")
-def artifact() -> mhsa.Artifact:
+def compiled(**dims: int) -> mhsa.Artifact:
     """Layers that share one small bias, and a table whose rows are picked, and of which the last weight is made."""
     node, value = helper.make_node, "x0"
     nodes = [node("Gather", ["table", "ids"], ["x0"])]
@@ -53,7 +55,18 @@ def artifact() -> mhsa.Artifact:
     constants = {**drawn(0), "begin": np.array([0]), "end": np.array([1])}
     model = model_of(nodes, {"ids": (TensorProto.INT64, ["n"])}, {"y": ["n", V]}, constants)
     # On matrix tiles "auto" packs three terms of two bytes for a number, half as much again as a float32.
-    return mhsa.compile(model, without_attention="accept", float32_products="ieee")
+    return mhsa.compile(model, dims=dims, without_attention="accept", float32_products="ieee")
+
+
+@pytest.fixture(scope="module")
+def artifact() -> mhsa.Artifact:
+    return compiled()
+
+
+@pytest.fixture(scope="module")
+def step() -> mhsa.Artifact:
+    """The same of a single row, as a decoder's step beside its prompt."""
+    return compiled(n=1)
 
 
 def test_any_weights_are_bound_right_and_stay_their_owners(artifact: mhsa.Artifact) -> None:
@@ -66,6 +79,53 @@ def test_any_weights_are_bound_right_and_stay_their_owners(artifact: mhsa.Artifa
             expected = right(weights, ids)
             assert np.abs(attention(ids) - expected).max() < 1e-4 * np.abs(expected).max()
         assert all(np.array_equal(before[name], weights[name]) for name in weights)
+
+
+def test_a_prompt_and_a_step_have_their_weights_in_common(artifact: mhsa.Artifact, step: mhsa.Artifact) -> None:
+    """As long as either is loaded, and no longer; what a caller brings is its own."""
+    assert artifact.manifest.files["module.so"] != step.manifest.files["module.so"]
+    before, ids = len(weight_binding._results()), np.arange(7) * 41
+    expected = right(drawn(0), ids)
+    many, one, other = mhsa.load(artifact), mhsa.load(step), mhsa.load(artifact, weights=drawn(0))
+    packed = list(map(id, many._packed))
+    assert list(map(id, one._packed)) == packed
+    assert not {*map(id, other._packed)} & {*packed}
+    assert np.abs(many(ids) - expected).max() < 1e-4 * np.abs(expected).max()
+    del many
+    assert np.abs(one(ids[:1]) - expected[:1]).max() < 1e-4 * np.abs(expected).max()
+    many = mhsa.load(artifact)
+    assert list(map(id, many._packed)) == packed
+    del many, one
+    assert len(weight_binding._results()) == before
+
+
+def test_only_what_is_made_of_the_same_weights_alike_is_in_common(artifact: mhsa.Artifact) -> None:
+    manifest, names = artifact.manifest, [info.name for info in artifact.manifest.weights]
+    first, *others = manifest.packing
+    own, of_others = ({names[i] for one in steps for i in one.weights} for steps in ([first], others))
+    loaded = mhsa.load(artifact)
+    for changed, reads in (
+        (manifest, set()),
+        (replace(manifest, packing=(replace(first, digest="0" * 64), *others)), own),
+        (replace(manifest, files={**manifest.files, "weights.safetensors": "0" * 64}), own | of_others),
+    ):
+        shared = SharedWeights(changed, None)
+        assert {name for name in names if shared.needs(name)} == reads
+        assert (shared.get(0) is None) == bool(reads)
+    assert all(map(SharedWeights(manifest, drawn(0)).needs, names))
+    assert loaded(np.array([3])).shape == (1, V)
+
+
+@pytest.mark.thorough
+def test_loads_at_once_give_each_its_weights(artifact: mhsa.Artifact, step: mhsa.Artifact) -> None:
+    expected = right(drawn(0), np.array([5]))
+
+    def error(number: int) -> float:
+        loaded = [mhsa.load((artifact, step)[(number + i) % 2], threads=1) for i in range(3)]
+        return max(float(np.abs(one(np.array([5])) - expected).max()) for one in loaded)
+
+    with ThreadPoolExecutor(4) as callers:
+        assert max(callers.map(error, range(12))) < 1e-4 * np.abs(expected).max()
 
 
 def test_a_large_weight_is_read_by_one_step(artifact: mhsa.Artifact) -> None:
@@ -110,15 +170,17 @@ from mhsa_compile.runtime import tvm_runtime
 tvm_runtime.start(), mhsa_compile.load
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 before = peak()
-attention = mhsa_compile.load(sys.argv[1], threads=1)
+loaded = [mhsa_compile.load(path, threads=1) for path in sys.argv[1:]]
 print(peak() - before)
 """
 
 
-def test_weights_are_not_in_memory_twice(artifact: mhsa.Artifact) -> None:
-    """Loading takes little more than what stays; the file, its tensors and their packed form took three times that."""
+@pytest.mark.parametrize("artifacts", [1, 2])
+def test_weights_are_not_in_memory_twice(artifacts: int, artifact: mhsa.Artifact, step: mhsa.Artifact) -> None:
+    """Loading takes little more than what stays; the file, its tensors and their packed form took three times that. A
+    second artifact of the same weights takes none."""
     size = sum(array.nbytes for array in drawn(0).values()) / 2**20
-    words = [sys.executable, "-c", _PEAK, str(artifact.path)]
+    words = [sys.executable, "-c", _PEAK, *(str(one.path) for one in (artifact, step)[:artifacts])]
     grown = float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     assert size < grown < 1.5 * size
 

@@ -25,7 +25,7 @@ from mhsa_compile.files import atomic_write
 from mhsa_compile.hardware import environment, zig
 from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile, system_of
 from mhsa_compile.runtime import threads, tvm_runtime
-from mhsa_compile.runtime.artifact.manifest import CallCost, OpReport, SlowOperation
+from mhsa_compile.runtime.artifact.manifest import CallCost, OpReport, Packing, SlowOperation
 
 _FLOAT16, _CPU_FEATURES = (Path(__file__).with_name(name) for name in ("float16.c", "cpu_features.c"))
 POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined")
@@ -67,6 +67,7 @@ class LoweredModule:
     reports: list[OpReport]
     slow: tuple[SlowOperation, ...] = ()
     cost: CallCost | None = None
+    packing: tuple[Packing, ...] = ()
 
 
 def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> None:

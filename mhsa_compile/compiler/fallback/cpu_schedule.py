@@ -370,17 +370,35 @@ _OF_BYTES = 8
 
 
 def _by_elements(schedule: s_tir.Schedule, lanes: int, is_arithmetic: bool) -> bool:
-    """One block, computed element by element: all loops but the innermost are one, and parallel. Whether it is that."""
+    """One block, computed element by element: all loops but the innermost few are one, and parallel. Whether it is
+    that."""
     blocks = _blocks(schedule)
     if len(blocks) != 1 or _kinds(schedule.get(blocks[0])).strip("S"):
         return False
     loops = schedule.get_loops(blocks[0])
     if len(loops) < 2:
         return False
+    shared = loops[: _outer(schedule, loops)]
     if is_arithmetic:  # of other code LLVM makes vectors as good as these
         _vectorize(schedule, loops[-1], lanes)
-    schedule.parallel(schedule.fuse(*loops[:-1]))
+    schedule.parallel(schedule.fuse(*shared))
     return True
+
+
+def _outer(schedule: s_tir.Schedule, loops: list[Any]) -> int:
+    """How many loops are worth one. Where that one is, are divisions by their lengths; so it holds what may be shared,
+    and a stretch of known length inside is loops as they are."""
+    count, elements = len(loops) - 1, _number_in(schedule.get(loops[-1]).extent)
+    while count > 1 and isinstance(extent := schedule.get(loops[count - 1]).extent, tirx.IntImm):
+        elements *= int(extent)
+        if elements > _STRETCH:
+            break
+        count -= 1
+    return count
+
+
+_STRETCH = 256
+"""Elements that one thread computes in loops as they are: enough to pay for a place found by divisions."""
 
 
 def _by_rows(schedule: s_tir.Schedule, lanes: int) -> bool:

@@ -31,7 +31,7 @@ _ELEMENTWISE = frozenset(
      "Min", "Mish", "Mul", "Neg", "Pow", "Relu", "Selu", "Sigmoid", "Softplus", "Sub", "Tanh",
      "DequantizeLinear", "QuantizeLinear")
 )  # fmt: skip
-_WIDE = 16
+_WIDE = 4
 """Channels from which on they are put last before patches are taken, which then are copies of as many neighbours."""
 _MOST_PATCHES = 1 << 26
 """Elements of all patches of one entry, where that is known: an overlap copies each element several times."""

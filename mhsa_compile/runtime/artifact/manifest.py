@@ -205,6 +205,13 @@ def _count(number: int) -> str:
     return f"{number / scale:.3g} {letter}"
 
 
+class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a function that packs weights reads, by their places in the manifest, and the digest of what it does."""
+
+    weights: tuple[Size, ...]
+    digest: Digest
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What manifest.json holds, in its order."""
 
@@ -227,6 +234,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slow: tuple[SlowOperation, ...] = ()  # what is expected to be
     cost: CallCost | None = None  # None of code for GPUs, and in artifacts from before there was one
     check: Check | None = None  # None in artifacts from before there was one
+    packing: tuple[Packing, ...] = ()  # of each function that packs weights, in their order; in older artifacts of none
     files: dict[str, Digest]
     sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
 
@@ -241,6 +249,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("in_place names what is no output, or no input")
         if any(isinstance(dim, str) for info in self.weights for dim in info.dims):
             raise ValueError("a weight whose size is not known")
+        if any(place >= len(weights) for packing in self.packing for place in packing.weights):
+            raise ValueError("packing of a weight that is not there")
 
     @property
     def has_fallbacks(self) -> bool:
@@ -294,8 +304,8 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 def _encode(manifest: Manifest) -> bytes:
     """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted.
 
-    `v_embed_dim`, `agreements`, `slow`, `cost`, `check` and how float32 is multiplied are written where they are set:
-    an artifact without them has the bytes that it had before there were any.
+    `v_embed_dim`, `agreements`, `slow`, `cost`, `check`, `packing` and how float32 is multiplied are written where
+    they are set: an artifact without them has the bytes that it had before there were any.
     """
     fields = msgspec.to_builtins(manifest, order="deterministic")
     if manifest.check is None:
@@ -306,6 +316,8 @@ def _encode(manifest: Manifest) -> bytes:
         del fields["slow"]
     if manifest.cost is None:
         del fields["cost"]
+    if not manifest.packing:
+        del fields["packing"]
     if manifest.float32_products == "auto":
         del fields["float32_products"]
     for op in fields["ops"]:

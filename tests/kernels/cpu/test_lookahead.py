@@ -21,7 +21,11 @@ PAGES = PROFILE.hardware.pages_in_turn
 
 
 def asked(
-    monkeypatch: pytest.MonkeyPatch, op: LinearOp, calls: int, body: Callable[[Lookahead, tvm.ir.Expr], None], pages: int
+    monkeypatch: pytest.MonkeyPatch,
+    op: LinearOp,
+    calls: int,
+    body: Callable[[Lookahead, tvm.ir.Expr], None],
+    pages: int,
 ) -> list[int]:
     """The lines that body(lookahead, i), called for i of 0 .. calls - 1, asks for, in order."""
     layout = CpuLinearKernel().layout(op, PROFILE, 4)
@@ -64,9 +68,7 @@ def test_what_comes_is_asked_for_once_as_far_ahead_as_pages_take_turns(
     monkeypatch: pytest.MonkeyPatch, words: int
 ) -> None:
     op = LinearOp((1,), 768, (256,), (True,), (False,))
-    order = asked(
-        monkeypatch, op, 768 // words, lambda ahead, i: ahead.ask_beyond(T.int64(1), i * words, words), PAGES
-    )
+    order = asked(monkeypatch, op, 768 // words, lambda ahead, i: ahead.ask_beyond(T.int64(1), i * words, words), PAGES)
     size = 768 * 64 * 4 // 64
     block = PAGES * PAGE
     assert size % block == 0
