@@ -79,7 +79,7 @@ class Recorder:
         self._gpu = GPU
         self.launched = 0
 
-    def bind(self, weights: list[Any]) -> tuple[Any, ...]:
+    def bind(self, weights: list[Any], shared: object = None) -> tuple[Any, ...]:
         return ()
 
     def run(self, arrays: Any, sizes: Any, packed: Any) -> list[Any]:
