@@ -11,6 +11,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import load_cpu_profile
 from mhsa_compile.kernels.common.buffers import argument, prim_func
+from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.linear import lookahead
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.linear.lookahead import PAGE, Lookahead
@@ -89,3 +90,11 @@ def test_weights_that_the_second_cache_holds_take_no_turns() -> None:
         op = LinearOp((1,), 768, (features,), (True,), (False,))
         layout = kernel.layout(op, PROFILE, 4)
         assert (layout.weight_bytes > PROFILE.hardware.l2_kib * 1024 // 2) is turns
+
+
+@pytest.mark.parametrize("count", [4, 32, 30, 512])
+def test_rows_of_a_cache_are_asked_for_once(count: int) -> None:
+    layout = ScoreLayout(rows=1, lanes=16, registers=32, runs=PAGES // 2)
+    order = [int(tvm.sym.Analyzer().simplify(layout.asked_for(T.int64(i), count))) for i in range(count)]
+    assert sorted(order) == list(range(count))
+    assert (order == sorted(order)) is (count % (PAGES // 2) != 0 or count == PAGES // 2)

@@ -104,7 +104,9 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
 
 
 def _layout(op: AttentionOp, profile: CpuProfile) -> ScoreLayout:
-    layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
+    runs = max(1, profile.hardware.pages_in_turn // 2)  # keys are asked for while values are read, and the other way
+    registers = profile.hardware.vector_registers
+    layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), registers, runs=runs)
     return replace(layout, tiles=tile_scores.GROUP) if tile_scores.takes(op, layout, profile) else layout
 
 

@@ -46,7 +46,7 @@ class ValueSums:
     def __init__(
         self, op: AttentionOp, config: Config, layout: ScoreLayout, heads: Heads, probs: Expr, rescale: Expr
     ) -> None:
-        self.heads, self.end = heads, T.int64(0)
+        self.heads, self.end, self.keys = heads, T.int64(0), layout.whole_groups(config["keys"])
         self.layout, self.value, self.probs, self.rescale = layout, heads.value, probs, rescale
         self.size, self.columns, self.width = config["value_rows"], config["value_columns"], op.v_head_dim
         self.rows, self.lanes, self.registers = layout.rows, layout.lanes, layout.registers
@@ -102,7 +102,7 @@ class ValueSums:
             start = materialize(part * LONGEST_SUM)
             with T.serial(start, materialize(T.min(count, start + LONGEST_SUM))) as j:
                 prob, key = materialize(self.layout.place(j, 0) + first), materialize(begin + j)
-                self._prefetch_next(begin + count + j, base, group)
+                self._prefetch_next(begin + count + self.layout.asked_for(j, self.keys), base, group)
                 probs = [let(load(self.probs, [prob + r], 1)) for r in range(rows)]
                 # Column by column, unlike RegisterTile.outer_product: whole rows of V beside the sums would not fit.
                 for c, (offset, lanes) in enumerate(group):

@@ -27,6 +27,18 @@ class ScoreLayout:
     registers: int
     tiles: int = 0
     """Keys whose scores are in matrix tiles at once, where they are computed there."""
+    runs: int = 1
+    """Runs of a block's rows that are asked for in turn."""
+
+    def whole_groups(self, keys: int) -> int:
+        """So many keys, rounded up to whole groups."""
+        return -(-keys // self.group) * self.group
+
+    def asked_for(self, number: Expr, count: int) -> Expr:
+        """Which one of `count` is asked for as number `number`."""
+        if self.runs == 1 or count % self.runs:
+            return number
+        return T.truncmod(number, T.int64(self.runs)) * (count // self.runs) + T.truncdiv(number, T.int64(self.runs))
 
     @property
     def padded_rows(self) -> int:

@@ -59,7 +59,7 @@ class DecodeTask:
         self.rows = op.q_length * self.ratio
         self.layout = layout
         # Whole groups, so that only the last block of a part can need clamps.
-        self.keys = -(-config["keys"] // layout.group) * layout.group
+        self.keys = layout.whole_groups(config["keys"])
         self.parts = row_parts(arguments, heads.entry, heads.first_head, layout, kv_length)
 
         queries = TileQueries if layout.tiles else PackedQueries
@@ -176,7 +176,8 @@ class DecodeTask:
             rows = [begin + base + i for i in range(layout.group)]
             if masked:  # beyond the last key the last one is read again; what it gives is masked
                 rows = [materialize(T.min(row, self.kv_length - 1)) for row in rows]
-            self._prefetch_values(begin + base)
+            number = layout.asked_for(group, self.keys // layout.group)
+            self._prefetch_values(materialize(begin + number * layout.group))
             for vector in range(layout.row_vectors):
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector, apart=masked)):
                     key = base + i * layout.keys_per_vector
