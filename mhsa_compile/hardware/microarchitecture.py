@@ -41,7 +41,7 @@ def of_arm(cores: Iterable[Core]) -> str:
 
 
 def pages_in_turn(name: str) -> int:
-    """Of how many pages of memory a core of this name is asked for lines in turn: 1 where nobody measured it.
+    """How many pages of memory a core of this name is asked for lines of in turn: 1 where nobody measured it.
 
     >>> pages_in_turn("emeraldrapids"), pages_in_turn("zen4")
     (8, 1)

@@ -77,7 +77,7 @@ _Key = tuple[str, tuple[str, ...], str]
 
 @functools.cache
 def _results() -> weakref.WeakValueDictionary[_Key, _Results]:
-    """Of all artifacts that this process has loaded."""
+    """What artifacts that this process has loaded have packed, as long as one of them is used."""
     return weakref.WeakValueDictionary()
 
 

@@ -38,7 +38,7 @@ class ScoreLayout:
         """Which one of `count` is asked for as number `number`."""
         if self.runs == 1 or count % self.runs:
             return number
-        return T.truncmod(number, T.int64(self.runs)) * (count // self.runs) + T.truncdiv(number, T.int64(self.runs))
+        return vectors.in_turn(number, self.runs, count // self.runs)
 
     @property
     def padded_rows(self) -> int:

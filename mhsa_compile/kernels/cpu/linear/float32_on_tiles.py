@@ -297,7 +297,7 @@ class TermProduct(Product):
             partial(vectors.prefetch, strip.data, strip.at(here, word=n, column=c))
             for n, c in itertools.product(range(lines), range(COLUMNS))
         ]
-        turns, share = max(1, self.pages // 2), DEPTH // SHARES
+        turns, share = self.lookahead.runs, DEPTH // SHARES
         slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(SHARES))
         size = of.end - of.first
         first = materialize(of.first * DEPTH + T.truncdiv((slot * size + tile - of.first) * share, T.int64(turns)))

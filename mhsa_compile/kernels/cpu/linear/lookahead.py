@@ -49,8 +49,8 @@ class Lookahead:
         they are asked for, or for the last ones; number is a multiple of `lines`."""
         count = self.layout.words * self.layout.panel // self.elements
         number = T.min(number, T.int64(count - lines))
-        pages = self.pages // 2  # the core follows those of the panel that is multiplied, too
-        if pages <= 1 or count % pages:
+        pages = self.runs
+        if pages == 1 or count % pages:
             first = p * (self.layout.words * self.layout.panel)
             self._ask(materialize(first + number * self.elements), range(lines), soon=soon)
             return
@@ -59,10 +59,14 @@ class Lookahead:
     def _ask_in_turn(self, first: Expr, number: Expr, lines: int, pages: int, run: int, *, soon: bool) -> None:
         """Asks for lines `number` and behind of those from `first` on, of `pages` runs of so many lines in turn."""
         for begin in range(0, lines, pages):
-            at = number + begin
-            place = T.truncmod(at, T.int64(pages)) * run + T.truncdiv(at, T.int64(pages))
+            place = vectors.in_turn(number + begin, pages, run)
             lines_apart = range(0, min(pages, lines - begin) * run, run)
             self._ask(materialize((first + place) * self.elements), lines_apart, soon=soon)
+
+    @property
+    def runs(self) -> int:
+        """Those of a panel that take turns: half of the pages, since the core follows what is multiplied, too."""
+        return max(1, self.pages // 2)
 
     @property
     def elements(self) -> int:

@@ -106,7 +106,7 @@ class PackedLayout:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all packed weights."""
+        """What all packed weights take in memory."""
         return DTYPE_BYTES[self.weight] * self.words * self.panel * self.panels
 
     @property

@@ -140,6 +140,11 @@ def prefetch(buffer: Expr, index: Sequence[Expr], *, soon: bool = True, write: b
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, *map(T.int32, words)))
 
 
+def in_turn(number: Expr, runs: int, length: Expr | int) -> Expr:
+    """The place that comes as number `number` where so many runs of `length` places take turns."""
+    return T.truncmod(number, T.int64(runs)) * length + T.truncdiv(number, T.int64(runs))
+
+
 REGISTER_BYTES = 1024
 """Up to this size TVM puts a buffer on the stack, where LLVM may turn it into registers."""
 
