@@ -81,8 +81,9 @@ def inner_loops(code: str, instruction: str) -> list[list[str]]:
 
 
 def stack_stores(body: list[str]) -> list[str]:
-    """Vectors that a loop spills."""
-    return [line for line in body if re.search(r"vmov\w+\s+%[xyz]mm\d+, .*\(%r[sb]p\)", line)]
+    """Vectors that a loop spills: a frame's own places are below its %rbp, which otherwise is a pointer as any other."""
+    place = r"(?:.*\(%rsp\)|-\d+\(%rbp\))"
+    return [line for line in body if re.search(rf"vmov\w+\s+%[xyz]mm\d+, {place}", line)]
 
 
 def call(function: Any, *arrays: np.ndarray) -> np.ndarray:

@@ -117,8 +117,8 @@ def test_what_it_takes():
     assert KERNEL.why_not(op, PROFILE) is None
     assert KERNEL.float32_products(op, PROFILE) == ("bf16x6", "bf16x3")
     assert KERNEL.exact_products(op, PROFILE) == ("bf16x6",)
-    assert KERNEL.exact_products(replace(op, rows=(1, 64)), PROFILE) == ("bf16x6",)
-    assert KERNEL.exact_products(replace(op, rows=(1, 63)), PROFILE) == ()
+    assert KERNEL.exact_products(replace(op, rows=(1, 48)), PROFILE) == ("bf16x6",)
+    assert KERNEL.exact_products(replace(op, rows=(1, 47)), PROFILE) == ()
     assert KERNEL.exact_products(plain(127, 64), PROFILE) == KERNEL.exact_products(plain(128, 7), PROFILE) == ()
     rounded = replace(op, float32_products="bf16")
     assert ROUNDED.why_not(rounded, PROFILE) is None
@@ -307,4 +307,4 @@ def test_the_inner_loop_loads_few_tiles_and_calls_nothing():
     for body in inner_loops(text, "tdpbf16ps"):
         assert not stack_stores(body) and not any("call" in line for line in body)
         counts.add(tuple(sum(word in line for line in body) for word in ("tdpbf16ps", "tileloadd")))
-    assert counts == {(24, 14), (12, 11)}  # of two tiles of rows, and of one
+    assert counts == {(12, 13)}

@@ -1,26 +1,31 @@
 """Linears of float32 on matrix tiles, by bfloat16 terms, with the products that `spec/float32_products.py` lists for
 bf16x6 and bf16x3; of float16, by two terms and all four products of them.
 
-Rows of x are split once a call, into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step
-reads lines that lie side by side. Weights are packed as the kernel of float32 has them, and a task splits its strip of
-32 features before a block of rows of x passes over it: as many bytes come from memory as without terms, and few rows,
-for which splitting takes too long, are multiplied in float32. Two by two tiles of sums take all products of a step, and
-a tile that the next product needs too stays in its register, so that 24 products load 14 tiles. Where K is long, parts
-of it pass over all tasks, and y takes their sums.
+Rows of x are split into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step reads lines
+that lie side by side: a band of them at a time, and where K is long a part of it, so that their terms stay in the
+second cache while strips of features pass; y takes the sums of such passes. Weights are packed as the kernel of float32
+has them: as many bytes come from memory as without terms, and few rows, for which splitting takes too long, are
+multiplied in float32.
 
-A chain of float32 sums drifts. That of bf16x6 starts anew after CHAIN; vectors add what it gave to the total while
-tiles multiply the next part. The coarse words lose more by their terms than by a chain.
+A task is a strip of 32 features against a block of tiles of rows. It splits CHAIN tiles of K of the strip's weights,
+whose terms the first cache holds while all tiles of rows pass over them; the next such part is split among the products
+of the last one of these. A tile of rows by two of features takes all products of a step, and a tile that the next
+product needs too stays in its register: 13 loads for 12 products, and four tiles in use (linear/tiles.py has why).
 
-What terms would make something else of (units/float32_terms.py) is computed in float32: blocks of 32 rows of which one
-is extraordinary, and strips that have such a feature in a part of K.
+A chain of float32 sums drifts, so it ends with its part, and vectors add what it gave to the total while tiles multiply
+the next tile of rows. The last part's go to y at once.
+
+What terms would make something else of (units/float32_terms.py) is computed in float32: tiles of rows of which one row
+is extraordinary, and parts of a strip that have such a feature.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice, product
+from operator import itemgetter
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -38,34 +43,30 @@ from mhsa_compile.kernels.cpu.linear.term_factors import (
     PLAIN_ROWS,
     WORTH_SPLITTING,
     WORTH_SPLITTING_FLOAT16,
+    Part,
     Pass,
     StripTerms,
     TermLayout,
     TermRows,
-    split_rows,
 )
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
-from mhsa_compile.kernels.cpu.units.float32_terms import LANES
+from mhsa_compile.kernels.cpu.units.float32_terms import CHAIN, LANES
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.spec.float32_products import Float32Products
 
 WORDS: tuple[Float32Products, ...] = ("bf16x6", "bf16x3")
-ROWS = 2
-"""Tiles of rows: of the sums there are two by two, and two of A and two of B have registers of their own, which stay
-while terms change."""
-HEIGHT = ROWS * tiles.ROWS
-TOTAL, PART = 0, 1
-"""Of the two places of a block's sums: the total, and the part that is added to it next."""
+ROWS_A_STEP = tiles.ROWS // CHAIN
+"""So many rows of sums are settled beside the products of a step."""
 FEW_ROWS = {2: 8, 4: 4}
 """Of a register tile by its vectors, where fewer rows than are worth splitting are multiplied in float32."""
 SHORTEST, FEWEST = 128, 8
 """Terms of a sum, and features, from which on no call is known to exceed float32's error budget: below, where one term
 is much larger than the others, PyTorch's many lanes are more exact than a chain, by terms or not."""
-SHARES = 4
-"""So many pairs of tiles of rows ask for all of the next strip."""
+SHARES, FEW = 16, 8
+"""So many tiles of rows ask for all of the next strip; FEW, unless it is known that there are more."""
 
 
 class CpuFloat32TileLinearKernel:
@@ -93,14 +94,14 @@ class CpuFloat32TileLinearKernel:
         return () if few or short else ("bf16x6",)
 
     def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return {"block": (1, 2, 4, 8, 16, 32), "depth": (8, 16, 24, 32, 48)}
+        return {"block": (4, 8, 16, 32, 64), "depth": (8, 16, 24, 32, 48)}
 
     def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         return unknown_knobs(config, ("block", "depth"))
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        """A block's terms of a pass, 1.2 MB, stay in the second cache while panels pass."""
-        return {"block": 8, "depth": 24} if op.in_features <= 24 * DEPTH else {"block": 16, "depth": 12}
+        """A block's terms of a pass, 0.6 MB, stay in the second cache while strips pass."""
+        return {"block": 16, "depth": 12}
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         layout = TermLayout.of(op, profile)
@@ -110,7 +111,8 @@ class CpuFloat32TileLinearKernel:
             run = product_function("linear", panels, profile, few_rows)
         else:
             deal = partial(_tasks, few_rows=few_rows)
-            rows = partial(split_rows, terms=layout.terms, least=layout.worth_splitting)
+            shape = layout.height(config, profile.hardware.cores), layout.depth(config), layout.terms
+            rows = partial(TermRows.allocated, shape=shape)
             run = product_function("linear", layout, profile, config, rows=rows, product=TermProduct, deal=deal)
         return Emitted(run, pack(panels), layout.packed)
 
@@ -136,7 +138,7 @@ class CpuFloat16TileLinearKernel(CpuFloat32TileLinearKernel):
         return None if config["depth"] >= _tiles(op) else "all of K in one pass, since y is rounded once"
 
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 8, "depth": _tiles(op)}
+        return {"block": 16, "depth": _tiles(op)}
 
 
 def _tiles(op: LinearOp) -> int:
@@ -145,28 +147,50 @@ def _tiles(op: LinearOp) -> int:
 
 
 @dataclass(frozen=True)
-class BlockSums:
-    """TOTAL and PART of the tiles of a block."""
+class StripSums:
+    """A strip's sums, COLUMNS tiles for each place: a total for each tile of rows of a block, zeros, and the two parts
+    of which one is added up while tiles leave the other."""
 
     data: Expr
+    block: int
 
     @staticmethod
-    def allocated() -> BlockSums:
-        shape = (2 * ROWS * COLUMNS * tiles.ROWS, LANES)
-        return BlockSums(T.decl_buffer(shape, "float32", data=vectors.scratch(shape).data))
+    def allocated(block: int) -> StripSums:
+        sums = StripSums(vectors.seen_whole(((block + 3) * COLUMNS * tiles.ROWS, LANES)), block)
+        with T.serial(T.int64(COLUMNS * tiles.ROWS)) as row:
+            store(sums.data, sums.at(sums.zeros, 0, row), splat(T.float32(0), LANES), LANES)
+        return sums
 
-    def at(self, place: Expr | int, tile: Expr | int, row: Expr | int = 0) -> list[Expr]:
-        return [T.int64(0) + (place * (ROWS * COLUMNS) + tile) * tiles.ROWS + row, T.int64(0)]
+    @property
+    def zeros(self) -> Expr:
+        return T.int64(self.block)
 
-    def add_part(self, number: int, shares: int, count: int) -> None:
-        """Share `number` of adding the part of `count` tiles to the total."""
-        for tile in range(number * count // shares, (number + 1) * count // shares):
-            for row in range(tiles.ROWS):
-                self.add(tile, row)
+    def part(self, i: Expr) -> Expr:
+        """The place of what tile of rows i of the block leaves."""
+        return self.block + 1 + T.truncmod(i, T.int64(2))
 
-    def add(self, tile: Expr | int, row: Expr | int) -> None:
-        total, part = (self.at(place, tile, row) for place in (TOTAL, PART))
-        store(self.data, total, load(self.data, total, LANES) + load(self.data, part, LANES), LANES)
+    def at(self, place: Expr, column: int, row: Expr | int = 0) -> list[Expr]:
+        return [(place * COLUMNS + column) * tiles.ROWS + row, T.int64(0)]
+
+    def add(self, total: Expr, part: Expr, row: Expr) -> None:
+        """Adds a row of a part to one of a total."""
+        for column in range(COLUMNS):
+            at, other = (self.at(place, column, row) for place in (total, part))
+            store(self.data, at, load(self.data, at, LANES) + load(self.data, other, LANES), LANES)
+
+    def store(self, place: Expr) -> None:
+        """Writes what the tiles hold."""
+        for column in range(COLUMNS):
+            tiles.store_tile(column, self.data, self.at(place, column), LANES)
+
+
+@dataclass(frozen=True)
+class Unsettled:
+    """A tile of rows whose last part is not in its total yet: its first row in y, and the places of both."""
+
+    row: Expr
+    total: Expr
+    part: Expr
 
 
 @dataclass(frozen=True)
@@ -179,180 +203,219 @@ class TermProduct(Product):
 
     @property
     def passes(self) -> int:
-        """Parts of K that pass over all tasks."""
-        return -(-self.layout.tiles // self.config["depth"])
-
-    @property
-    def deepest(self) -> int:
-        """Tiles of K in a pass, at most."""
-        return -(-self.layout.tiles // self.passes)
+        """Of K over all strips."""
+        return self.layout.passes(self.config)
 
     @property
     def parts(self) -> int:
         """Chains of sums in a pass."""
-        return -(-self.deepest // self.layout.chain)
+        return -(-self.layout.depth(self.config) // CHAIN)
 
-    def each_part(self, of: Pass, body: Callable[[Expr, Expr, Expr], None]) -> None:
-        """body(number, first tile of K, end) for each chain of a pass."""
-        size = of.end - of.first
-        with T.serial(T.int64(self.parts)) as number:
-            start, end = (of.first + T.truncdiv(n * size, T.int64(self.parts)) for n in (number, number + 1))
-            body(number, materialize(start), materialize(end))
 
-    def multiply(self, strip: StripTerms, p: Expr, heights: list[Expr], sums: BlockSums, of: Pass) -> None:
-        """The sums = a pass's products of tiles of rows and strip p, by terms."""
-        count = len(heights) * COLUMNS
+Action = Callable[[], None]
+"""What is done beside a product."""
 
-        def part(number: Expr, start: Expr, end: Expr) -> None:
-            for tile in range(count):
-                tiles.zero(tile)
-            add_terms = partial(self.add_terms, strip, p, heights, of)
-            if self.parts > 2:
-                with T.If(number > 1):
+
+@dataclass(frozen=True)
+class StripProduct:
+    """Strip p of the weights times `count` tiles from `first` on of the rows of a band, which begins with tile `start`
+    of all rows of x; in a pass."""
+
+    task: TermProduct
+    of: Pass
+    p: Expr
+    start: Expr
+    first: Expr
+    count: Expr
+    terms: StripTerms
+    sums: StripSums
+
+    @staticmethod
+    def of_block(task: TermProduct, of: Pass, p: Expr, rows: tuple[Expr, Expr, Expr]) -> StripProduct:
+        start, first, end = rows
+        sums, terms = StripSums.allocated(task.config["block"]), StripTerms.allocated(task.layout, task.packed[0], p)
+        return StripProduct(task, of, p, start, first, materialize(end - first), terms, sums)
+
+    def part(self, number: Expr) -> Part:
+        """A chain of the pass."""
+        size, parts = self.of.end - self.of.first, T.int64(self.task.parts)
+        first, end = (self.of.first + T.truncdiv(n * size, parts) for n in (number, number + 1))
+        return Part(materialize(first), materialize(end))
+
+    def multiply(self) -> None:
+        """The rows of y, or of what this pass adds to them."""
+        several = self.task.parts > 1
+        self.terms.split(self.part(T.int64(0)))
+        with T.serial(T.int64(self.task.parts)) as number:
+            part, following = self.part(number), self.part(number + 1)
+            extraordinary = materialize(T.cast(self.terms.take_extraordinary(), "int32"), "int32")
+            is_last, is_added = number == self.task.parts - 1, number > 0 if several else T.bool(True)
+            with T.serial(self.count) as i:
+                place = materialize(T.Select(is_added, self.sums.part(i), i) if several else self.sums.part(i))
+                waits = T.And(is_added, i > 0)
+                before = self._unsettled(i - 1, waits)
+                flag = extraordinary | self.task.rows.extraordinary[self.first + i]
+                ends = T.And(i == self.count - 1, number < self.task.parts - 1)
+                with T.If(flag == 0):
                     with T.Then():
-                        add_terms(start, lambda i: sums.add_part(i, len(self.layout.pairs), count))
+                        self._by_tiles(i, part, following, before, (T.And(is_last, i > 0), ends))
+                        self.sums.store(place)
                     with T.Else():
-                        add_terms(start)
-            with T.serial(start + 1 if self.parts > 2 else start, end) as tile:
-                add_terms(tile)
-            place = materialize(T.min(number, T.int64(PART)))
-            for tile in range(count):
-                tiles.store_tile(tile, sums.data, sums.at(place, tile), tiles.ROWS)
+                        self._plainly(i, part, place)
+                        self._settle(before, T.int64(0), T.And(is_last, i > 0))
+                        if several:
+                            with T.If(ends), T.Then():
+                                self.terms.split(following)
+            with T.If(is_added), T.Then():
+                self._settle(self._unsettled(self.count - 1, T.bool(True)), T.int64(0), is_last)
 
-        self.each_part(of, part)
+    def _row(self, i: Expr) -> Expr:
+        """The first one of tile of rows i of the block, in x and y."""
+        return materialize((self.start + self.first + i) * tiles.ROWS)
 
-    def multiply_plainly(self, p: Expr, height: Expr, sums: BlockSums, of: Pass) -> None:
-        """The same for the rows of a height, by products of float32."""
-        first = materialize(height * HEIGHT)
-        count = materialize(ceil_div(T.min(T.int64(HEIGHT), self.count - first), tiles.ROWS))
+    def _unsettled(self, i: Expr, waits: Expr) -> Unsettled:
+        """Tile of rows i of the block, or zeros where none waits."""
+        places = i, self.sums.part(i + 2)
+        total, part = (materialize(T.Select(waits, place, self.sums.zeros)) for place in places)
+        return Unsettled(self._row(i), total, part)
 
-        def part(number: Expr, start: Expr, end: Expr) -> None:
-            with T.serial(count * (tiles.ROWS // PLAIN_ROWS)) as i:
-                rows = [materialize(T.min(first + i * PLAIN_ROWS + r, self.count - 1)) for r in range(PLAIN_ROWS)]
-                tile = RegisterTile(PLAIN_ROWS, self.columns)
-                tile.fill(0.0)
-                self.add_plain(p, rows, tile, (start, end))
-                place, row = materialize(T.truncdiv(i, T.int64(4))), materialize(T.truncmod(i, T.int64(4)) * PLAIN_ROWS)
-                for r in range(PLAIN_ROWS):
-                    for c in range(COLUMNS):
-                        with T.If(number > 1), T.Then():
-                            sums.add(place + count * c, row + r)
-                        at = sums.at(T.min(number, T.int64(PART)), place + count * c, row + r)
-                        store(sums.data, at, tile.get(r, c), LANES)
+    def _by_tiles(self, i: Expr, part: Part, following: Part, before: Unsettled, when: tuple[Expr, Expr]) -> None:
+        """The tiles = tile of rows i times a part. Beside that the tile of rows before is settled, in y when the first
+        of `when` holds; and the part behind this one is split when the second does."""
+        writes, splits = when
+        height = materialize(self.first + i)
+        for column in range(COLUMNS):
+            tiles.zero(column)
 
-        self.each_part(of, part)
+        def rows(k: Expr) -> list[Expr]:
+            return [materialize((k - part.first) * ROWS_A_STEP + r) for r in range(ROWS_A_STEP)]
 
-    def add_terms(
-        self,
-        strip: StripTerms,
-        p: Expr,
-        heights: list[Expr],
-        of: Pass,
-        tile: Expr,
-        between: Callable[[int], None] | None = None,
+        def written(k: Expr) -> list[list[Action]]:
+            asks = self._asks_for_y(self._row(i), rows(k))
+            return [[partial(self._write, before, [row]) for row in rows(k)], self._asks(i, k), asks]
+
+        def added(k: Expr) -> list[list[Action]]:
+            return [[partial(self.sums.add, before.total, before.part, row) for row in rows(k)], self._asks(i, k)]
+
+        def added_and_split(k: Expr) -> list[list[Action]]:
+            return [*added(k), self.terms.splits(following, k - part.first - 1)]
+
+        settled = materialize((part.end - part.first) * ROWS_A_STEP)
+        with T.If(writes):
+            with T.Then():
+                self._products(height, part, (part.first, part.end), written)
+                self._settle(before, settled, T.bool(True))
+            with T.Else():
+                if self.task.parts == 1:
+                    self._products(height, part, (part.first, part.end), lambda k: [self._asks(i, k)])
+                    return
+                with T.If(T.And(splits, following.end <= self.terms.whole)):
+                    with T.Then():
+                        self._products(height, part, (part.first, part.first + 1), added)
+                        self._products(height, part, (part.first + 1, part.end), added_and_split)
+                        self.terms.split(following, part.end - part.first - 1)
+                    with T.Else():
+                        self._products(height, part, (part.first, part.end), added)
+                        with T.If(splits), T.Then():
+                            self.terms.split(following)
+                self._settle(before, settled, T.bool(False))
+
+    def _products(
+        self, height: Expr, part: Part, steps: tuple[Expr, Expr], beside: Callable[[Expr], list[list[Action]]]
     ) -> None:
-        """The sums += all products of a tile of K, of tiles of rows and strip p. between(number) comes behind those of
-        each pair of terms."""
-        layout, held = self.layout, dict[int, tuple[int, int]]()
+        """The tiles += all products of these tiles of K, and, evenly among those of each, lists of what is done beside
+        them."""
+        pairs = self.task.layout.pairs[::-1]  # a tile of x that has just come has six products, then four, then two
+        with T.serial(*steps) as k:
+            actions = [(n / len(some), action) for some in beside(k) for n, action in enumerate(some)]
+            queue = iter([action for _, action in sorted(actions, key=itemgetter(0))])
+            left, right = -1, (-1, -1)
+            for number, (i, j) in enumerate(pairs):
+                if left != i:
+                    at = [height, k - self.of.first, T.int64(i), T.int64(0)]
+                    tiles.stream_tile(tiles.LEFT, self.task.rows.data, at, DEPTH)
+                for column in (0, 1) if number % 2 == 0 else (1, 0):
+                    if right != (column, j):
+                        self.terms.load(tiles.RIGHT, k - part.first, j, column)
+                    tiles.BFLOAT16.product(column, tiles.LEFT, tiles.RIGHT)
+                    left, right = i, (column, j)
+                    for action in islice(queue, -(-len(actions) // (len(pairs) * COLUMNS))):
+                        action()
 
-        def left(r: int, i: int) -> None:
-            if held.get(tiles.LEFTS[r]) != (r, i):
-                tiles.load_tile(tiles.LEFTS[r], self.rows.data, [heights[r], tile, T.int64(i), T.int64(0)], DEPTH)
-            held[tiles.LEFTS[r]] = (r, i)
+    def _plainly(self, i: Expr, part: Part, place: Expr) -> None:
+        """The sums of a tile of rows by products of float32."""
+        layout, x, weights = self.task.layout, self.task.rows.x, self.task.packed[0]
+        panel, column = (materialize(index) for index in layout.place(self.p, T.int64(0)))
+        end = materialize(T.min(part.end * DEPTH, T.int64(layout.op.in_features)))
+        own = self._row(i)
+        count = ceil_div(T.min(T.int64(tiles.ROWS), self.task.count - own), PLAIN_ROWS)
+        with T.serial(materialize(count)) as n:
+            first = materialize(own + n * PLAIN_ROWS)
+            rows = [materialize(T.min(first + r, self.task.count - 1)) for r in range(PLAIN_ROWS)]
+            tile = RegisterTile(PLAIN_ROWS, self.task.columns)
+            tile.fill(0.0)
+            with T.serial(part.first * DEPTH, end) as k:
+                tile.outer_product(
+                    lambda r: load_wide(x, [rows[r], k], 1),
+                    lambda c: load_wide(weights, [panel, k, column + c * LANES], LANES),
+                )
+            for r, c in product(range(PLAIN_ROWS), range(COLUMNS)):
+                store(self.sums.data, self.sums.at(place, c, n * PLAIN_ROWS + r), tile.get(r, c), LANES)
 
-        def right(c: int, j: int) -> None:
-            if held.get(tiles.RIGHTS[c]) != (c, j):
-                at = strip.at(tile - of.first, j, column=c)
-                tiles.load_tile(tiles.RIGHTS[c], strip.data, at, layout.panel)
-            held[tiles.RIGHTS[c]] = (c, j)
+    def _asks(self, i: Expr, k: Expr) -> list[Action]:
+        """What asks for tile of rows i's share of the next strip, beside tile k of K, a line each."""
+        layout, lookahead = self.task.layout, self.task.lookahead
+        rows = layout.op.row_count
+        shares = SHARES if rows is not None and rows > FEW * tiles.ROWS else FEW
+        turns, share = lookahead.runs, DEPTH // shares
+        size, slot = self.of.end - self.of.first, T.truncmod(i, T.int64(shares))
+        number = materialize((slot * size + k - self.of.first) * share)
+        run = materialize(T.truncdiv(size * DEPTH, T.int64(turns)))
+        actions: list[Action] = []
+        for n, column in product(range(share), range(0, layout.panel, lookahead.elements)):
+            panel, place = layout.place(self.p + 1, column)
+            row = self.of.first * DEPTH + vectors.in_turn(number + n, turns, run)
+            actions.append(partial(vectors.prefetch, self.task.packed[0], [panel, row, place], soon=False))
+        return actions
 
-        asks = self._asks(strip, p, heights, of, tile)
-        share, queue = -(-len(asks) // (len(layout.pairs) * len(heights) * COLUMNS)), iter(asks)
-        for number, (i, j) in enumerate(layout.pairs):
-            for r, c in itertools.product(range(len(heights)), range(COLUMNS)):
-                left(r, i)
-                right(c, j)
-                tiles.BFLOAT16.product(r + len(heights) * c, tiles.LEFTS[r], tiles.RIGHTS[c])
-                for ask in itertools.islice(queue, share):
-                    ask()
-            if between is not None:
-                between(number)
-
-    def _asks(self, strip: StripTerms, p: Expr, heights: list[Expr], of: Pass, tile: Expr) -> list[Callable[[], None]]:
-        """What asks for a line each: for those of the next step, and for a share of the next strip, into the second
-        cache."""
-        layout = self.layout
-        lines = layout.terms * tiles.ROWS
-        asks: list[Callable[[], None]] = []
-        ends = tile + 1 == of.end
-        following = materialize(T.Select(ends, of.first, tile + 1))
-        for height in heights:
-            row = materialize(height + T.Select(ends, T.int64(len(heights)), T.int64(0)))
-            asks += [
-                partial(vectors.prefetch, self.rows.data, [row, following, T.int64(0), T.int64(n * DEPTH)])
-                for n in range(lines)
-            ]
-        here = materialize(following - of.first)
-        asks += [
-            partial(vectors.prefetch, strip.data, strip.at(here, word=n, column=c))
-            for n, c in itertools.product(range(lines), range(COLUMNS))
+    def _asks_for_y(self, first: Expr, rows: list[Expr]) -> list[Action]:
+        """The same for rows of y behind a first one, which are written next."""
+        y, column = self.task.y, self.p * self.task.layout.panel
+        return [
+            partial(vectors.prefetch, y, [first + row, column + offset], write=True)
+            for row, (offset, _) in product(rows, self.task.columns)
         ]
-        turns, share = self.lookahead.runs, DEPTH // SHARES
-        slot = T.truncmod(T.truncdiv(heights[0], T.int64(ROWS)), T.int64(SHARES))
-        size = of.end - of.first
-        first = materialize(of.first * DEPTH + T.truncdiv((slot * size + tile - of.first) * share, T.int64(turns)))
-        run = materialize(size * (DEPTH // turns))
-        for k, column in itertools.product(range(share), range(0, layout.panel, self.lookahead.elements)):
-            panel, place = self.layout.place(p + 1, column)
-            row = first + (k % turns) * run + k // turns
-            asks.append(partial(vectors.prefetch, self.packed[0], [panel, row, place], soon=False))
-        return asks
 
-    def add_plain(self, p: Expr, rows: list[Expr], tile: RegisterTile, part: tuple[Expr, Expr]) -> None:
-        """The sums of rows += the products of float32 of these tiles of K and of strip p."""
-        panel, first = (materialize(index) for index in self.layout.place(p, T.int64(0)))
-        end = T.min(part[1] * DEPTH, T.int64(self.layout.op.in_features))
-        with T.serial(part[0] * DEPTH, end) as k:
-            tile.outer_product(
-                lambda r: load_wide(self.rows.x, [rows[r], k], 1),
-                lambda c: load_wide(self.packed[0], [panel, k, first + c * LANES], LANES),
-            )
+    def _settle(self, tile: Unsettled, begin: Expr, writes: Expr) -> None:
+        """Adds a tile's part to its total, from row `begin` on, and writes y if that was the last one."""
+        with T.If(writes):
+            with T.Then(), T.serial(begin, T.min(T.int64(tiles.ROWS), self.task.count - tile.row)) as row:
+                self._write(tile, [row])
+            with T.Else(), T.serial(begin, T.int64(tiles.ROWS)) as row:
+                self.sums.add(tile.total, tile.part, row)
 
-    def ask_for_y(self, p: Expr, height: Expr) -> None:
-        """Asks for what `write` writes."""
-        first = materialize(height * HEIGHT)
-        with T.serial(T.min(T.int64(HEIGHT), self.count - first)) as i:
-            for offset, _ in self.columns:
-                vectors.prefetch(self.y, [first + i, p * self.layout.panel + offset], write=True)
+    def _write(self, tile: Unsettled, rows: list[Expr]) -> None:
+        """y[these rows of a tile, strip p]. Of the last strip only its real columns are written."""
+        task, number = self.task, self.of.number
+        places = (tile.part,) if task.parts == 1 else (tile.total, tile.part)
 
-    def write(self, p: Expr, height: Expr, sums: BlockSums, of: Pass) -> None:
-        """y[rows of a height, strip p]. The last panel is padded: only its real columns are written."""
-        first = materialize(height * HEIGHT)
-        rows = materialize(T.min(T.int64(HEIGHT), self.count - first))
-        tall = materialize(ceil_div(rows, tiles.ROWS))
+        def value(row: Expr, c: int, lanes: int) -> Expr:
+            total, *last = (load(self.sums.data, self.sums.at(place, c, row), lanes) for place in places)
+            bias = load(task.packed[1], task.layout.place(self.p, c * LANES), lanes)
+            if task.passes > 1:
+                bias = T.Select(number == task.passes - 1, bias, splat(T.float32(0), lanes))
+            return let(sum(last, total) + bias)
 
         def columns(width: int, column: Expr) -> None:
-            with T.serial(rows) as i:
-                for c, (offset, lanes) in enumerate(self.columns):
-                    tile = T.truncdiv(i, T.int64(tiles.ROWS)) + tall * c
-                    places = [
-                        sums.at(place, tile, T.truncmod(i, T.int64(tiles.ROWS))) for place in range(min(2, self.parts))
-                    ]
-                    total, *last = (load(sums.data, place, lanes) for place in places)
-                    value, bias = sum(last, total), load(self.packed[1], self.layout.place(p, offset), lanes)
-                    if self.passes > 1:
-                        bias = T.Select(of.number == self.passes - 1, bias, splat(T.float32(0), lanes))
-                    value = let(value + bias)
-                    for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
-                        at, piece = [first + i, column + offset + start], vectors.part(value, start, size, lanes)
-                        if self.passes > 1:
-                            before = load(self.y, at, size)
-                            piece = piece + T.Select(of.number > 0, before, splat(T.float32(0), size))
-                        store_narrow(self.y, at, piece, size)
+            for row, (c, (offset, lanes)) in product(rows, enumerate(task.columns)):
+                whole = value(row, c, lanes)
+                for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
+                    at, piece = [tile.row + row, column + offset + start], vectors.part(whole, start, size, lanes)
+                    if task.passes > 1:
+                        piece = piece + T.Select(number > 0, load(task.y, at, size), splat(T.float32(0), size))
+                    store_narrow(task.y, at, piece, size)
 
-        self.real_columns(p, columns)
-        with T.If(of.number == self.passes - 1), T.Then():
-            self.apply_epilogue(p, first, first + rows)
+        task.real_columns(self.p, columns)
 
 
 def _tasks(task: TermProduct, cores: int, config: Config, few_rows: Config) -> None:
@@ -377,29 +440,23 @@ def _tasks(task: TermProduct, cores: int, config: Config, few_rows: Config) -> N
 
 
 def _by_terms(task: TermProduct, cores: int) -> None:
-    layout, flags = task.layout, task.rows.extraordinary
-    tall = materialize(ceil_div(task.count, tiles.ROWS))
+    """Rows of a band after another: their terms of a part of K are written, and stay in the second cache while strips
+    pass."""
+    layout, tall = task.layout, materialize(ceil_div(task.count, tiles.ROWS))
+    height = T.int64(layout.height(task.config, cores))
+    with T.serial(materialize(ceil_div(tall, height))) as band, T.serial(T.int64(task.passes)) as number:
+        start = materialize(band * height)
+        first, last = (materialize(T.truncdiv(n * layout.tiles, T.int64(task.passes))) for n in (number, number + 1))
+        of = Pass(first, last, number)
+        count = materialize(T.min(height, tall - start))
+        task.rows.split(start, start + count, of)
 
-    def body(of: Pass, p: Expr, first: Expr, end: Expr) -> None:
-        sums, strip = BlockSums.allocated(), StripTerms.allocated(layout, task.deepest)
-        extraordinary = materialize(T.cast(strip.split(task.packed[0], p, of), "int32"), "int32")
-        tiles.configure(T.min(task.count, T.int64(tiles.ROWS)), right=tiles.RIGHTS)
-        with T.serial(first, end) as height:
-            pair = [materialize(height * ROWS), materialize(T.min(height * ROWS + 1, tall - 1))]
-            task.ask_for_y(p, height)
-            flag = extraordinary | flags[pair[0]] | flags[pair[1]]
-            with T.If(flag == 0):
-                with T.Then(), T.If(pair[0] == pair[1]):
-                    with T.Then():
-                        task.multiply(strip, p, pair[:1], sums, of)
-                    with T.Else():
-                        task.multiply(strip, p, pair, sums, of)
-                with T.Else():
-                    task.multiply_plainly(p, height, sums, of)
-            task.write(p, height, sums, of)
-        tiles.release()
+        def body(p: Expr, first: Expr, end: Expr) -> None:
+            strip = StripProduct.of_block(task, of, p, (start, first, end))
+            tiles.configure(T.min(task.count, T.int64(tiles.ROWS)))
+            strip.multiply()
+            tiles.release()
+            with T.If(number == task.passes - 1), T.Then():
+                task.apply_epilogue(p, (start + first) * tiles.ROWS, (start + end) * tiles.ROWS)
 
-    heights = materialize(ceil_div(task.count, HEIGHT))
-    with T.serial(T.int64(task.passes)) as number:
-        ends = [materialize(T.truncdiv(n * layout.tiles, T.int64(task.passes))) for n in (number, number + 1)]
-        each_panel(layout.panels, heights, task.config["block"], cores, partial(body, Pass(number, *ends)))
+        each_panel(layout.panels, count, task.config["block"], cores, body)

@@ -11,17 +11,17 @@ weights: tiles of 16 rows of which one is extraordinary, and panels that have su
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
+from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.formats.floats import Bfloat16
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, PackedFeature, pack
-from mhsa_compile.kernels.cpu.linear.term_factors import PLAIN_ROWS, TermRows, split_rows
+from mhsa_compile.kernels.cpu.linear.term_factors import PLAIN_ROWS, Part, TermRows
 from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, CpuTileLinearKernel, Sums, TileLayout, TileProduct, deal
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
@@ -67,8 +67,8 @@ class CpuRoundedTileLinearKernel(CpuTileLinearKernel):
         return RoundedLayout(op, ClampedBfloat16("bfloat16", "bfloat16"), tiles.BFLOAT16, COLUMNS)
 
     def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
-        layout, rows = self.layout(op), partial(split_rows, terms=1, least=1)
-        run = product_function("linear", layout, profile, config, rows=rows, product=RoundedProduct, deal=deal)
+        layout = self.layout(op)
+        run = product_function("linear", layout, profile, config, rows=rounded_rows, product=RoundedProduct, deal=deal)
         return Emitted(run, pack(layout, _flag), layout.packed)
 
 
@@ -104,6 +104,13 @@ def _flag(place: PackedFeature, feature: OutputFeature) -> None:
     with T.serial(T.int64(place.layout.op.in_features)) as k:
         store(largest, [T.int64(0)], T.max(largest[0], float32_terms.magnitude(feature.wide(k), 1)), 1)
     place.store(2, T.cast(float32_terms.is_extraordinary(largest[0]), "int32"))
+
+
+def rounded_rows(layout: RoundedLayout, x: Expr, count: Expr, size: Expr) -> TermRows:
+    """The first term of the rows of x (count, K), after the loop that writes them."""
+    rows = TermRows.allocated(layout, x, count, size, shape=(None, layout.tiles, 1))
+    rows.split(T.int64(0), ceil_div(count, tiles.ROWS), Part(T.int64(0), T.int64(layout.tiles)))
+    return rows
 
 
 @dataclass(frozen=True)

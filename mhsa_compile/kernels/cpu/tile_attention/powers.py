@@ -68,11 +68,6 @@ def _as_float(bits: Expr) -> Expr:
     return T.reinterpret("float32x16", bits)
 
 
-def upper_halves(pair: Sequence[Expr]) -> Expr:
-    """Two vectors of numbers as words of two bfloat16, whose lower bits are cut off."""
-    return T.call_pure_extern("int32x16", "mhsa_upper_halves", *pair)
-
-
 def pairs(low: Expr, high: Expr, *, dtype: str) -> Expr:
     """Two vectors of numbers as words of two of 16 bits, to nearest even, denormals of bfloat16 as zero."""
     return T.call_pure_extern("int32x16", f"mhsa_tile_pairs_{dtype}", low, high)
@@ -87,9 +82,6 @@ def halves(words: Expr, dtype: str) -> list[Expr]:
     return [T.reinterpret("float32x16", half) for half in (words << splat(T.int32(16), LANES), high)]
 
 
-_UPPER = ", ".join(f"i8 {i % 16 + 2 if i % 4 < 2 else 0}" for i in range(64))
-"""For the lower half of each word, the upper one of the same word."""
-_LOWER_HALVES = 0x3333333333333333
 _TURNS = ", ".join(f"i32 {i // 2 + 16 * (i % 2)}" for i in range(32))
 TEXT = f"""
 declare <16 x float> @llvm.x86.avx512.mask.reduce.ps.512(<16 x float>, i32, <16 x float>, i16, i32)
@@ -111,13 +103,6 @@ define <16 x float> @mhsa_scaled(<16 x float> %x, <16 x float> %n) alwaysinline 
 define <16 x float> @mhsa_add_in_order(<16 x float> %total, <16 x float> %x) alwaysinline nounwind {{
   %r = call <16 x float> asm sideeffect "vaddps $2, $1, $0", "=v,v,v"(<16 x float> %total, <16 x float> %x)
   ret <16 x float> %r
-}}
-define <16 x i32> @mhsa_upper_halves(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
-  %a = bitcast <16 x float> %low to <64 x i8>
-  %b = bitcast <16 x float> %high to <16 x i32>
-  %words = call <16 x i32> asm "vpshufb $3, $2, $0 {{$4}}", "=v,0,v,v,^Yk"(<16 x i32> %b, <64 x i8> %a,
-    <64 x i8> <{_UPPER}>, i64 {_LOWER_HALVES})
-  ret <16 x i32> %words
 }}
 define <16 x i32> @mhsa_tile_pairs_float16(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
   %a = fptrunc <16 x float> %low to <16 x half>

@@ -388,7 +388,7 @@ class TileAttentionTask:
                 score = self._scores(chunk, part * 4 + (2 * pair + half), r, c, factor)
                 probs.append(let(powers.exp2(let(score - references[c]), self.terms, self.measure)))
             add(c, probs[0] + probs[1])
-            for term, words in enumerate([powers.upper_halves(probs)] if self.cuts else self._words(probs)):
+            for term, words in enumerate([tiles.upper_halves(*probs)] if self.cuts else self._words(probs)):
                 at = [side, chunk, T.int64(term), T.int64(c), part * (2 * LANES) + (8 * r + pair) * LANES]
                 store(self.output.probs, at, words, LANES)
 

@@ -24,8 +24,8 @@ ORDER: dict[Float32Products, tuple[tuple[int, int], ...]] = {
 """The pairs of TERM_PRODUCTS, of which each has a term in common with the one before it."""
 OF_FLOAT16 = ((1, 1), (1, 0), (0, 0), (0, 1))
 """Those of two float16 numbers, each of which is the sum of two terms, so that their product is exact."""
-CHAIN, COARSE_CHAIN = 4, 32
-"""Tiles of K after which a chain of sums starts anew: 128 numbers, and 1024 where products are coarse."""
+CHAIN = 4
+"""Tiles of K after which a chain of sums starts anew: 128 numbers."""
 LARGE, SMALL = 0x5D800000, 0x26800000
 """Bits of 2^60 and of 2^-50: the largest magnitude of a row or a feature is ordinary between them."""
 
@@ -53,8 +53,11 @@ def pair_terms(low: Expr, high: Expr, count: int) -> list[Expr]:
             low, high = (
                 let(half - T.reinterpret("float32x16", part)) for half, part in zip((low, high), parts, strict=True)
             )
-        bits = let(tiles.narrowed_pair(low, high))
-        words.append(let(T.reinterpret("int32x16", T.Shuffle([bits], turns))))
+        if len(words) == 2:  # what two terms leave has less than eight bits
+            words.append(let(tiles.upper_halves(low, high)))
+        else:
+            bits = let(tiles.narrowed_pair(low, high))
+            words.append(let(T.reinterpret("int32x16", T.Shuffle([bits], turns))))
     return words
 
 

@@ -123,6 +123,11 @@ def narrowed_pair(low: Expr, high: Expr) -> Expr:
     return T.call_pure_extern("uint16x32", "mhsa_tile_narrowed_pair", low, high)
 
 
+def upper_halves(low: Expr, high: Expr) -> Expr:
+    """Two vectors of sixteen float32 as words of two bfloat16, whose lower bits are cut off."""
+    return T.call_pure_extern("int32x16", "mhsa_upper_halves", low, high)
+
+
 def _move(function: str, tile: int, buffer: Expr, index: Sequence[Expr], pitch: Expr | int) -> None:
     stride = pitch * DTYPE_BYTES[str(buffer.dtype)]
     stride = T.int64(stride) if isinstance(stride, int) else stride
@@ -170,23 +175,33 @@ def _text(product: str) -> str:
     return "\n".join(lines) + HELPERS
 
 
-HELPERS = """
-define i32 @mhsa_tile_offset(ptr %p) alwaysinline nounwind memory(none) {
+_UPPER = ", ".join(f"i8 {i % 16 + 2 if i % 4 < 2 else 0}" for i in range(64))
+"""For the lower half of each word, the upper one of the same word."""
+_LOWER_HALVES = 0x3333333333333333
+HELPERS = f"""
+define i32 @mhsa_tile_offset(ptr %p) alwaysinline nounwind memory(none) {{
   %a = ptrtoint ptr %p to i64
   %b = trunc i64 %a to i32
   %c = and i32 %b, 63
   ret i32 %c
-}
-define ptr @mhsa_either(i1 %c, ptr %p, ptr %q) alwaysinline nounwind memory(none) {
+}}
+define ptr @mhsa_either(i1 %c, ptr %p, ptr %q) alwaysinline nounwind memory(none) {{
   %r = select i1 %c, ptr %p, ptr %q
   ret ptr %r
-}
+}}
 declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
-define <32 x i16> @mhsa_tile_narrowed_pair(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {
+define <32 x i16> @mhsa_tile_narrowed_pair(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
   %r = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %high, <16 x float> %low)
   %b = bitcast <32 x bfloat> %r to <32 x i16>
   ret <32 x i16> %b
-}
+}}
+define <16 x i32> @mhsa_upper_halves(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
+  %a = bitcast <16 x float> %low to <64 x i8>
+  %b = bitcast <16 x float> %high to <16 x i32>
+  %words = call <16 x i32> asm "vpshufb $3, $2, $0 {{$4}}", "=v,0,v,v,^Yk"(<16 x i32> %b, <64 x i8> %a,
+    <64 x i8> <{_UPPER}>, i64 {_LOWER_HALVES})
+  ret <16 x i32> %words
+}}
 """
 
 
