@@ -325,7 +325,7 @@ class StripProduct:
     ) -> None:
         """The tiles += all products of these tiles of K, and, evenly among those of each, lists of what is done beside
         them."""
-        pairs = self.task.layout.pairs[::-1]  # a tile of x that has just come has six products, then four, then two
+        pairs = self.task.layout.pairs
         with T.serial(*steps) as k:
             actions = [(n / len(some), action) for some in beside(k) for n, action in enumerate(some)]
             queue = iter([action for _, action in sorted(actions, key=itemgetter(0))])
