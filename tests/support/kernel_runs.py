@@ -81,7 +81,7 @@ def inner_loops(code: str, instruction: str) -> list[list[str]]:
 
 
 def stack_stores(body: list[str]) -> list[str]:
-    """Vectors that a loop spills: a frame's own places are below its %rbp, which otherwise is a pointer as any other."""
+    """Vectors that a loop spills. A frame's places are below its %rbp, which otherwise is a pointer as any other."""
     place = r"(?:.*\(%rsp\)|-\d+\(%rbp\))"
     return [line for line in body if re.search(rf"vmov\w+\s+%[xyz]mm\d+, {place}", line)]
 

@@ -66,8 +66,6 @@ def test_what_it_takes():
     assert "float16" in KERNEL.why_not(replace(op, dtype="float32"), PROFILE)
     assert "eight bits" in KERNEL.why_not(replace(op, int8_weights=True), PROFILE)
     assert "amx_bf16" in KERNEL.why_not(op, load_profile("znver4"))
-    config = KERNEL.default_config(operation(197, 64), PROFILE)
-    assert "one pass" in KERNEL.why_not_config(operation(197, 64), PROFILE, config | {"depth": 6})
 
 
 @pytest.mark.thorough_but("by terms-197")

@@ -113,13 +113,13 @@ def test_its_pairs_of_terms_are_those_of_each_word():
 
 
 def test_what_it_takes():
-    op = plain(128, 64)
+    op = plain(128, 96)
     assert KERNEL.why_not(op, PROFILE) is None
     assert KERNEL.float32_products(op, PROFILE) == ("bf16x6", "bf16x3")
     assert KERNEL.exact_products(op, PROFILE) == ("bf16x6",)
     assert KERNEL.exact_products(replace(op, rows=(1, 48)), PROFILE) == ("bf16x6",)
     assert KERNEL.exact_products(replace(op, rows=(1, 47)), PROFILE) == ()
-    assert KERNEL.exact_products(plain(127, 64), PROFILE) == KERNEL.exact_products(plain(128, 7), PROFILE) == ()
+    assert KERNEL.exact_products(plain(127, 96), PROFILE) == KERNEL.exact_products(plain(128, 95), PROFILE) == ()
     rounded = replace(op, float32_products="bf16")
     assert ROUNDED.why_not(rounded, PROFILE) is None
     assert ROUNDED.float32_products(op, PROFILE) == ("bf16",) and ROUNDED.exact_products(op, PROFILE) == ()

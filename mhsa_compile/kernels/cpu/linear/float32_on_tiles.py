@@ -62,9 +62,10 @@ ROWS_A_STEP = tiles.ROWS // CHAIN
 """So many rows of sums are settled beside the products of a step."""
 FEW_ROWS = {2: 8, 4: 4}
 """Of a register tile by its vectors, where fewer rows than are worth splitting are multiplied in float32."""
-SHORTEST, FEWEST = 128, 8
-"""Terms of a sum, and features, from which on no call is known to exceed float32's error budget: below, where one term
-is much larger than the others, PyTorch's many lanes are more exact than a chain, by terms or not."""
+SHORTEST, FEWEST = 128, 96
+"""Terms of a sum, from which on no call is known to exceed float32's error budget: below, where one term is much larger
+than the others, PyTorch's many lanes are more exact than a chain, by terms or not. And features, from which on six
+products take less time: 64 are multiplied as long as a number of x is split."""
 SHARES, FEW = 16, 8
 """So many tiles of rows ask for all of the next strip; FEW, unless it is known that there are more."""
 
@@ -129,21 +130,9 @@ class CpuFloat16TileLinearKernel(CpuFloat32TileLinearKernel):
             return f"rows from {WORTH_SPLITTING_FLOAT16} on, not {op.row_count}"
         return None if tiles.BFLOAT16.is_on(profile) else "a CPU with amx_bf16"
 
-    def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return {**super().search_space(op, profile), "depth": (_tiles(op),)}
-
-    def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
-        if reason := super().why_not_config(op, profile, config):
-            return reason
-        return None if config["depth"] >= _tiles(op) else "all of K in one pass, since y is rounded once"
-
     def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
-        return {"block": 16, "depth": _tiles(op)}
-
-
-def _tiles(op: LinearOp) -> int:
-    """Those of K."""
-    return -(-op.in_features // DEPTH)
+        """Two terms take less room, and a pass less writes what waits."""
+        return {"block": 16, "depth": 24}
 
 
 @dataclass(frozen=True)
@@ -195,11 +184,13 @@ class Unsettled:
 
 @dataclass(frozen=True)
 class TermProduct(Product):
-    """What is multiplied by terms, a strip after the other."""
+    """What is multiplied by terms, a strip after the other. `waiting` (rows of a band, N) are the sums of passes, where
+    y is narrower than they are."""
 
     layout: TermLayout
     rows: TermRows
     config: Config = field(default_factory=dict)
+    waiting: Expr | None = None
 
     @property
     def passes(self) -> int:
@@ -411,11 +402,26 @@ class StripProduct:
                 whole = value(row, c, lanes)
                 for start, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
                     at, piece = [tile.row + row, column + offset + start], vectors.part(whole, start, size, lanes)
-                    if task.passes > 1:
-                        piece = piece + T.Select(number > 0, load(task.y, at, size), splat(T.float32(0), size))
-                    store_narrow(task.y, at, piece, size)
+                    self._write_piece(at, piece, size)
 
         task.real_columns(self.p, columns)
+
+    def _write_piece(self, at: list[Expr], piece: Expr, size: int) -> None:
+        """Some of y, where the sums of the passes before are added; these wait where y has too few bits for them."""
+        task, number = self.task, self.of.number
+        if task.passes == 1:
+            store_narrow(task.y, at, piece, size)
+            return
+        waiting = (task.y, at) if task.waiting is None else (task.waiting, [at[0] - self.start * tiles.ROWS, at[1]])
+        piece = let(piece + T.Select(number > 0, load(*waiting, size), splat(T.float32(0), size)))
+        if task.waiting is None:
+            store(*waiting, piece, size)
+            return
+        with T.If(number == task.passes - 1):
+            with T.Then():
+                store_narrow(task.y, at, piece, size)
+            with T.Else():
+                store(*waiting, piece, size)
 
 
 def _tasks(task: TermProduct, cores: int, config: Config, few_rows: Config) -> None:
@@ -444,6 +450,9 @@ def _by_terms(task: TermProduct, cores: int) -> None:
     pass."""
     layout, tall = task.layout, materialize(ceil_div(task.count, tiles.ROWS))
     height = T.int64(layout.height(task.config, cores))
+    if layout.is_half and task.passes > 1:
+        shape = (height * tiles.ROWS, T.int64(layout.op.pitch))
+        task = replace(task, waiting=T.alloc_buffer(shape, "float32"))
     with T.serial(materialize(ceil_div(tall, height))) as band, T.serial(T.int64(task.passes)) as number:
         start = materialize(band * height)
         first, last = (materialize(T.truncdiv(n * layout.tiles, T.int64(task.passes))) for n in (number, number + 1))
