@@ -93,6 +93,7 @@ def test_what_a_module_fixes_is_fixed_and_said(module: nn.Module, left: tuple[in
         assert dims(export(module, example_inputs=[X], dims=fixed)) == [left]
 
 
+@pytest.mark.thorough_only("L0")
 @pytest.mark.parametrize("entry", ["L", Dim("L"), Dim.DYNAMIC])
 def test_what_is_named_stays_free_or_is_an_error(entry: object) -> None:
     module, _, _ = FIXED["of a parameter's size"]
