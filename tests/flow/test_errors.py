@@ -387,6 +387,7 @@ def test_external_data_is_looked_after_wherever_a_model_holds_it(place: str, tmp
     read_source(path, None, None)
 
 
+@pytest.mark.thorough_only("postgresql+psycopg://u:secret@h:z/q")
 @pytest.mark.parametrize(
     "url", ["postgresql+psycopg://u:secret@h:z/q", "sqlite:///a\0b", "postgresql+psycopg://u@[::1/q"]
 )
