@@ -194,6 +194,7 @@ class Unbatched(nn.Module):
         return self.project(self.attention(x, x, x, need_weights=False)[0])
 
 
+@pytest.mark.thorough
 def test_rows_without_a_sequence_are_free() -> None:
     module = Unbatched().eval()
     compiled = mhsa.load(mhsa.compile(module, example_inputs=(torch.randn(4, 24),)))

@@ -73,6 +73,7 @@ def test_wrong_results_of_products_are_told(case, calls):
     assert outcome.controls and all(share > 1 for _, share in outcome.controls)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["normal", pytest.param("special", marks=pytest.mark.thorough)])
 def test_wrong_scores_and_values_are_told(kind):
     plain = replace(ATTENTION, band=None, mask=None, extras=(), calls=((2, 31, 47),), fixed="", poison=False)
