@@ -134,7 +134,7 @@ def test_what_it_takes():
     assert set(offers_products(op, PROFILE)) == set(TERM_PRODUCTS)
 
 
-@pytest.mark.thorough_but("bf16")
+@pytest.mark.thorough_but("bf16x6")
 @pytest.mark.parametrize("word", TERM_PRODUCTS)
 def test_linears_side_by_side(word):
     """Of both layouts, with and without bias; every tail of rows, of features and of K."""
@@ -144,7 +144,7 @@ def test_linears_side_by_side(word):
         layer.check(rows(count, 197))
 
 
-@pytest.mark.thorough_but("33-bf16")
+@pytest.mark.thorough_but("33-bf16", "33-bf16x3")
 @pytest.mark.parametrize("word", TERM_PRODUCTS)
 @pytest.mark.parametrize("in_features", [1, 2, 33, 64, 1100])
 def test_blocks_passes_and_parts(in_features, word):

@@ -70,7 +70,6 @@ def test_nothing_calls_libm(code):
     "attention-x86-64-v4",
     "decode, 1 row-x86-64-v3",
     "linear-x86-64-v3",
-    "linear-x86-64-v4",
 )
 def test_inner_loops_keep_their_sums_in_registers(code):
     name, machine, text = code
