@@ -94,6 +94,7 @@ def test_causal_cross_attention(causal: str) -> None:
         assert operators(model)[-7:-4] == ["Shape", "Shape", "Expand"]
 
 
+@pytest.mark.thorough
 def test_causal_self_attention_needs_no_offset() -> None:
     model = export(block(causal="bottom_right"))
     assert model.opset_import[0].version == 23

@@ -55,8 +55,8 @@ def slice_of(what: str, count: int, seed: int) -> list[Outcome]:
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 def test_some_kernels():
-    found = slice_of("kernels", 6, seed=6)
-    assert len(found) == 6 and all(outcome.share <= 1 for outcome in found)
+    found = slice_of("kernels", 4, seed=6)
+    assert len(found) == 4 and all(outcome.share <= 1 for outcome in found)
     assert len({outcome.kind for outcome in found}) > 1
 
 

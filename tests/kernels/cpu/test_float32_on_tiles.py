@@ -256,6 +256,7 @@ def test_few_rows_are_rounded_too():
     np.testing.assert_array_equal(np.concatenate([layer(x[i : i + 1]) for i in range(40)]), layer(x))
 
 
+@pytest.mark.thorough
 def test_small_rows_and_features_lose_nothing():
     """Of the smallest that are multiplied by terms, lower terms are normal still."""
     rng = np.random.default_rng(1)

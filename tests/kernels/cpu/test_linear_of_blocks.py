@@ -159,7 +159,7 @@ def test_blocks(rounds: bool, name: str, case: tuple[int, int, int, tuple[Any, .
         linear.check(rows(linear.op, length))
 
 
-@pytest.mark.thorough_but("False")
+@pytest.mark.thorough
 @pytest.mark.parametrize("rounds", [False, True])
 def test_the_same_bits_for_any_number_of_rows_around(rounds: bool) -> None:
     """A row is the same alone and among others, in a tile, half of one and by itself, widened for a group or not."""

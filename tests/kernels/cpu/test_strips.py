@@ -19,7 +19,6 @@ from mhsa_compile.kernels.scores.call_mask import CallMask
 SIZES = ((2, 1, 7), (1, 45, 31), (2, 70, 131), (1, 130, 300))
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "narrow": {"H": 1, "G": 1, "E": 32, "F": 32},
     "grouped": {"H": 4, "G": 2, "E": 32, "F": 96},
     "causal": {"band": WindowSpec(None, 0, "top_left")},
     "causal from the end": {"band": WindowSpec(None, 0, "bottom_right")},
@@ -42,7 +41,7 @@ def in_strips(op: AttentionOp, threads: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @this_cpu.with_tiles
-@pytest.mark.thorough_but("narrow")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_tile_has_the_bits_that_it_has_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = dict(CASES[name])
