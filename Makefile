@@ -14,7 +14,7 @@ DECODERS := $(VENV)/.decoders
 ACCURACY := $(VENV)/.accuracy
 NUMKONG := $(VENV)/numkong
 TILE_TESTS := $(addprefix tests/kernels/cpu/test_tile_,attention.py code.py emulation.py)
-ON_TILES := $(addprefix tests/kernels/cpu/test_,tile_attention_by_terms.py float32_on_tiles.py float16_on_tiles.py products_on_tiles.py)
+ON_TILES := $(addprefix tests/kernels/cpu/test_,strips.py tile_attention_by_terms.py float32_on_tiles.py float16_on_tiles.py products_on_tiles.py)
 GPU_JOBS ?= 4
 AGAINST ?= HEAD
 ifdef PREPARED  # PREPARED=1: what runs on a GPU takes $(PYTHON) as it is, as where there is no network (docs/gpu.md)
@@ -92,7 +92,7 @@ search-app: $(STAMP)  ## Search your own text files by meaning, in the browser: 
 search-page: $(STAMP)  ## The same in the browser alone: a page, written to build/search-page, that sends nothing anywhere
 	@PYTHONPATH=examples $(BIN)/python -m search_page $(if $(PORT),--port $(PORT))
 
-test: $(STAMP)  ## The suite, two processes, seven minutes; the last lines count the tests, and those left out
+test: $(STAMP)  ## The suite, two processes, five minutes; the last lines count the tests, and those left out
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-arm: $(STAMP)  ## On an emulated ARM machine: every target and kernel, an example, tuning; what test-all adds are more cases

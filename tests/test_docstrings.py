@@ -32,7 +32,7 @@ def examples(name: str) -> doctest.DocTest:
     return doctest.DocTestParser().get_doctest(text, dict(vars(module)), name, inspect.getsourcefile(found), None)
 
 
-@pytest.mark.thorough_only("accelerate", "compile", "load", "verify")
+@pytest.mark.thorough_only("Artifact", "accelerate", "compile", "from_bert", "load", "verify")
 @pytest.mark.parametrize("name", sorted(OBJECTS))
 def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -14,10 +14,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from support import tiny_artifact
 from support.examples import loaded
 from support.page_blocks import blocks, run_python, sections, with_sources
 
-import mhsa_compile as mhsa
+from mhsa_compile.runtime.compiled_attention import load
 
 ROOT = Path(__file__).parents[1]
 PAGE, CHINESE = ROOT / "docs" / "textbook.md", ROOT / "docs" / "textbook.zh.md"
@@ -129,17 +130,18 @@ def test_a_row_without_an_artifact_is_off_unless_it_is_algebra(program: ModuleTy
     """By what ran: a compiled layer is called in the first block alone."""
     page = tmp_path / "page.md"
     page.write_text(
-        "```python\nattention(x)\nrow('ran', 2, 2, control=3)\nrow('the same block', 2, 2, control=3)\n```\n"
+        "```python\nlayer(x, mask)\nrow('ran', 2, 2, control=3)\nrow('the same block', 2, 2, control=3)\n```\n"
         "```python\nrow('nothing ran', 2, 2, control=3)\nrow('algebra', 2, 2, control=3, algebra=True)\n```\n"
     )
-    attention = mhsa.load(mhsa.compile(mhsa.AttentionSpec(embed_dim=8, num_heads=2)))
+    layer = load(tiny_artifact.make(tmp_path / "layer.mhsa"))
+    x, mask = tiny_artifact.draw()
     rows = program.Rows()
     with program.uses_counted(rows):
-        names = {"row": rows.note, "attention": attention, "x": np.zeros((1, 3, 8), np.float32)}
+        names = {"row": rows.note, "layer": layer, "x": x, "mask": mask}
         run_python(rows.each(blocks(page)), names)
     assert [row.what for row in off(rows)] == ["nothing ran"] and rows[2].verdict == "OFF: no artifact"
     assert [row.uses for row in rows] == [1, 1, 0, 0]
-    attention(np.zeros((1, 3, 8), np.float32))  # what counts is gone again
+    layer(x, mask)  # what counts is gone again
     assert rows.uses == 0
 
 

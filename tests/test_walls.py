@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -89,13 +90,28 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@dataclass(frozen=True)
+class Source:
+    """What the walls ask of a file."""
+
+    imports: frozenset[str]
+    types: tuple[str, ...]
+    target_names: tuple[str, ...]
+
+
 @cache
+def source_of(path: Path) -> Source:
+    """A file is parsed once for all walls, which is most of their time."""
+    tree = tree_of(path)
+    return Source(frozenset(imports_below(tree)), tuple(type_names(tree)), tuple(target_names(tree)))
+
+
 def imports(path: Path) -> frozenset[str]:
-    """Dotted names that a file imports, also inside of functions; blocks for type checkers import nothing."""
-    return frozenset(imports_below(tree_of(path)))
+    return source_of(path).imports
 
 
 def imports_below(node: ast.AST) -> Iterator[str]:
+    """Dotted names that a file imports, also inside of functions; blocks for type checkers import nothing."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
@@ -199,26 +215,25 @@ def docstrings(tree: ast.Module) -> set[int]:
 
 def test_targets_are_asked_for_capabilities_not_names() -> None:
     """What can be seen in the source: no target's name as a string, and no `profile.name`."""
-    names = re.compile(rf"\b({'|'.join(re.escape(name) for name in profile_names() if name != NATIVE)})\b")
-
-    def names_of(path: Path) -> list[str]:
-        tree, lines = tree_of(path), []
-        documentation = docstrings(tree)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
-                lines += [f"line {node.lineno} names a target"] * bool(names.search(node.value))
-            if isinstance(node, ast.Attribute) and node.attr == "name":
-                owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
-                lines += [f"line {node.lineno} reads a target's name"] * owner.endswith("profile")
-        return lines
-
     others = (path for path in FILES if module_of(path).partition(".")[0] not in KNOW_TARGET_NAMES)
-    assert offences(names_of, others) == {}
+    assert offences(lambda path: source_of(path).target_names, others) == {}
 
 
-def type_names(path: Path) -> Iterator[str]:
+TARGET_NAMES = re.compile(rf"\b({'|'.join(re.escape(name) for name in profile_names() if name != NATIVE)})\b")
+
+
+def target_names(tree: ast.Module) -> Iterator[str]:
+    documentation = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield from [f"line {node.lineno} names a target"] * bool(TARGET_NAMES.search(node.value))
+        if isinstance(node, ast.Attribute) and node.attr == "name":
+            owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            yield from [f"line {node.lineno} reads a target's name"] * owner.endswith("profile")
+
+
+def type_names(tree: ast.Module) -> Iterator[str]:
     """The classes of a file, and the names that it gives to types; a TypeVar is a parameter, and no type."""
-    tree = tree_of(path)
     yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     blocks = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]
     for node in (node for block in blocks for node in block if isinstance(node, ast.Assign)):
@@ -231,7 +246,7 @@ def test_a_type_name_has_one_meaning() -> None:
     """Whoever searches for a type finds the one place that says what it is."""
     places: dict[str, list[str]] = {}
     for path in FILES:
-        for name in type_names(path):
+        for name in source_of(path).types:
             places.setdefault(name, []).append(module_of(path))
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 

@@ -45,6 +45,7 @@ def test_information_does_not_depend_on_a_basis_and_cosine_does() -> None:
     assert analysis.HeadDiversity("cosine")(turned) != pytest.approx(analysis.HeadDiversity("cosine")(heads).item())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [pytest.param("information", marks=pytest.mark.thorough), "cosine"])
 def test_gradients_are_those_of_the_term(kind: str) -> None:
     term = analysis.HeadDiversity(kind, weight=0.5)

@@ -72,6 +72,7 @@ def percents(weights: np.ndarray) -> list[str]:
     return [f"{100 * weight:.1f} %" for weight in weights]
 
 
+@pytest.mark.thorough
 def test_a_head_step_by_step_shows_its_own_numbers(flow: BlockFlow, tmp_path: Path) -> None:
     head, query = 4, 5
     head_pictures.draw_steps(tmp_path / "steps.svg", flow, head, query)

@@ -41,7 +41,7 @@ def checked(layers: list[TrainedLayer]) -> None:
                     layer.check([*results[:call], y * 1.001, *results[call + 1 :]])
 
 
-@pytest.mark.thorough_but("Bert")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_compute_what_the_model_computes(name: str) -> None:
     """Texts of several lengths without padding: what is constant becomes part of the layer."""
@@ -56,7 +56,7 @@ def test_layers_compute_what_the_model_computes(name: str) -> None:
     assert before == model.config._attn_implementation != NAME and not any(m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.thorough_but("Gemma2", "T5")
+@pytest.mark.thorough_but("T5")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("ViT", "Dinov2", "Whisper")])
 def test_padding_is_a_mask_of_the_call(name: str) -> None:
     layers = trained_layers(built(name, FAMILIES[name]), [given(name, 2, 9, hidden=4), given(name, 1, 5)])

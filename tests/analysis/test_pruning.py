@@ -83,6 +83,7 @@ def least_squares(layer: MultiHeadAttention, x: torch.Tensor, kept: tuple[int, .
     return np.linalg.lstsq(rows, np.r_[lost, np.zeros((columns.shape[1], 24))], rcond=None)[0]
 
 
+@pytest.mark.thorough
 def test_the_fit_is_a_ridge_chosen_by_parts_that_are_held_out() -> None:
     """By other means: least squares on rows of all tokens, each ridge tried on each of three sequences held out."""
     layer, x, report = made()

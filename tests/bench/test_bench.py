@@ -263,6 +263,7 @@ def test_workloads_have_other_dtypes():
     assert (workload.at("bfloat16").name, workload.at("bfloat16").spec.dtype) == ("tiny-bfloat16", "bfloat16")
 
 
+@pytest.mark.thorough_but("core-inputs1")
 @pytest.mark.parametrize(("kind", "inputs"), [("block", ["x"]), ("core", ["q", "k", "v"])])
 def test_a_workload_is_compiled_as_its_kind_says(kind, inputs):
     workload = Workload("small", kind, "tests", mhsa.AttentionSpec(embed_dim=16, num_heads=2), 1, 5, 5)

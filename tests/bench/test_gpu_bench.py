@@ -392,7 +392,9 @@ FORMS: dict[str, Callable[[GpuProblem], list[peers.Call]]] = {
 }
 
 
-@pytest.mark.thorough_only("full-FlexAttention", "causal-FlexAttention")
+@pytest.mark.thorough_only(
+    "causal-FlexAttention", "constant mask-FlexAttention", "full-FlexAttention", "window-FlexAttention"
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [name for name, (kind, _) in SMALL.items() if kind == "core"])

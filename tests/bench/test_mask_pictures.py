@@ -45,7 +45,7 @@ def test_every_pattern_has_its_section_and_its_picture() -> None:
     assert all((PAGE.parent / picture).is_file() for picture in pictures)
 
 
-@pytest.mark.thorough_only("masks.Strided(stride=64)-4.6")
+@pytest.mark.thorough_only("masks.Longformer(window=512, global_tokens=1)-12.2", "masks.Strided(stride=64)-4.6")
 @pytest.mark.parametrize(("call", "density"), CALLS)
 def test_densities(call: str, density: str) -> None:
     mask = eval(call, {"masks": masks})
@@ -53,6 +53,7 @@ def test_densities(call: str, density: str) -> None:
     assert f"{array.mean():.1%}" == f"{density}%"
 
 
+@pytest.mark.thorough
 def test_the_pictures_are_those_of_the_masks(drawing, tmp_path: Path) -> None:
     pinned = re.search(r"^matplotlib==(.*)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
     assert pinned is not None

@@ -128,12 +128,14 @@ def ids(pair) -> str:
 @pytest.mark.thorough_only(
     "*-SDPA-block",
     "*-SDPA-core-gqa-causal",
-    "torch_compile-products-*",
+    "iree-iree-block",
+    "openvino-Attention-block",
+    "torch_compile-FlexAttention-core-gqa-causal",
     "torch_compile-SDPA, symbolic-block",
     "torch_compile-products, symbolic-block",
-    "torch_compile-FlexAttention-core-gqa-causal",
-    "openvino-Attention-block",
-    "iree-iree-block",
+    "torch_compile-products-*",
+    "torch_eager-SDPA, heads folded-block",
+    "torch_eager-SDPA, heads folded-core-gqa-causal",
 )
 @pytest.mark.parametrize(
     ("pair", "name"),
@@ -151,13 +153,24 @@ def test_every_form_computes_what_the_module_does(pair, name, problem):
 
 
 @pytest.mark.thorough_only(
+    "openvino-Attention-values-apart",
+    "torch_eager-SDPA, heads folded-block-additive-causal",
+    "torch_eager-SDPA, heads folded-block-bfloat16",
+    "torch_eager-SDPA, heads folded-block-causal",
+    "torch_eager-SDPA, heads folded-block-key-padding",
+    "torch_eager-SDPA, heads folded-block-window",
+    "torch_eager-SDPA, heads folded-core-bfloat16",
+    "torch_eager-SDPA, heads folded-core-bool",
+    "torch_eager-SDPA, heads folded-core-decode",
+    "torch_eager-SDPA, heads folded-cross",
+    "torch_eager-SDPA, heads folded-values-apart",
     "torch_eager-SDPA-block-*",
+    "torch_eager-SDPA-core-bfloat16",
+    "torch_eager-SDPA-core-bool",
+    "torch_eager-SDPA-core-decode",
+    "torch_eager-SDPA-core-static",
     "torch_eager-SDPA-cross",
     "torch_eager-SDPA-values-apart",
-    "torch_eager-SDPA-core-decode",
-    "torch_eager-SDPA-core-bool",
-    "torch_eager-SDPA-core-bfloat16",
-    "openvino-Attention-values-apart",
 )
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("pair", QUICK, ids=ids)
@@ -166,7 +179,7 @@ def test_quick_forms_compute_the_rest_or_refuse(pair, name, problem):
     assert outcome(*pair, problem(name)) == expected
 
 
-@pytest.mark.thorough_but("4-core-decode")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("form", "name"), [(5, "core-static"), (4, "core-decode"), (0, "core-static")])
 def test_compiled_forms_serve_their_purpose(form, name, problem):
     assert outcome(torch_compile, torch_compile.FORMS[form], problem(name)) == "right"

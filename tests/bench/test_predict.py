@@ -72,11 +72,7 @@ def require_analyzer(target: str) -> llvm_mca.Analyzer:
 
 
 @pytest.mark.thorough_but(
-    "linear-neoverse-v1",
-    "linear int8-cortex-a76",
-    "linear int8-neoverse-v2",
-    "linear bf16-neoverse-v2",
-    "attention bf16-neoverse-v1",
+    "attention bf16-neoverse-v1", "linear bf16-neoverse-v2", "linear int8-cortex-a76", "linear int8-neoverse-v2"
 )
 @pytest.mark.parametrize(("name", "target"), MULTIPLIED_BY, ids=str)
 def test_inner_loops_are_made_of_the_best_instruction_and_spill_nothing(name, target):

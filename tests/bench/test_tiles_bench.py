@@ -99,6 +99,7 @@ for sums in (tile_peak.FEW_SUMS, tile_peak.MOST_SUMS):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not set(tile_peak.FEATURES) <= host.cpu_features(), reason="no matrix tiles")
 def test_products_of_tiles_run() -> None:
     """In a process of its own: once it may use tiles, it may for ever."""

@@ -143,6 +143,7 @@ def test_the_loop_of_reading_reads_everything():
     assert total.numpy().tolist() == array.reshape(-1, 4).sum(axis=0).tolist()
 
 
+@pytest.mark.thorough_but("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_the_limits_count_what_all_threads_do(dtype):
     with roofline.multiply_adds(detect(), 1, dtype) as one, roofline.multiply_adds(detect(), 2, dtype) as two:
@@ -151,6 +152,7 @@ def test_the_limits_count_what_all_threads_do(dtype):
         assert two.amount == 2 * one.amount > 0
 
 
+@pytest.mark.thorough
 def test_reading_is_of_arrays_that_no_cache_holds():
     with roofline.reading(detect(), 2, least_bytes=1 << 20) as few:
         few.run()

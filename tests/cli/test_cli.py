@@ -224,6 +224,7 @@ BAD_COMPILES = {
 }
 
 
+@pytest.mark.thorough_only("positions beyond rope's")
 @pytest.mark.parametrize(("arguments", "reason"), BAD_COMPILES.values(), ids=BAD_COMPILES.keys())
 def test_bad_compiles_are_refused(tmp_path: Path, arguments: list[object], reason: str) -> None:
     out = tmp_path / "out"

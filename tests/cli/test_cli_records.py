@@ -113,6 +113,7 @@ def test_the_best_is_promoted_and_what_is_doubtful_is_not(tmp_path: Path, shippe
     assert place.read_bytes() == before
 
 
+@pytest.mark.thorough_but("native")
 @pytest.mark.parametrize("name", ["native", "mine"])
 def test_records_are_promoted_to_a_target_that_is_shipped(tmp_path: Path, shipped: Path, name: str) -> None:
     path = written(tmp_path / f"{name}.jsonl", made("znver4"))

@@ -43,6 +43,7 @@ GRAPHS: dict[str, tuple[list[onnx.NodeProto], Callable[[np.ndarray], np.ndarray]
 }
 
 
+@pytest.mark.thorough_but("a bias and what follows")
 @pytest.mark.parametrize(("nodes", "expected"), GRAPHS.values(), ids=GRAPHS)
 def test_weights_that_a_graph_computes_are_packed(
     nodes: list[onnx.NodeProto], expected: Callable[[np.ndarray], np.ndarray]

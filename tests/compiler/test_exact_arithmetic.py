@@ -100,11 +100,13 @@ def _wrong_floats(rows: str | int) -> set[str]:
     return wrong
 
 
+@pytest.mark.thorough_but("N")
 @pytest.mark.parametrize("rows", [2, "N"])
 def test_values_are_those_of_the_operators(rows: str | int) -> None:
     assert _wrong_floats(rows) == set()
 
 
+@pytest.mark.thorough
 def test_tvm_alone_takes_floats_for_numbers_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_schedule, "hide_operands", nothing)
     monkeypatch.setattr(cpu_schedule, "_OF_ZERO", {})
@@ -162,6 +164,7 @@ def _wrong_whole_numbers(kind: str, chains: Collection[str]) -> set[str]:
     return {name for name, (one, other) in values if not np.array_equal(one, other)}
 
 
+@pytest.mark.thorough_but("int64")
 @pytest.mark.parametrize("kind", CODES)
 def test_whole_numbers_wrap(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _wrong_whole_numbers(kind, WHOLE) == set()
@@ -207,12 +210,14 @@ def _right(index: Any, *changes: Any) -> bool:
     return bool((result.numpy() + low == expected).all())
 
 
+@pytest.mark.thorough
 def test_indices_are_right_and_tvm_alone_gets_some_wrong() -> None:
     assert all(_right(index, hide_dividends) for index in INDICES.values())
     wrong = {name for name, index in INDICES.items() if not _right(index)}
     assert len(wrong) >= 4 and "counts up" not in wrong, wrong
 
 
+@pytest.mark.thorough_but("5")
 @pytest.mark.parametrize("length", [8, 5])
 def test_repeated_rows_are_reversed(length: int) -> None:
     constants = {"twice": [1, 2], "last": [-1], "before": [-99], "axis": [1], "back": [-1]}

@@ -106,6 +106,7 @@ def test_a_library_for_windows_names_what_it_has_and_needs(libraries: tuple[Path
     assert b"KERNEL32.dll" in text
 
 
+@pytest.mark.thorough_but("x86_64-windows-gnu")
 @pytest.mark.parametrize("triple", ["x86_64-linux-gnu", "x86_64-windows-gnu"])
 def test_the_pool_of_other_systems(triple: str, tmp_path: Path) -> None:
     """That of macOS, which is POSIX's, runs on Linux as well; that of Windows under Wine."""

@@ -29,6 +29,7 @@ def expected(op: str, x: np.ndarray, axis: int, exclusive: int, reverse: int) ->
     return np.flip(y, axis) if reverse else y
 
 
+@pytest.mark.thorough_but("CumSum-int32-1-0")
 @pytest.mark.parametrize(
     ("op", "dtype", "exclusive", "reverse"),
     [

@@ -39,6 +39,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 TURNED = {"Cohere": (6, True), "GPTNeoX": (4, False), "Glm": (4, True), "Llama": (6, False), "Phi": (4, False)}
 
 
+@pytest.mark.thorough_only("Dinov2")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "T5"])
 def test_what_a_layer_says_becomes_a_spec(name: str) -> None:
     """`from_transformers` itself holds the result against the layer's own, and would refuse it."""

@@ -73,6 +73,7 @@ def test_whose_token_it_is(model: Path) -> None:
     assert weights.shape == (2, 4, len(tokens), len(tokens))
 
 
+@pytest.mark.thorough
 def test_threads_that_call_at_once_get_what_one_gets(model: Path) -> None:
     encoder = SentenceEncoder(model)
     batches = [TEXTS[i:] for i in range(len(TEXTS))] * 10

@@ -95,6 +95,7 @@ def write(kind: str, artifact: Artifact, place: Path) -> None:
             file.write(b"whole")
 
 
+@pytest.mark.thorough_but("file")
 @pytest.mark.parametrize("kind", ["save", "bundle", "file"])
 def test_what_the_dead_left_goes_and_what_the_living_make_stays(kind: str, artifact: Artifact, tmp_path: Path) -> None:
     with writer(kind, artifact, tmp_path) as dead, writer(kind, artifact, tmp_path):
@@ -128,6 +129,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return artifact_store.data_paths.artifact_cache()
 
 
+@pytest.mark.thorough_but("turn")
 @pytest.mark.parametrize("kind", ["entry", "turn", "dropped"])
 def test_the_cache_is_cleared_of_the_dead_as_anything_is_kept(kind: str, artifact: Artifact, cache: Path) -> None:
     if kind == "dropped":

@@ -54,6 +54,14 @@ COMMANDS = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough_only(
+    "compile --embed-dim 8 --num-heads 2 -o @/a",
+    "compile --embed-dim 8 --num-heads 2 -o a --target @.toml",
+    "compile @ -o a",
+    "compile @.onnx -o a",
+    "tune @",
+    "verify @",
+)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_says_it_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.chdir(folder)

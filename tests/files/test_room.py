@@ -33,6 +33,7 @@ for limit in map(int, sys.argv[1:]):
 """
 
 
+@pytest.mark.thorough
 def test_a_limit_on_sizes_of_files_ends_no_process_that_compiles() -> None:
     limits = ("1000", "60000", str(2**30))
     environment = {name: value for name, value in os.environ.items() if name != "TVM_USE_RUNTIME_LIB"}  # of a test's

@@ -30,6 +30,7 @@ def reshape_of_a_computed_length(source: str) -> onnx.ModelProto:
     return onnx.parser.parse_model(text)
 
 
+@pytest.mark.thorough_but("positive")
 @pytest.mark.parametrize("source", ["x", "positive"])
 def test_a_reshape_of_a_computed_length_is_a_view(source: str) -> None:
     shifted = mhsa.load(mhsa.compile(reshape_of_a_computed_length(source), without_attention="accept"))

@@ -50,7 +50,7 @@ def as_ieee(artifact: Artifact) -> Artifact:
     return replace(artifact, manifest=msgspec.structs.replace(artifact.manifest, ops=ops))
 
 
-@pytest.mark.thorough_but("bf16")
+@pytest.mark.thorough
 @pytest.mark.parametrize("word", ["bf16x6", "bf16x3", "bf16"])
 def test_verify_allows_what_was_chosen_and_no_more(word: str) -> None:
     artifact = mhsa.compile(SPEC, float32_products=word)

@@ -39,6 +39,7 @@ def test_a_window_without_an_end(window) -> None:
     _check(mhsa.load(mhsa.compile(mhsa.ScaledDotProductAttention(spec))), window)
 
 
+@pytest.mark.thorough
 def test_a_window_of_64_bits_in_a_file() -> None:
     tensors = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", 2, length, 8])

@@ -34,6 +34,7 @@ def test_there_are_as_many_as_onnx_has() -> None:
     assert len(node_sweep.cases()) == 1344
 
 
+@pytest.mark.thorough_but("test_swiglu_float16")
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(cases: dict[str, TestCase], name: str) -> None:
     assert node_sweep.judge(cases[name]) == ("right", "")

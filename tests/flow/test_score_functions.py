@@ -66,7 +66,7 @@ def check(compiled: Any, inputs: list[torch.Tensor], mask_mod: Any = None, score
     assert max_error(exact, y) <= budget(exact, yardstick, "float32")
 
 
-@pytest.mark.thorough_but("dilated window")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_mean_what_they_mean_to_flex_attention(name: str, tmp_path: Path):
     mask_mod = MASKS[name]

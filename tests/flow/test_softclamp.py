@@ -92,6 +92,7 @@ def test_it_is_not_softcap() -> None:
         check(core(softclamp=None, softcap=CLAMP), mhsa.load(compiled("alone")[1]), 37, 53)
 
 
+@pytest.mark.thorough_but("one query")
 @pytest.mark.parametrize("fields", [{"dims": {"L": 1}}, {"clamp": 1e20}], ids=["one query", "no kernel"])
 def test_decoding_and_what_no_kernel_computes(fields: dict[str, Any]) -> None:
     module = core(softclamp=fields.get("clamp", CLAMP), outputs=("y",))

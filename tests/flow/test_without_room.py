@@ -101,7 +101,7 @@ def said(program: str, folder: Path, source: Path) -> subprocess.CompletedProces
     return done
 
 
-@pytest.mark.thorough_only("a dump")
+@pytest.mark.thorough_but("records")
 @pytest.mark.parametrize(("program", "expected"), CASES.values(), ids=CASES.keys())
 def test_it_is_one_error_of_ours_and_nothing_half_written(
     program: str, expected: str, tmp_path: Path, source: Path

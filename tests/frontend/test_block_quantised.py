@@ -100,7 +100,7 @@ PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough_but("4, a bias", "4, float16")
+@pytest.mark.thorough_but("4, float16")
 @pytest.mark.parametrize(("bits", "words"), PRODUCTS.values(), ids=PRODUCTS)
 def test_products(bits: int, words: dict[str, Any]) -> None:
     """K is no multiple of the block, and blocks are no whole bytes of zero points, but in one case."""
@@ -109,7 +109,7 @@ def test_products(bits: int, words: dict[str, Any]) -> None:
     check(model, x, 2e-3 if x.dtype == np.float16 else 2e-6)
 
 
-@pytest.mark.thorough_but("4", "zero points of floats")
+@pytest.mark.thorough_but("4")
 @pytest.mark.parametrize(
     ("words", "rounds"),
     [
@@ -139,6 +139,7 @@ def test_rows_of_other_ranks(rank: int) -> None:
     check(model, np.random.default_rng(0).standard_normal((*(2, 1, 3)[: rank - 1], 72)).astype(np.float32), 2e-6)
 
 
+@pytest.mark.thorough
 def test_projections_of_one_input_lie_side_by_side() -> None:
     """Two products that only an attention reads, of different widths and zero points, are one operation."""
     nodes, arrays, infos = [], {}, []
@@ -184,7 +185,7 @@ def test_rows_of_tables(bits: int, words: dict[str, Any]) -> None:
     check(table(bits, **words), ids, 2e-3 if words.get("dtype") == "float16" else 1e-6)
 
 
-@pytest.mark.thorough_but("int4", "uint4, zero points")
+@pytest.mark.thorough_but("int4")
 @pytest.mark.parametrize(
     ("kind", "zeros", "axis"),
     [("int4", False, 1), ("int4", True, -1), ("uint4", False, 1), ("uint4", True, 1)],

@@ -117,6 +117,7 @@ DECODER = """agraph (float[B, L, 32] x, float[B, S, 32] past, bool flag) => (flo
 }"""
 
 
+@pytest.mark.thorough
 def test_attention_in_branches() -> None:
     model = parser.parse_model(HEAD + DECODER)
     rng = np.random.default_rng(0)
@@ -164,6 +165,7 @@ def test_results_of_another_length() -> None:
             assert actual.shape == expected.shape and np.allclose(actual, expected, atol=1e-5)
 
 
+@pytest.mark.thorough_but("True")
 @pytest.mark.parametrize("flag", [True, False])
 def test_weights_that_branches_give_out_may_have_one_name(flag: bool) -> None:
     model = parsed(

@@ -23,6 +23,7 @@ def _expected(number: float, kind: str) -> int:
     return int(np.array(whole, f"int{bits}").astype(kind))
 
 
+@pytest.mark.thorough_but("float16")
 @pytest.mark.parametrize("source", ["float32", "float16"])
 def test_numbers_that_have_none_become_the_least(source: str) -> None:
     nodes = [

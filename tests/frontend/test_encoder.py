@@ -114,6 +114,7 @@ def test_an_encoder(opset: int, tmp_path: Path) -> None:
     assert verdict.ok, verdict.worst
 
 
+@pytest.mark.thorough
 def test_an_encoder_of_the_optimizer_whose_inputs_call_their_batch_differently() -> None:
     """As PyTorch's exporter calls dims that nobody names; Attention reads what counts the mask's rows."""
     model = fused_encoder(24, 3, 40)

@@ -176,6 +176,7 @@ def _branches(score, b, h, q, k):
     return score if q >= k else score * 2
 
 
+@pytest.mark.thorough_only("said0-Data-dependent branching")
 @pytest.mark.parametrize(
     ("said", "named"),
     [

@@ -119,6 +119,7 @@ def test_the_size_of_a_spectrum_whose_half_is_not_asked_for_by_name() -> None:
     np.testing.assert_allclose(call(signal), right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough_but("0")
 @pytest.mark.parametrize("inverse", [0, 1])
 def test_an_axis_that_comes_by_the_call(inverse: int) -> None:
     source = f"""<ir_version: 9, opset_import: ["" : 20]> g (float[3,4,5,2] x, int64 axis) => (float[3,4,5,2] y) {{

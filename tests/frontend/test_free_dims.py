@@ -93,6 +93,7 @@ def test_what_a_module_fixes_is_fixed_and_said(module: nn.Module, left: tuple[in
         assert dims(export(module, example_inputs=[X], dims=fixed)) == [left]
 
 
+@pytest.mark.thorough_only("L0")
 @pytest.mark.parametrize("entry", ["L", Dim("L"), Dim.DYNAMIC])
 def test_what_is_named_stays_free_or_is_an_error(entry: object) -> None:
     module, _, _ = FIXED["of a parameter's size"]
@@ -193,6 +194,7 @@ class Unbatched(nn.Module):
         return self.project(self.attention(x, x, x, need_weights=False)[0])
 
 
+@pytest.mark.thorough
 def test_rows_without_a_sequence_are_free() -> None:
     module = Unbatched().eval()
     compiled = mhsa.load(mhsa.compile(module, example_inputs=(torch.randn(4, 24),)))

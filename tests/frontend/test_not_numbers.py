@@ -24,6 +24,7 @@ LINES = {
 REDUCED = {"high": "ReduceMax(x, one)", "low": "ReduceMin(x, one)"}
 
 
+@pytest.mark.thorough_but("float64-double")
 @pytest.mark.parametrize(("dtype", "name"), [(np.float32, "float"), (np.float64, "double"), (np.float16, "float16")])
 def test_not_a_number_stays_one(dtype: type, name: str) -> None:
     outputs = [f"{name}[L, 4] {line}" for line in LINES] + [f"{name}[L, 1] {line}_of" for line in REDUCED]
@@ -54,6 +55,7 @@ def test_pooling_carries_what_is_not_a_number() -> None:
     assert np.array_equal(whole[..., 0, 0], x.max((2, 3)), equal_nan=True)
 
 
+@pytest.mark.thorough
 def test_a_linear_with_relu_carries_it() -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     x = np.ones((2, 3, 8), np.float32)

@@ -55,6 +55,7 @@ def test_slices_and_expand() -> None:
     assert np.array_equal(expanded, np.broadcast_to(x, (5, 2, 3, 7, 10)))
 
 
+@pytest.mark.thorough
 def test_the_first_and_the_last_of_any_number_broadcast() -> None:
     """As a token that stands for all is added to all."""
 

@@ -50,6 +50,7 @@ def test_each_output_has_a_tensor_of_its_own(model: onnx.ModelProto, names: list
     assert model.SerializeToString() == before
 
 
+@pytest.mark.thorough
 def test_results_are_onnx_runtime_s() -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     model = _model(["const", "y", "y", "a", "x", "y_2"], NEGATIVE)

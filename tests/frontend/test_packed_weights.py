@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # what becomes of them, as in 
 }
 
 
-@pytest.mark.thorough_but("rows in blocks", "a scale a row")
+@pytest.mark.thorough_but("a scale a row")
 @pytest.mark.parametrize(("kernel", "words"), CASES.values(), ids=CASES)
 def test_products(kernel: str, words: dict[str, Any]) -> None:
     """The values of ONNX Runtime: exact ones differ by half a per cent where it rounds activations."""
@@ -108,6 +108,7 @@ def test_activations_that_are_bytes_already_are_not_rounded_once_more(domain: st
         np.testing.assert_allclose(y, expected, atol=2e-6 * np.abs(exact).max())
 
 
+@pytest.mark.thorough
 def test_weights_that_others_read_too_are_floats() -> None:
     model, weights = product("INT4", 0, 16)
     model.graph.node.append(helper.make_node("ReduceSum", ["w"], ["sum"]))

@@ -90,7 +90,7 @@ FORMS = {
 }
 
 
-@pytest.mark.thorough_but("volumes-fixed", "one channel-fixed")
+@pytest.mark.thorough_but("one channel-fixed")
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 @pytest.mark.parametrize(("layers", "sizes"), FORMS.values(), ids=FORMS.keys())
 def test_convolutions_are_linears(

@@ -17,6 +17,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough_but("a whole window at the end", "by columns")
 @pytest.mark.parametrize("name", CASES)
 def test_places_of_the_largest(name: str) -> None:
     shape, said = CASES[name]

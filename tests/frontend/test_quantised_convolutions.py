@@ -117,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough_only("QLinearConv-an image-int8-int8-True")
 @pytest.mark.parametrize(("form", "name", "kind", "weights", "per_channel"), CASES)
 def test_as_onnx_runtime_has_it(form: str, name: str, kind: str, weights: str, per_channel: bool) -> None:
     file, _ = model(form, name, kind, weights, per_channel)
@@ -178,6 +179,7 @@ KINDS = {
 }
 
 
+@pytest.mark.thorough_but("weights of 16 bits")
 @pytest.mark.parametrize("name", KINDS)
 def test_bits_that_no_product_takes_are_patches_of_floats(name: str) -> None:
     """They were loops: 0.65 of a ViT's time whose activations have 16 bits."""

@@ -187,6 +187,7 @@ def static() -> onnx.ModelProto:
     return file
 
 
+@pytest.mark.thorough
 def test_products_between_pairs_of_a_static_quantiser() -> None:
     artifact = mhsa.compile(static(), without_attention="accept")
     fused = [node.op_type for node in fuse(static()).graph.node]
@@ -241,6 +242,7 @@ def test_what_does_not_fit_stays(name: str) -> None:
     assert {"MatMul", "MatMulInteger"} & {*operators} and FusedQuantisedLinear.op_type not in operators
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_channel", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", ["QUInt8", pytest.param("QInt8", marks=pytest.mark.thorough)])
 def test_an_encoder_of_the_quantiser(kind: str, per_channel: bool, tmp_path: Path) -> None:

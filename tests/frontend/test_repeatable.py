@@ -91,6 +91,7 @@ def test_what_differs_from_call_to_call_is_refused(kind: type[Base], named: str)
     assert [part.training for part in (module, module.drop, module.norm)] == [True, True, False]
 
 
+@pytest.mark.thorough
 def test_a_module_is_exported_at_inference_and_each_part_keeps_its_mode() -> None:
     module = Follows().train()
     module.norm.eval()

@@ -114,6 +114,7 @@ def _arrays(model: onnx.ModelProto, sizes: dict[str, int]) -> dict[str, np.ndarr
     return result
 
 
+@pytest.mark.thorough_but("a pad to a multiple of a window", "ranges, expansions and tiles")
 @pytest.mark.parametrize("name", CASES)
 def test_computed_shapes(name: str) -> None:
     text, constants, calls = CASES[name]
@@ -148,6 +149,7 @@ def test_sizes_that_do_not_fit_end_the_call() -> None:
         compiled(x=x, c=c[:, :3])
 
 
+@pytest.mark.thorough_but("float-numbers0")
 @pytest.mark.parametrize(
     ("kind", "numbers"), [("float", (0.5, 3.0, 0.75)), ("int64", (9, -2, -3)), ("int64", (4, 4, 1))]
 )

@@ -81,6 +81,7 @@ def test_a_number_of_axes_that_nobody_knows_is_refused() -> None:
         mhsa.compile(model, without_attention="accept")
 
 
+@pytest.mark.thorough
 def test_reductions_of_nothing() -> None:
     lines = "\n".join(f"{name}_y = {name} (x, one)" for name in REDUCTIONS)
     outputs = ", ".join(f"float[B, 1, 4] {name}_y" for name in REDUCTIONS)

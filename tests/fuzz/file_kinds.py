@@ -10,7 +10,7 @@ import random
 import shutil
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,21 @@ from mhsa_compile.tuning.measure.work_results import Measurement, Results
 Case = Callable[[], object]
 LARGEST_CALL = 1 << 16
 """Elements of an input with which a loaded artifact is called."""
-ARTIFACTS = ("block.mhsa", "cached.mhsa")
+SPECS = {
+    "block.mhsa": AttentionSpec(embed_dim=16, num_heads=2, causal=True, mask="bool", rope=True),
+    "cached.mhsa": AttentionSpec(embed_dim=16, num_heads=2, causal=True, kv_cache=True, static_mask=None),
+}
+OF_ARTIFACTS = ("artifact", "resealed manifest")
+"""The kinds that damage all artifacts; the others have enough of the first."""
 USES = ("opened", "loaded")
 WHOLE = 400
 """One ONNX model in so many is compiled to the end; the others go as far as the import."""
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, artifacts: Iterable[str] = SPECS) -> None:
     """The good files, once for all processes."""
-    spec = AttentionSpec(embed_dim=16, num_heads=2, causal=True, mask="bool", rope=True)
-    mhsa.compile(spec, ANYWHERE).save(folder / "block.mhsa")
-    cached = AttentionSpec(embed_dim=16, num_heads=2, causal=True, kv_cache=True, static_mask=None)
-    mhsa.compile(cached, ANYWHERE).save(folder / "cached.mhsa")
+    for name in artifacts:
+        mhsa.compile(SPECS[name], ANYWHERE).save(folder / name)
     onnx.save(decomposed(), folder / "decomposed.onnx")
     onnx.save(standard(), folder / "standard.onnx")
 
@@ -58,9 +61,10 @@ class Files:
 
     def __init__(self, good: Path, own: Path) -> None:
         self.own = own
-        self.artifacts, self.loaded = ({own / use / n: read_folder(good / n) for n in ARTIFACTS} for use in USES)
+        names = [name for name in SPECS if (good / name).exists()]
+        self.artifacts, self.loaded = ({own / use / n: read_folder(good / n) for n in names} for use in USES)
         for use in USES:  # what is loaded is mapped: nothing may write to it, as nothing may to any library in use
-            for name in ARTIFACTS:
+            for name in names:
                 shutil.copytree(good / name, own / use / name)
         self.block = Artifact.open(own / "loaded" / "block.mhsa")
         self.models = [onnx.load(good / name) for name in ("decomposed.onnx", "standard.onnx")]

@@ -55,8 +55,8 @@ def slice_of(what: str, count: int, seed: int) -> list[Outcome]:
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 def test_some_kernels():
-    found = slice_of("kernels", 6, seed=6)
-    assert len(found) == 6 and all(outcome.share <= 1 for outcome in found)
+    found = slice_of("kernels", 4, seed=6)
+    assert len(found) == 4 and all(outcome.share <= 1 for outcome in found)
     assert len({outcome.kind for outcome in found}) > 1
 
 
@@ -73,6 +73,7 @@ def test_wrong_results_of_products_are_told(case, calls):
     assert outcome.controls and all(share > 1 for _, share in outcome.controls)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["normal", pytest.param("special", marks=pytest.mark.thorough)])
 def test_wrong_scores_and_values_are_told(kind):
     plain = replace(ATTENTION, band=None, mask=None, extras=(), calls=((2, 31, 47),), fixed="", poison=False)

@@ -9,6 +9,7 @@ from fuzz import graphs
 from mhsa_compile.frontend.canonicalize import canonicalize
 
 
+@pytest.mark.thorough_but("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_graph_is_right_or_refused(seed):
     assert graphs.outcome(seed)[1] in ("right", "refused", "not judged")

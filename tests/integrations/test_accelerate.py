@@ -111,6 +111,7 @@ def test_a_decoder() -> None:
     hold(model, call)
 
 
+@pytest.mark.thorough
 def test_a_row_that_sees_nothing_is_the_bias() -> None:
     model, x = layer(), rows()
     padding = torch.zeros(B, L, dtype=torch.bool)
@@ -147,6 +148,7 @@ def test_edited_weights_are_noticed() -> None:
     assert error() < 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_what_torchscript_traces_is_pytorchs() -> None:
     model, x = layer(), rows()
@@ -157,6 +159,7 @@ def test_what_torchscript_traces_is_pytorchs() -> None:
         assert torch.allclose(traced(2 * x, 2 * x, 2 * x)[0], expected[0], atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_several_threads_get_what_one_gets() -> None:
     model, inputs = layer(), [rows(length) for length in (3, 8, 21)]
     mhsa.accelerate(model)
@@ -360,6 +363,7 @@ class Tokens(nn.Module):
         return result
 
 
+@pytest.mark.thorough_only("linear")
 @pytest.mark.parametrize("place", ["linear", "encoder", "encoder.layers.0", "encoder.layers.0.self_attn"])
 def test_a_forward_that_was_put_over_ours_stays_and_calls_pytorchs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mhsa_compile.integrations.torch_linear.LEAST_WEIGHTS", 0)

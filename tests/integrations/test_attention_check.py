@@ -82,6 +82,7 @@ def test_a_wrong_kind_is_pytorchs_from_then_on(table: CallTable, monkeypatch: py
     assert len(calls) == 1
 
 
+@pytest.mark.thorough_but("dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_makes_operands_of_one_dtype_and_changes_no_check(table: CallTable, dtype: torch.dtype) -> None:
     """Rotary embeddings leave queries and keys of float32 beside narrow values; PyTorch's attention has all narrow.

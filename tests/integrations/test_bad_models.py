@@ -189,6 +189,7 @@ def test_parametrized_later_on() -> None:
             layer.out_proj.parametrizations.weight.original0.mul_(3)
 
 
+@pytest.mark.thorough
 def test_hooks_that_come_later_run() -> None:
     model, seen = block(), list[str]()
     mhsa.accelerate(model)

@@ -37,6 +37,7 @@ def off(model: nn.Module, plain: nn.Module, x: Tensor, **masks: Any) -> float:
     return float((model(x, **masks) - plain(x, **masks)).abs().max())
 
 
+@pytest.mark.thorough_but("True")
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_calls_below_the_bound_are_pytorchs_operators(bound: int, norm_first: bool) -> None:
     plain = encoder_layer_of(norm_first=norm_first)
@@ -81,6 +82,7 @@ def test_edits_of_the_layer_are_seen_on_both_sides_of_the_bound(bound: int) -> N
     assert all(off(model, plain, x) < 1e-5 for x in xs)
 
 
+@pytest.mark.thorough
 def test_copies_threads_and_forwards_of_others() -> None:
     plain = nn.TransformerEncoder(encoder_layer_of(), 2, enable_nested_tensor=False).eval()
     model = copy.deepcopy(plain)

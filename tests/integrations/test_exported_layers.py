@@ -203,6 +203,7 @@ def bound_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExportedLayerForward, "_source", wrong)
 
 
+@pytest.mark.thorough
 def test_a_layer_that_differs_is_called_by_its_parts(
     pair: tuple[Any, Any, AccelerationReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +340,7 @@ SLOW = [take_a_fused_step, put_parameter, other_epsilon, other_activation, other
         parametrize, drop_a_bias, widen, tie, share]  # fmt: skip
 
 
+@pytest.mark.thorough_but("hook_the_layer")
 @pytest.mark.parametrize("edit", [*FAST, *(pytest.param(edit, marks=pytest.mark.thorough) for edit in SLOW)])
 def test_edits_of_an_accelerated_layer(edit: Callable[[Any], None], pair: tuple[Any, Any, AccelerationReport]) -> None:
     plain, model, _ = copy.deepcopy(pair)
@@ -584,6 +586,7 @@ class Remembers(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
         return super().forward(hidden_states, attention_mask, encoder_hidden_states, **named)
 
 
+@pytest.mark.thorough_but("Writes")
 @pytest.mark.parametrize("kind", [Writes, Remembers, Counts])
 def test_a_layer_that_writes_is_called_by_its_parts(kind: type[nn.Module]) -> None:
     plain = model_of(bert)
@@ -604,6 +607,7 @@ class HandsOn(type(model_of(bert).encoder.layer[0])):  # type: ignore[misc]
         return super().forward(hidden_states, attention_mask, *others, **named), attention_mask, None
 
 
+@pytest.mark.thorough_but("3")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_a_layer_is_given_and_gives_back_is_the_callers(batch: int) -> None:
     plain = model_of(bert)
@@ -683,6 +687,7 @@ def test_a_cache_is_the_parts() -> None:
     assert [list(row.parts) for row in report.layers] == [[CACHE]] * 2
 
 
+@pytest.mark.thorough_only("times1-parts-*")
 @pytest.mark.parametrize(
     ("times", "way", "words"),
     [

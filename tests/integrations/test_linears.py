@@ -38,6 +38,7 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
+@pytest.mark.thorough_but("no bias")
 @pytest.mark.parametrize("make", [linear, lambda: linear(False), conv1d], ids=["linear", "no bias", "Conv1D"])
 def test_a_linear(make: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(make()).eval()
@@ -64,7 +65,7 @@ def test_a_linear(make: Callable[[], nn.Module]) -> None:
 FORMS = {"int4": BlockForm(), "int4:block=64,zeros,activations=float": BlockForm(4, 64, "bytes", rounds_x=False)}
 
 
-@pytest.mark.thorough_but("int4-linear", "*float-Conv1D")
+@pytest.mark.thorough_but("int4:block=64,zeros,activations=float-Conv1D")
 @pytest.mark.parametrize("make", [linear, conv1d], ids=["linear", "Conv1D"])
 @pytest.mark.parametrize("word", FORMS)
 def test_a_linear_of_four_bits(word: str, make: Callable[[], nn.Module]) -> None:

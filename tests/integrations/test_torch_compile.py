@@ -201,6 +201,7 @@ class Plain(nn.Module):
         return torch.tanh(q) * 2.0
 
 
+@pytest.mark.thorough_but("no attention", "writes into a weight")
 @pytest.mark.parametrize(
     ("module", "why"),
     [
@@ -253,6 +254,7 @@ def test_both_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_compile._time_by_eager(graph, ours, []) == 3.0
 
 
+@pytest.mark.thorough_but("words2-has no modes")
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -46,6 +46,7 @@ def test_generates_the_tokens_of_eager_attention(llama: Model, cache: str, hidde
         assert torch.equal(generated(llama, inputs, "mhsa", **CACHES[cache]), expected)
 
 
+@pytest.mark.thorough_only("2-7-3")
 @pytest.mark.parametrize(("batch", "length", "hidden"), [(2, 7, 3), (1, 1, 0), (3, 13, 0)])
 def test_is_within_the_budget_of_eager_attention(llama: Model, batch: int, length: int, hidden: int) -> None:
     inputs = prompts(batch, length)
@@ -159,6 +160,7 @@ class Layer(torch.nn.Module):
         return mhsa_transformers.attention_forward(self, q, k, k, scaling=0.25)[0]
 
 
+@pytest.mark.thorough
 def test_export_and_compile_see_one_operator() -> None:
     made = torch.Generator().manual_seed(0)
     free = {name: {0: torch.export.Dim("B"), 2: torch.export.Dim("L")} for name in ("q", "k")}

@@ -123,6 +123,7 @@ def loaded_by_swapping(model: nn.Module) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
+@pytest.mark.thorough_but("loaded_by_swapping")
 @pytest.mark.parametrize("edit", [swapped, loaded_by_swapping])
 def test_weights_that_were_swapped(pair: tuple[nn.Module, nn.Module], edit: Callable[[nn.Module], None]) -> None:
     models = model, plain = copy.deepcopy(pair)
@@ -272,6 +273,7 @@ def test_copies_are_accelerated_models_of_their_own(pair: tuple[nn.Module, nn.Mo
         assert "forward" not in vars(twin.linear) and "forward" in vars(model.linear)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough_but("lengths1")
 @pytest.mark.parametrize("lengths", [(11, 3, 5, 2), (4, 4, 11, 0), (1, 1, 11, 1)])
 def test_padding_is_dropped(lengths: tuple[int, ...]) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)

@@ -275,6 +275,7 @@ def wrong_threads(layer: nn.Module, model: nn.Module, threads: int) -> int:
         return sum(pool.map(wrong, range(threads)))
 
 
+@pytest.mark.thorough
 def test_several_threads_call_and_bind_at_once(
     pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -463,6 +463,7 @@ def test_alibi_s_slopes_are_the_paper_s() -> None:
     assert alibi_slopes(12) == [*alibi_slopes(8), 2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
 
 
+@pytest.mark.thorough_but("changed")
 @pytest.mark.parametrize("fields", [{}, {"softcap": 5.0, "sinks": True}], ids=["plain", "changed"])
 def test_dynamo_follows_it_whole(fields: dict[str, object]) -> None:
     layer = MultiHeadAttention(AttentionSpec(embed_dim=16, num_heads=2, **fields)).eval()

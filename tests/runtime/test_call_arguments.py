@@ -459,6 +459,7 @@ def test_tensors_that_are_no_numbers_in_rows_are_refused(compiled: CompiledAtten
         compiled(odd, draw()[1])
 
 
+@pytest.mark.thorough_only("derivative of torch.func")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("follower", ["vmap", "derivative of torch.func", "forward derivative", "tracing"])
 def test_tensors_that_something_follows_are_refused(compiled: CompiledAttention, follower: str) -> None:

@@ -74,6 +74,7 @@ def is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
+@pytest.mark.thorough
 def test_the_two_wheels_share_the_files_of_the_whole() -> None:
     whole = light_runtime.whole()
     run, rest = whole.run_side(), whole.compile_side()

@@ -169,6 +169,7 @@ def test_every_flipped_bit_is_found(program: Program, tmp_path: Path) -> None:
     assert all(program.said(*cases))
 
 
+@pytest.mark.thorough
 def test_hashes_are_those_of_sha256(program: Program, tmp_path: Path) -> None:
     """What the hash lets through is no library, and the dynamic linker says so."""
     cases = []
@@ -213,6 +214,7 @@ def test_code_for_another_cpu_behind_a_manifest_that_hides_it(program: Program, 
     assert "as it was compiled for one" not in said and "got one without telepathy. Compile it for this machine" in said
 
 
+@pytest.mark.thorough_but("False")
 @with_tiles
 @pytest.mark.parametrize("hidden", [False, True])
 def test_refused_tiles_have_their_reason(program: Program, tmp_path: Path, hidden: bool) -> None:

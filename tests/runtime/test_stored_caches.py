@@ -138,6 +138,7 @@ def test_activations_of_16_bits_with_a_cache_of_int8(dtype: str) -> None:
         assert mhsa.verify(mhsa.compile(module, dims=dims)).ok
 
 
+@pytest.mark.thorough_but("int8")
 @pytest.mark.parametrize("dtype", ["int8", "float16"])
 def test_onnxruntime_computes_the_file_alike(dtype: str) -> None:
     """By the definitions that the file has of its operators; ONNX Runtime has no bfloat16 outside of it."""

@@ -175,6 +175,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.thorough_but("1")
 @pytest.mark.parametrize("artifacts", [1, 2])
 def test_weights_are_not_in_memory_twice(artifacts: int, artifact: mhsa.Artifact, step: mhsa.Artifact) -> None:
     """Loading takes little more than what stays; the file, its tensors and their packed form took three times that. A

@@ -112,6 +112,7 @@ def test_a_measurement_beside_the_silent() -> None:
             one.close()
 
 
+@pytest.mark.thorough
 def test_a_device_of_a_tracker_beside_the_silent() -> None:
     """It tells the tracker that it lives all the while, and is found under its key."""
     with process("-P", "-c", TRACKER) as child:

@@ -69,6 +69,7 @@ print(mhsa.load(artifact)(np.ones((2, 7, 32), np.float32)).shape, artifact.manif
 """
 
 
+@pytest.mark.thorough
 def test_a_file_that_onnx_runtime_crashes_on_is_compiled() -> None:
     """Attention of com.microsoft without its bias, which its schema allows: a segmentation fault in 1.31.1."""
     run = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, check=False, timeout=300)

@@ -118,6 +118,7 @@ def test_what_is_right_passes(fields):
     assert skipped == (set() if "causal" in fields else {DECODED})
 
 
+@pytest.mark.thorough
 def test_runs_that_agree_to_the_bit_are_said_to():
     exact = checked(subject(**CAUSAL), lambda run, inputs: [inputs["x"] * 2])
     assert {exact[name].note for name in (BATCH, PERMUTED, PADDED, DECODED)} == {"to the bit"}

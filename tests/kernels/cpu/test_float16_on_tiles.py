@@ -78,6 +78,7 @@ def test_any_number_of_rows(in_features, way):
         assert max_error(layer.exact(x), layer(x)) <= budget(layer.exact(x), layer.eager(x), "float16")
 
 
+@pytest.mark.thorough_but("by terms")
 @BOTH
 def test_one_number_of_each_row_is_multiplied_exactly(way):
     """Every exponent, denormals too, by factors of all bits."""
@@ -90,6 +91,7 @@ def test_one_number_of_each_row_is_multiplied_exactly(way):
     np.testing.assert_array_equal(layer(scales), exact.astype(np.float32).astype(np.float16))
 
 
+@pytest.mark.thorough_but("by terms")
 @BOTH
 def test_infinity_and_nan_are_where_float32_has_them(way):
     weight, x = numbers((70, 45)), numbers((97, 45), 1)

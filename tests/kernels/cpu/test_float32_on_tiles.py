@@ -134,7 +134,7 @@ def test_what_it_takes():
     assert set(offers_products(op, PROFILE)) == set(TERM_PRODUCTS)
 
 
-@pytest.mark.thorough_only("bf16x3")
+@pytest.mark.thorough_but("bf16x6")
 @pytest.mark.parametrize("word", TERM_PRODUCTS)
 def test_linears_side_by_side(word):
     """Of both layouts, with and without bias; every tail of rows, of features and of K."""
@@ -144,7 +144,7 @@ def test_linears_side_by_side(word):
         layer.check(rows(count, 197))
 
 
-@pytest.mark.thorough_but("33-bf16x3", "33-bf16")
+@pytest.mark.thorough_but("33-bf16", "33-bf16x3")
 @pytest.mark.parametrize("word", TERM_PRODUCTS)
 @pytest.mark.parametrize("in_features", [1, 2, 33, 64, 1100])
 def test_blocks_passes_and_parts(in_features, word):
@@ -211,6 +211,7 @@ def assert_as_float32(layer: Linear, x: np.ndarray, rtol: float = RTOL) -> None:
         assert (np.abs(y - exact)[finite] <= allowed[finite]).all()
 
 
+@pytest.mark.thorough_but("bf16")
 @pytest.mark.parametrize("word", ["bf16x6", pytest.param("bf16x3", marks=pytest.mark.thorough), "bf16"])
 def test_extraordinary_rows_and_features(word):
     """Every kind in a row of x, in a feature of the weights, and in both."""
@@ -255,6 +256,7 @@ def test_few_rows_are_rounded_too():
     np.testing.assert_array_equal(np.concatenate([layer(x[i : i + 1]) for i in range(40)]), layer(x))
 
 
+@pytest.mark.thorough
 def test_small_rows_and_features_lose_nothing():
     """Of the smallest that are multiplied by terms, lower terms are normal still."""
     rng = np.random.default_rng(1)
@@ -268,6 +270,7 @@ def test_small_rows_and_features_lose_nothing():
     assert max_error(exact, layer(x)) <= budget(exact, layer.eager(x), "float32")
 
 
+@pytest.mark.thorough
 def test_few_rows_are_multiplied_in_float32():
     """Whether their number is known or not; of three products the others are coarse."""
     x = rows(64, 384)

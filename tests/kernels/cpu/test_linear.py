@@ -139,6 +139,7 @@ def error_of_rows(L: int | str, count: int, in_features: int) -> float:
     return float(np.sqrt(np.square(linear(x) - expected).mean() / np.square(expected).mean()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_features", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (197, 256)), 1100])
 def test_few_rows_are_summed_in_as_many_chains_as_a_library_does(in_features, monkeypatch):
     """The budget is twice PyTorch's error, whose sums of few rows drift less than those of four or six chains."""
@@ -148,13 +149,7 @@ def test_few_rows_are_summed_in_as_many_chains_as_a_library_does(in_features, mo
     assert error_of_rows(5, 5, in_features) > 1.25 * few
 
 
-@pytest.mark.thorough_but(
-    "192x33-*-int8-dots512",
-    "5x7-*float32*-dots256",
-    "5x7-bfloat16-dots256",
-    "5x7-float16-scalar",
-    "216x197-float32-dots512",
-)
+@pytest.mark.thorough_but("192x33-bfloat16-int8-dots512", "5x7-float16-scalar")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize(("dtype", "int8"), KINDS, ids=[f"{dtype}{'-int8' * int8}" for dtype, int8 in KINDS])
 @pytest.mark.parametrize(("widths", "in_features"), SHAPES, ids=["5x7", "192x33", "216x197"])
@@ -165,6 +160,7 @@ def test_linears_side_by_side(name, widths, in_features, dtype, int8):
         linear.check(rows(linear.op, B, L))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [pytest.param("avx2", marks=pytest.mark.thorough), pytest.param("avx512", marks=pytest.mark.thorough), "dots512"],
@@ -187,7 +183,7 @@ def test_many_parts_blocks_and_groups(name, dtype):
         Linear(op, [weight], [bias], packed, library["run"]).check(rows(op, 1, L))
 
 
-@pytest.mark.thorough_but("192x33-False-dots256", "192x33-True-dots512", "5x7-True-avx512", "216x197-False-avx2")
+@pytest.mark.thorough_but("5x7-True-avx512")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("widths", "in_features"), SHAPES, ids=["5x7", "192x33", "216x197"])
@@ -250,7 +246,7 @@ def test_an_int8_feature_of_zeros_is_its_bias_and_one_with_nan_is_nan():
     assert np.isnan(linear(x)).tolist() == [[[False, True, False]] * 2]
 
 
-@pytest.mark.thorough_but("avx2-float32-False-vfmadd", "dots512-bfloat16-True-vpdpbusd")
+@pytest.mark.thorough_but("avx2-float32-False-vfmadd")
 @pytest.mark.parametrize(
     ("name", "dtype", "int8", "instruction"),
     [("avx2", "float32", False, "vfmadd"), ("avx2", "bfloat16", False, "vfmadd"),

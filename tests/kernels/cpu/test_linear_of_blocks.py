@@ -147,7 +147,7 @@ CASES: dict[str, tuple[int, int, int, tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough_but("*dots512-4 by 16*", "True-avx512-4 by 32", "False-avx2-4 by 16*", "False-avx512-*floats*")
+@pytest.mark.thorough_but("True-dots512-4 by 16, a block that is not whole, zeros of one")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("rounds", [False, True])
@@ -159,6 +159,7 @@ def test_blocks(rounds: bool, name: str, case: tuple[int, int, int, tuple[Any, .
         linear.check(rows(linear.op, length))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rounds", [False, True])
 def test_the_same_bits_for_any_number_of_rows_around(rounds: bool) -> None:
     """A row is the same alone and among others, in a tile, half of one and by itself, widened for a group or not."""

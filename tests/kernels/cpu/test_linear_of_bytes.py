@@ -89,7 +89,11 @@ CASES = [
 
 
 @pytest.mark.thorough_but(
-    "(33, (7, 33)*", "(200,*-dots512", "(64, (33,)*-dots512", "(33, (40,)*-pairs256", "(7,*-pairs256"
+    "(33, (40,), 'int8', ('uint8',))-pairs256",
+    "(33, (7, 33), 'uint8', ('uint8', 'int8'))-dots256",
+    "(33, (7, 33), 'uint8', ('uint8', 'int8'))-dots512",
+    "(64, (33,), 'int8', ('int8',))-dots512",
+    "(7, (1,), 'uint8', ('int8',))-pairs256",
 )
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -103,6 +107,7 @@ def test_whole_numbers(case: Any, name: str) -> None:
             linear.check(x, zero, 0.031)
 
 
+@pytest.mark.thorough_but("int8-0")
 @pytest.mark.parametrize(("stored", "centre"), [("int8", 0), ("uint8", 128)])
 def test_zeros_that_need_no_sums_of_rows(stored: str, centre: int) -> None:
     rng = np.random.default_rng(2)
@@ -162,6 +167,7 @@ def test_code_for_arm(target: str, instruction: str) -> None:
         assert code.count(instruction) > 6 and "bl\tmhsa" not in code
 
 
+@pytest.mark.thorough_but("256-16-x86-64-v3-avx2-vpmaddwd")
 @pytest.mark.parametrize(
     ("bits", "registers", "mcpu", "feature", "instruction"),
     [
@@ -224,6 +230,7 @@ def quantisers() -> list[Any]:
     return [compiled(QUANTISE.emit(QuantiseOp(("n",)), p, {}), p)["run"] for p in profiles]
 
 
+@pytest.mark.thorough_only("one")
 @pytest.mark.parametrize("name", ARRAYS)
 def test_bytes_of_onnx_runtime(name: str, quantisers: list[Any]) -> None:
     x = ARRAYS[name]

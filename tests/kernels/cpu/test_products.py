@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough_but("channels", "shared")
 @pytest.mark.parametrize("name", CASES)
 def test_axes(name: str) -> None:
     nodes, shapes, equation = CASES[name]

@@ -150,7 +150,7 @@ def stored(equation: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.
     return np.ascontiguousarray(turned[0]), np.ascontiguousarray(turned[1])
 
 
-@pytest.mark.thorough_but("both turned-bf16x6")
+@pytest.mark.thorough
 @pytest.mark.parametrize("word", ["bf16x6", "bf16x3"])
 @pytest.mark.parametrize("order", ["in order", "B turned", "A turned", "both turned"])
 def test_extraordinary_rows_and_columns(order: str, word: str) -> None:

@@ -183,6 +183,7 @@ def artifact() -> Any:
     return mhsa.compile(model(LAYERS), without_attention="accept", check=False)
 
 
+@pytest.mark.thorough_only("3-9-14")
 @pytest.mark.parametrize(("threads", "steps", "batch"), [(1, 6, 1), (2, 1, 3), (3, 9, 14), (8, 4, 7)])
 def test_against_numpy(artifact: Any, threads: int, steps: int, batch: int) -> None:
     kernels = [op.kernel for op in artifact.manifest.ops]
@@ -199,6 +200,7 @@ def test_lengths_beyond_the_steps_are_refused(artifact: Any) -> None:
     check(call, LAYERS, inputs, 3e-6)
 
 
+@pytest.mark.thorough
 def test_halves_are_computed_in_float32() -> None:
     layers = [layer for layer in LAYERS if layer.name in ("whole", "linear")]
     call = mhsa.load(mhsa.compile(model(layers, TensorProto.FLOAT16), without_attention="accept", check=False))

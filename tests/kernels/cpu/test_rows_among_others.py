@@ -24,6 +24,7 @@ def emitted(kernel: Kernel[Any], rows: int | str, K: int, N: int, dtype: str, pr
     return kernel.emit(op, MACHINE, {**kernel.default_config(op, MACHINE), "group": group})
 
 
+@pytest.mark.thorough_but("1100-32-4-bfloat16", "64-64-1-float32")
 @this_cpu.with_tiles
 @pytest.mark.parametrize("dtype", KERNELS)
 @pytest.mark.parametrize(("K", "N", "group"), [(32, 33, 8), (64, 64, 1), (800, 40, 2), (1100, 32, 4)])
@@ -54,6 +55,7 @@ def test_a_row_has_the_bits_that_it_has_among_sixteen(K: int, N: int, group: int
             assert not np.array_equal(block, np.roll(block, 1, axis=0))
 
 
+@pytest.mark.thorough_but("16-tileloadd\\t")
 @pytest.mark.parametrize(("rows", "loads"), [(TILE, "tileloadd\t"), ("M", "tileloaddt1\t")])
 def test_rows_that_the_first_cache_has_for_all_panels_stay_in_it(rows: int | str, loads: str) -> None:
     text = assembly(emitted(BY_TILES, rows, 64, 64, "bfloat16", "ieee", 8), MACHINE)

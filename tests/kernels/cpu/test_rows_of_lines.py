@@ -14,6 +14,7 @@ from support.tiles.runs import BY_TILES, MACHINE, linear
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 
+@pytest.mark.thorough_but("64-62")
 @this_cpu.with_tiles
 @pytest.mark.parametrize("first_byte", [2, 16, 62])
 @pytest.mark.parametrize("in_features", [64, 70])
@@ -30,6 +31,7 @@ def test_tensors_of_these_tests_begin_where_they_should() -> None:
         assert np.array_equal(tensor, array)
 
 
+@pytest.mark.thorough_but("64-True")
 @pytest.mark.parametrize(("in_features", "asks"), [(64, True), (70, False)])
 def test_the_code_asks_where_x_begins_unless_it_is_copied_anyway(in_features: int, asks: bool) -> None:
     op = LinearOp(("B", "L"), in_features, (40,), (True,), (False,), dtype="bfloat16")

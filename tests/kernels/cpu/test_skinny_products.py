@@ -46,7 +46,11 @@ def operation(name: str, *, free: bool = False) -> ProductOp:
 
 
 @pytest.mark.thorough_but(
-    "*-machine1", "few columns, A turned-machine0", "few rows of a turned A-machine0", "one row-machine0"
+    "columns of a shared B-machine1",
+    "few columns of a turned B-machine1",
+    "few rows of a turned A-machine0",
+    "one column-machine1",
+    "one row, B turned-machine1",
 )
 @pytest.mark.parametrize("machine", [(256, 16), (512, 32)])
 @pytest.mark.parametrize("name", SHAPES)

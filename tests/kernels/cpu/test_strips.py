@@ -41,7 +41,7 @@ def in_strips(op: AttentionOp, threads: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @this_cpu.with_tiles
-@pytest.mark.thorough_but("plain", "lengths, sinks", "bf16x6")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_tile_has_the_bits_that_it_has_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = dict(CASES[name])
@@ -63,6 +63,7 @@ def test_a_tile_has_the_bits_that_it_has_alone(name: str, monkeypatch: pytest.Mo
 
 
 @this_cpu.with_tiles
+@pytest.mark.thorough
 def test_sums_that_are_open_are_another_tile_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the scores of a tile raise shrinks the sums of the tile before, where they are not told apart."""
     op = operation(H=1, G=1)
@@ -74,12 +75,15 @@ def test_sums_that_are_open_are_another_tile_s(monkeypatch: pytest.MonkeyPatch) 
     assert in_strips(op, 1, monkeypatch)(q, k, v).tobytes() != right.tobytes()
 
 
-@this_cpu.with_tiles
-def test_few_queries_have_the_bits_that_they_have_among_more() -> None:
-    """Where a known length is half a tile or less, half is what a strip has scratch for."""
-    few, free = operation(L=13), operation()
-    configs = [KERNEL.default_config(op, profile("tiles", 2)) for op in (few, operation(L=17), free)]
+def test_a_strip_has_scratch_for_half_a_tile_where_a_known_length_is_no_more() -> None:
+    configs = [KERNEL.default_config(op, profile("tiles", 2)) for op in (operation(L=13), operation(L=17), operation())]
     assert [config["queries"] for config in configs] == [16, 32, 32]
+
+
+@this_cpu.with_tiles
+@pytest.mark.thorough
+def test_few_queries_have_the_bits_that_they_have_among_more() -> None:
+    few, free = operation(L=13), operation()
     arrays = operands(free, 2, 13, 131)
     y = function(few)(*arrays)
     assert y.tobytes() == function(free)(*arrays).tobytes()

@@ -13,7 +13,7 @@ from support.tiles.runs import CASES
 
 from mhsa_compile.hardware import host
 
-QUICK = ("product tdpbf16ps", "product tdpbusd", "linear", "attention, one tile of queries")
+QUICK = ("product tdpbf16ps", "product tdpbusd", "linear")
 OTHERS = tuple(name for name in CASES if name not in QUICK)
 
 

@@ -102,12 +102,14 @@ def some(names: Any, quick: tuple[str, ...]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=slow) for name in names]
 
 
+@pytest.mark.thorough_but("identity-float32")
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("name", some(SCORES, (next(iter(SCORES)),)))
 def test_score_functions(kind: str, name: str) -> None:
     check(KERNELS[kind], {"score_mod": SCORES[name]})
 
 
+@pytest.mark.thorough_but("full-mma")
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("name", some(MASKS, (next(iter(MASKS)),)))
 def test_masks(kind: str, name: str) -> None:
@@ -138,6 +140,7 @@ def test_rows_that_see_nothing_are_zeros(kind: str) -> None:
     assert np.isfinite(y).all() and not y[:, 1::3].any() and y[:, 0::3].all()
 
 
+@pytest.mark.thorough_but("mma")
 @pytest.mark.parametrize("kind", KERNELS)
 def test_an_index_outside_is_nan_and_reads_nothing(kind: str) -> None:
     """Of the rows alone whose places ask for it."""

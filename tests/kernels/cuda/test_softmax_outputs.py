@@ -55,6 +55,7 @@ def test_every_dtype(dtype):
     check(operation(dtype=dtype, v_head_dim=16, band=WindowSpec(None, 0)), ALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
     [
@@ -68,6 +69,7 @@ def test_ragged_lengths(shape):
     check(operation(), ALL, [shape])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "head_dim", [1, pytest.param(13, marks=pytest.mark.thorough), pytest.param(72, marks=pytest.mark.thorough)]
 )
