@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import json
 import platform
 import subprocess
 import sys
@@ -40,6 +41,7 @@ RUN_SIDE = (
 COMPILE_SIDE = ("runtime/standalone/",)  # within the run side: bundles are compiled
 LIBRARIES = "_data/tvm/"  # as hardware/environment.py knows it
 LIBRARY = "libtvm_runtime.so"
+BILL = "sboms/mhsa-runtime.cdx.json"
 REQUIRED = ("apache-tvm-ffi", "ml-dtypes", "msgspec", "numpy")  # by the run side
 COPIED = (
     "Metadata-Version", "Version", "License-Expression", "License-File", "Keywords", "Classifier", "Requires-Python",
@@ -60,6 +62,7 @@ Files = dict[str, bytes]
 class Tvm:
     """What the runtime wheel takes out of one of apache-tvm: the library, what must go with it, and the tags."""
 
+    version: str
     library: bytes
     licences: Files
     tags: tuple[str, ...]
@@ -108,7 +111,7 @@ def tvm_of(machine: str, version: str) -> Tvm:
         installed = metadata.distribution("apache-tvm")
         if installed.version == version:
             root = Path(str(installed.locate_file("")))
-            return _tvm(root, root / f"apache_tvm-{version}.dist-info")
+            return _tvm(version, root)
     with tempfile.TemporaryDirectory() as folder:
         words = [word for glibc in _GLIBC for word in ("--platform", f"{glibc}_{machine}")]
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
@@ -116,15 +119,15 @@ def tvm_of(machine: str, version: str) -> Tvm:
         subprocess.run(command, check=True)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             wheel.extractall(folder, [name for name in wheel.namelist() if "libtvm_compiler" not in name])
-        return _tvm(Path(folder), Path(folder, f"apache_tvm-{version}.dist-info"))
+        return _tvm(version, Path(folder))
 
 
-def _tvm(root: Path, notes: Path) -> Tvm:
-    package = root / "tvm"
+def _tvm(version: str, root: Path) -> Tvm:
+    package, notes = root / "tvm", root / f"apache_tvm-{version}.dist-info"
     texts = [package / "LICENSE", package / "NOTICE", *sorted((package / "licenses").iterdir())]
     tags = BytesParser().parsebytes((notes / "WHEEL").read_bytes()).get_all("Tag", [])
     licences = {f"licenses/apache-tvm/{path.name}": path.read_bytes() for path in texts}
-    return Tvm((package / "lib" / LIBRARY).read_bytes(), licences, tuple(map(str, tags)))
+    return Tvm(version, (package / "lib" / LIBRARY).read_bytes(), licences, tuple(map(str, tags)))
 
 
 def runtime_wheel(whole: Whole, tvm: Tvm, folder: Path) -> Path:
@@ -142,8 +145,32 @@ def runtime_wheel(whole: Whole, tvm: Tvm, folder: Path) -> Path:
     fields["Description-Content-Type"] = "text/markdown"
     fields.set_payload(WORDS)
     files = {**whole.run_side(), f"{PACKAGE}{LIBRARIES}{LIBRARY}": tvm.library}
-    notes = {**whole.licences, **tvm.licences, "METADATA": fields.as_bytes()}
+    notes = {**whole.licences, **tvm.licences, BILL: _bill(whole.version, tvm), "METADATA": fields.as_bytes()}
     return _write(folder, "mhsa_runtime", whole.version, files, notes, tvm.tags)
+
+
+def _bill(version: str, tvm: Tvm) -> bytes:
+    """What the wheel holds that is another project's, as CycloneDX 1.6 says it, where PEP 770 has it."""
+
+    def component(kind: str, name: str, version: str) -> dict[str, object]:
+        purl = f"pkg:pypi/{name}@{version}"
+        licence = [{"license": {"id": "Apache-2.0"}}]
+        return {"type": kind, "name": name, "version": version, "purl": purl, "bom-ref": purl, "licenses": licence}
+
+    digest = hashlib.sha256(tvm.library).hexdigest()
+    library = {
+        "type": "file",
+        "name": f"{PACKAGE}{LIBRARIES}{LIBRARY}",
+        "hashes": [{"alg": "SHA-256", "content": digest}],
+    }
+    bill = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": component("library", "mhsa-runtime", version)},
+        "components": [{**component("library", "apache-tvm", tvm.version), "components": [library]}],
+    }
+    return (json.dumps(bill, indent=2) + "\n").encode()
 
 
 def compile_wheel(whole: Whole, folder: Path) -> Path:

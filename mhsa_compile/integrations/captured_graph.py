@@ -6,6 +6,7 @@ Dynamo's graphs take a model's weights as inputs like any others, and sizes that
 from __future__ import annotations
 
 import copy
+import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,29 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from mhsa_compile.runtime.artifact.manifest import Manifest
+
 _STATIC = "_dynamo_static_input_type"
 """What Dynamo writes into the `tensor_dict` of a placeholder that is a parameter or a buffer."""
+_WEIGHT = "weight_"
+"""What stands before a weight's name in the module."""
+
+
+@dataclass(frozen=True)
+class BoundWeights:
+    """Which weights of a graph an artifact takes as they are, place -> its name for it, and the digest of the others,
+    which became part of its code."""
+
+    names: Mapping[int, str]
+    others: Mapping[int, bytes]
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether the artifact's code is right for the weights among these inputs."""
+        return all(_digest(inputs[place]) == digest for place, digest in self.others.items())
+
+    def among(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
+        """The weights among these inputs, as `load` takes them."""
+        return {name: inputs[place].detach() for place, name in self.names.items()}
 
 
 @dataclass(frozen=True)
@@ -83,8 +105,8 @@ class CapturedGraph:
         first = next(node for node in graph.nodes if node.op != "placeholder")
         with graph.inserting_before(first):
             for place, name in self.weights.items():
-                root.register_buffer(f"weight_{name}", inputs[place].detach())
-                _replace(graph, nodes[name], graph.get_attr(f"weight_{name}"))
+                root.register_buffer(_WEIGHT + name, inputs[place].detach())
+                _replace(graph, nodes[name], graph.get_attr(_WEIGHT + name))
             for place, name in self.numbers.items():
                 for item in list(nodes[name].users):
                     item.replace_all_uses_with(inputs[place].item())
@@ -122,6 +144,16 @@ class CapturedGraph:
     def weights_of(self, inputs: Sequence[Any]) -> list[Tensor]:
         """The weights among these inputs."""
         return [inputs[place] for place in self.weights]
+
+    def bound_weights(self, manifest: Manifest, inputs: Sequence[Any]) -> BoundWeights | None:
+        """What an artifact of `module(inputs)` does with the weights; None where it has numbers that are no weight as
+        it was, which may have been computed from some, and where one was taken for another of the same numbers."""
+        listed = {info.name for info in manifest.weights}
+        names = {place: _WEIGHT + name for place, name in self.weights.items() if _WEIGHT + name in listed}
+        others = [place for place in self.weights if place not in names]
+        if listed != set(names.values()) or any(_alike(inputs[i], inputs[j]) for i in others for j in names):
+            return None
+        return BoundWeights(names, {place: _digest(inputs[place]) for place in others})
 
     def numbers_of(self, inputs: Sequence[Any]) -> tuple[float, ...]:
         """The numbers among these inputs."""
@@ -185,6 +217,15 @@ def _writes(node: fx.Node) -> bool:
 
 def _ends_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _digest(weight: Tensor) -> bytes:
+    numbers = weight.detach().resolve_neg().reshape(-1).contiguous()
+    return hashlib.sha256(numbers.view(torch.uint8).numpy().tobytes()).digest()
 
 
 def _is_weight(node: fx.Node, value: Tensor) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch._guards import tracing
 
 from mhsa_compile.compiler.pipeline import compile
 from mhsa_compile.errors import DefectError, InputError, MhsaError, ModelError
-from mhsa_compile.integrations.captured_graph import CapturedGraph
+from mhsa_compile.integrations.captured_graph import BoundWeights, CapturedGraph
 from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.integrations.layers.timed_turns import in_turns
 from mhsa_compile.integrations.weight_state import WeightStates
@@ -112,12 +112,14 @@ def _left(graph: fx.GraphModule, why: str, options: BackendOptions) -> RunGraph:
 
 @dataclass(frozen=True)
 class _Entry:
-    """The artifact of one set of weights and numbers; `joined` are the dims that it takes to be equal, if any."""
+    """The artifact of one set of weights and numbers; `joined` are the dims that it takes to be equal, if any. `bound`
+    are the weights in whose place its code takes others; None where it takes none."""
 
     states: WeightStates
     numbers: tuple[float, ...]
     artifact: CompiledAttention
     joined: dict[str, dict[int, str]] | None
+    bound: BoundWeights | None
 
 
 @dataclass
@@ -130,42 +132,69 @@ class _Bound:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        artifact = self.compiled(inputs)
+        return self._results(self.compiled(inputs), *inputs)
+
+    def _results(self, artifact: CompiledAttention, *inputs: Any) -> list[Any]:
         results = artifact(**self.captured.arguments(inputs))
         return self.captured.outputs(results if isinstance(results, tuple) else (results,), inputs)
 
     def compiled(self, inputs: Sequence[Any]) -> CompiledAttention:
-        """The compiled graph for the weights and numbers among these inputs; it is compiled once for each."""
+        """The compiled graph for the weights and numbers among these inputs; weights are bound once for each set of
+        them, and the graph is compiled where no artifact takes them."""
         if (artifact := self._entry_for(inputs)) is not None:
             return artifact
         with self._lock:
             if (artifact := self._entry_for(inputs)) is not None:
                 return artifact
             states = WeightStates(self.captured.weights_of(inputs), read_alike=True)  # by Dynamo's guards
-            with torch.random.fork_rng(devices=()):
-                artifact, dims = self._compile(inputs)
-            entry = _Entry(states, self.captured.numbers_of(inputs), artifact, dims)
-            self._entries = (entry, *self._others_of(states, inputs))[:_MOST_WEIGHTS]
-            return artifact
+            entry = self._rebound(states, inputs)
+            if is_new := entry is None:
+                with torch.random.fork_rng(devices=()):
+                    artifact, dims = self._compile(inputs)
+                numbers, bound = (
+                    self.captured.numbers_of(inputs),
+                    self.captured.bound_weights(artifact.manifest, inputs),
+                )
+                entry = _Entry(states, numbers, artifact, dims, bound)
+            self._entries = (entry, *self._others_of(states, inputs, warn=is_new))[:_MOST_WEIGHTS]
+            return entry.artifact
 
-    def _others_of(self, states: WeightStates, inputs: Sequence[Any]) -> list[_Entry]:
+    def _rebound(self, states: WeightStates, inputs: Sequence[Any]) -> _Entry | None:
+        """The entry of these weights, by the code of one that was compiled for others; None where there is none that
+        takes them as it is, and where its results are not PyTorch's."""
+        for entry in self._entries:
+            if entry.bound is None or not self._is_of(entry, inputs) or not entry.bound.fits(inputs):
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                artifact = entry.artifact.with_weights(entry.bound.among(inputs))
+            rebound = replace(entry, states=states, artifact=artifact)
+            graph, run = self.captured.graph, partial(self._results, artifact)
+            if not self.options.check or not _difference(graph, run, inputs, artifact.manifest.coarsest_products):
+                return rebound
+        return None
+
+    def _others_of(self, states: WeightStates, inputs: Sequence[Any], *, warn: bool) -> list[_Entry]:
         """The entries that a call may have again: of weights that are there, and that were not written over, of which
         a warning tells."""
         alive = [entry for entry in self._entries if not entry.states.are_gone()]
         weights = self.captured.weights_of(inputs)
         kept = [entry for entry in alive if not entry.states.are_where(states) or entry.states.hold(weights)]
-        if len(kept) < len(alive):
-            hint = "Edit weights before, or use mhsa.accelerate(model), which packs them anew in milliseconds."
+        if warn and len(kept) < len(alive):
+            hint = "Its code had numbers of theirs in it. Edit them before."
             warnings.warn(f"torch.compile: weights of a graph changed, and it was compiled anew. {hint}", stacklevel=4)
         return kept
 
     def _entry_for(self, inputs: Sequence[Any]) -> CompiledAttention | None:
-        weights, numbers = self.captured.weights_of(inputs), self.captured.numbers_of(inputs)
+        weights = self.captured.weights_of(inputs)
         for entry in self._entries:
-            alike = entry.numbers == numbers and entry.states.hold(weights)
-            if alike and (entry.joined is None or entry.joined == self.captured.joined_dims(inputs)):
+            if self._is_of(entry, inputs) and entry.states.hold(weights):
                 return entry.artifact
         return None
+
+    def _is_of(self, entry: _Entry, inputs: Sequence[Any]) -> bool:
+        """Whether an entry is of the numbers among these inputs, and of sizes that are equal where theirs are."""
+        alike = entry.numbers == self.captured.numbers_of(inputs)
+        return alike and (entry.joined is None or entry.joined == self.captured.joined_dims(inputs))
 
     def _compile(self, inputs: Sequence[Any]) -> tuple[CompiledAttention, dict[str, dict[int, str]] | None]:
         """The artifact, with all dims free, or else with those joined that are of one size here."""

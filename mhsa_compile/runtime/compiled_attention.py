@@ -209,6 +209,22 @@ class CompiledAttention:
         except Exception as error:
             raise self._refusal(error, arrays, sizes) from error
 
+    def with_weights(self, weights: Weights) -> CompiledAttention:
+        """The same code with other weights: arrays by name, or a .safetensors file, for all that the manifest lists. On
+        a CPU only. Raises InputError.
+
+        >>> import mhsa_compile as mhsa, numpy as np
+        >>> attention = load(mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4)))
+        >>> zeros = {info.name: np.zeros(info.dims, np.float32) for info in attention.manifest.weights}
+        >>> float(abs(attention.with_weights(zeros)(np.ones((2, 9, 32), np.float32))).max())
+        0.0
+        """
+        if isinstance(self._signature, DeviceSignature):
+            raise InputError("with_weights", "an artifact for a CPU", f"one for {self.device}", "Load it again.")
+        with self._thread.lock:
+            arrays = weight_arrays(self.manifest, {}, weights, Argument)
+            return CompiledAttention(self.manifest, self._signature, self._thread, arrays)
+
     @entry_point
     def bind(self, /, *inputs: Any, **by_name: Any) -> BoundCall:
         """A call of these very arrays, for loops that make it again and again: they are checked now, and each run reads

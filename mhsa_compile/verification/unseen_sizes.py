@@ -6,7 +6,7 @@ Notation: B batch, L query length, S key length.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,19 @@ Forward = Callable[[nn.Module, dict[str, Tensor]], Any]
 
 UNSEEN = ({"B": 2, "L": 5, "S": 9, "C": 11}, {"B": 1, "L": 11, "S": 7, "C": 13})
 """Sizes of the runs: L stands on both sides of S, and no two of a symbol have a divisor."""
+DRAWS = 8
+"""Inputs of which PyTorch's error is the largest, where the first one's is not enough: the few numbers of a small
+result may by chance lie nearer to the truth than such numbers do."""
 
 
-def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Iterable[str], forward: Forward) -> None:
-    """Shows that no symbol was specialised, by two runs (one where there are no symbols).
+def check_unseen_sizes(
+    model: onnx.ModelProto,
+    module: nn.Module,
+    symbols: Iterable[str],
+    forward: Forward,
+    runs: Sequence[Mapping[str, int]] = UNSEEN,
+) -> None:
+    """Shows that no symbol was specialised, by runs at these sizes (one where there are no symbols).
 
     In each run the graph's outputs must equal the module's, both in float64, up to the module's own budget. Raises
     ModelError.
@@ -37,7 +46,7 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
     names = sorted(symbols)
     wide, most = copy.deepcopy(module).double(), largest_sizes(model)
     graph = Reference(model, wide=_weights_of(wide))
-    for seed, unseen in enumerate(UNSEEN if names else UNSEEN[:1]):
+    for seed, unseen in enumerate(runs if names else runs[:1]):
         sizes = _unseen_sizes(module, names, unseen)
         sizes = {symbol: min(size, most.get(symbol, size)) for symbol, size in sizes.items()}
         new = positions_of_a_call(model)
@@ -63,14 +72,30 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
             exact = _outputs(wide, {name: in_float64(array) for name, array in inputs.items()}, forward)
         except RuntimeError:
             exact = []
-        if len(exact) == len(actual) and all(map(_equally_finite, exact, actual)):
-            pairs = zip(exact, expected, actual, strict=True)
-        else:  # a forward that says float32 itself: its result is held against the graph's at that dtype
-            pairs = zip(expected, actual, graph.eager(inputs), strict=True)
-        for truth, claim, yardstick in pairs:
-            limit = budget(truth, yardstick, str(yardstick.dtype))
-            if not (off := max_error(truth, claim)) <= limit:
-                raise ModelError("module", f"the exported graph to agree within {limit:.1e} at {at}", f"{off:.1e}")
+        is_wide = len(exact) == len(actual) and all(map(_equally_finite, exact, actual))
+        if is_wide and not _misfit(exact, expected, actual):
+            continue
+        # A forward that says float32 itself, wholly or somewhere: its result is held against the graph's at that dtype.
+        if _misfit(expected, actual, graph.eager(inputs)):
+            draws = [random_inputs(model, sizes, DRAWS * (seed + 1) + draw) for draw in range(DRAWS)]
+            limits = [
+                max(each) for each in zip(*(_budgets(graph.oracle(d), graph.eager(d)) for d in draws), strict=True)
+            ]
+            errors = map(max_error, expected, actual)
+            off, limit = max(zip(errors, limits, strict=True), key=lambda pair: pair[0] - pair[1])
+            if off <= limit:
+                continue
+            raise ModelError("module", f"the exported graph to agree within {limit:.1e} at {at}", f"{off:.1e}")
+
+
+def _misfit(exact: Sequence[np.ndarray], claims: Sequence[np.ndarray], yardsticks: Sequence[np.ndarray]) -> bool:
+    """Whether a claim is over its budget."""
+    errors = map(max_error, exact, claims)
+    return any(not off <= limit for off, limit in zip(errors, _budgets(exact, yardsticks), strict=True))
+
+
+def _budgets(exact: Sequence[np.ndarray], yardsticks: Sequence[np.ndarray]) -> list[float]:
+    return [budget(truth, own, str(own.dtype)) for truth, own in zip(exact, yardsticks, strict=True)]
 
 
 def _weights_of(module: nn.Module) -> dict[str, np.ndarray]:

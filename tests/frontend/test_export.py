@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -425,6 +426,24 @@ def test_a_module_that_says_float32_itself(made: Callable[[], nn.Module], capfd:
     assert "Traceback" not in capfd.readouterr().err
 
 
+class Sums(nn.Module):
+    """Says float32 inside; its few numbers may by chance be nearer to the truth than float32's are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 24, generator=torch.Generator().manual_seed(seed)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(x.to(torch.float32) @ self.weight.to(torch.float32), -1)
+        return weights.square().sum((1, 2)).to(x.dtype)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_numbers_of_a_module_that_says_float32_itself(seed: int) -> None:
+    """Held against the graph by more than one draw of PyTorch's own error."""
+    assert dims(export(Sums(seed), example_inputs=[torch.zeros(2, 5, 24)]))["x"] == ("B", "L", 24)
+
+
 class Specialised(nn.Module):
     """Ties its length to a parameter's, as position embeddings of one size do."""
 
@@ -451,6 +470,35 @@ def test_check_symbols_sees_a_graph_that_is_wrong_elsewhere() -> None:
     wrong.load_state_dict(right.state_dict())
     with pytest.raises(ModelError, match="to agree within"):
         check_symbols(export(wrong), right, {"x": ("B", "L", 24), "context": ("B", "S", 10)})
+
+
+class Caching(nn.Module):
+    """Gives a cache where its config says so, or that of a part, as T5's decoder has one of its own."""
+
+    def __init__(self, parts: tuple[str, ...], config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config = config
+        for part in parts:
+            self.add_module(part, Caching((), SimpleNamespace(use_cache=True)))
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        return {"y": x, "past_key_values": object()}
+
+
+@pytest.mark.parametrize(
+    ("parts", "switch"),
+    [
+        ((), "config.use_cache = False."),
+        (("encoder", "decoder"), "config.use_cache = False and encoder.config.use_cache = False and decoder.config"),
+    ],
+)
+def test_which_configs_switch_a_cache_off(parts: tuple[str, ...], switch: str) -> None:
+    module = Caching(parts, SimpleNamespace(use_cache=True))
+    with pytest.raises(ModelError, match=f"object 'past_key_values'.*switched off by {switch}"):
+        export(module, example_inputs=[torch.zeros(2, 5, 24)])
+    module = Caching((), SimpleNamespace())
+    with pytest.raises(ModelError, match=r"Have the module return tensors\.$"):
+        export(module, example_inputs=[torch.zeros(2, 5, 24)])
 
 
 def test_modules_that_cannot_be_exported() -> None:

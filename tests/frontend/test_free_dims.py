@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn.functional import scaled_dot_product_attention
@@ -46,6 +49,10 @@ def refusing(x: Tensor, table: Tensor) -> Tensor:
     return x + table[0]
 
 
+def lengthened(x: Tensor, table: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] < 3 else x * 3
+
+
 def shifted(x: Tensor, table: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     y[:, 1:] = x[:, :-1]
@@ -63,8 +70,8 @@ FIXED = {
         ("B", 5, 24),
         r"L \(axis 1 of 'x'\) at 5: it works with no other size",
     ),
-    "of no length that has one less": (
-        Tail(shifted),
+    "of a length with another branch below": (
+        Tail(lengthened),
         ("B", 5, 24),
         r"L \(axis 1 of 'x'\) at 5: one that takes at least 3 there",
     ),
@@ -99,6 +106,49 @@ def test_what_is_named_stays_free_or_is_an_error(entry: object) -> None:
     module, _, _ = FIXED["of a parameter's size"]
     with pytest.raises(ModelError, match=r"constant \(5\).*leave it out of dynamic_shapes"):
         export(module, example_inputs=[X], dynamic_shapes={"x": {1: entry}})
+
+
+def test_a_length_less_one_is_free() -> None:
+    """The exporter speaks of 3 and more alone, as it takes 0 and 1 for special; the graph is right at each size."""
+    module = Tail(shifted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        artifact = mhsa.compile(module, example_inputs=[X], without_attention="accept")
+    run = mhsa.load(artifact)
+    for length in (1, 2, 3, 9):
+        x = torch.randn(2, length, 24)
+        assert torch.equal(run(x), module(x).detach())
+
+
+def written(part: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def write(x: Tensor, table: Tensor) -> Tensor:
+        y = x.clone()
+        y[part] = 2 * x[part]
+        return y
+
+    return write
+
+
+EVERY = slice(None)
+SLICES = {
+    "a head": (EVERY, slice(0, 3)),
+    "a tail": (EVERY, slice(2, None)),
+    "a middle": (EVERY, slice(1, 4)),
+    "a step": (EVERY, slice(None, None, 2)),
+    "from the end": (EVERY, slice(-2, None)),
+    "up to the end": (EVERY, slice(1, -1)),
+    "features": (..., slice(5, 9)),
+    "all": (EVERY,),
+}
+
+
+@pytest.mark.parametrize("part", SLICES.values(), ids=SLICES)
+def test_what_is_written_into_a_slice(part: Any) -> None:
+    module = Tail(written(part))
+    model = export(module, example_inputs=[X], dims={"B": 2, "L": 5})
+    x = torch.randn(2, 5, 24)
+    (result,) = ReferenceEvaluator(model).run(None, {"x": x.numpy()})
+    assert np.array_equal(result, module(x).detach().numpy())
 
 
 LIMITED = {

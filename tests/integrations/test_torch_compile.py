@@ -104,19 +104,73 @@ def called(run: Any, x: Tensor) -> Tensor:
         return found
 
 
-@pytest.mark.thorough
-def test_weights_that_change_and_layers_of_one_class() -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the backend compiles in a test."""
+    artifacts, original = list[Any](), torch_compile.compile
+    monkeypatch.setattr(torch_compile, "compile", lambda *words, **named: _noted(artifacts, original(*words, **named)))
+    return artifacts
+
+
+def _noted(artifacts: list[Any], artifact: Any) -> Any:
+    artifacts.append(artifact)
+    return artifact
+
+
+def test_weights_that_change_and_layers_of_one_class_are_bound_anew(made: list[Any]) -> None:
     layers, x = [Layer().eval() for _ in range(2)], torch.randn(2, 19, 32)
     runs = [compiled(layer) for layer in layers]
     with torch.inference_mode():
         for layer, run in zip(layers, runs, strict=True):
             assert_right(run(x)["z"], layer, x)
+    compilations = len(made)
     with torch.no_grad():
         layers[0].linear.weight.mul_(2.0)
     with torch.inference_mode():
-        with pytest.warns(UserWarning, match="weights of a graph changed, and it was compiled anew"):
-            assert_right(runs[0](x)["z"], layers[0], x)
+        assert_right(runs[0](x)["z"], layers[0], x)
         assert_right(runs[1](x)["z"], layers[1], x)
+    layers[0].load_state_dict(Layer().state_dict())
+    with torch.inference_mode():
+        assert_right(runs[0](x)["z"], layers[0], x)
+    assert len(made) == compilations
+
+
+def test_code_that_is_wrong_for_other_weights_is_compiled_anew(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check` holds the first results of weights that were bound anew against PyTorch's."""
+    monkeypatch.setattr(torch_compile.CompiledAttention, "with_weights", lambda self, weights: self)
+    layer, x = Layer().eval(), torch.randn(2, 19, 32)
+    run = compiled(layer)
+    called(run, x)
+    with torch.no_grad():
+        layer.linear.weight.mul_(2.0)
+    with pytest.warns(UserWarning, match="weights of a graph changed, and it was compiled anew"):
+        assert_right(called(run, x), layer, x)
+    assert len(made) == 2
+
+
+class Placed(Layer):
+    """A layer with the order of its features in a buffer, which becomes part of the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(32))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"z": super().forward(x)["z"].index_select(2, self.order)}
+
+
+def test_a_weight_that_is_part_of_the_code_is_compiled_anew(made: list[Any]) -> None:
+    layer, x = Placed().eval(), torch.randn(2, 19, 32)
+    run = compiled(layer)
+    called(run, x)
+    assert "order" not in " ".join(info.name for info in made[0].manifest.weights)
+    with torch.no_grad():
+        layer.order.copy_(torch.arange(32).flip(0))
+    with pytest.warns(UserWarning, match="weights of a graph changed, and it was compiled anew"):
+        assert_right(called(run, x), layer, x)
+    assert len(made) == 2
 
 
 MODELS = {

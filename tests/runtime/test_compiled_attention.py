@@ -56,7 +56,7 @@ def test_load_takes_paths(artifact: Artifact) -> None:
     assert_right(mhsa.load(str(artifact.path), device="cpu", threads=1)(x, mask), x, mask)
 
 
-def test_weights_from_anywhere(artifact: Artifact, tmp_path: Path) -> None:
+def test_weights_from_anywhere(artifact: Artifact, compiled: CompiledAttention, tmp_path: Path) -> None:
     x, mask = draw()
     other = W + 1
     save_file({"w": other}, tmp_path / "layer.safetensors")
@@ -69,6 +69,8 @@ def test_weights_from_anywhere(artifact: Artifact, tmp_path: Path) -> None:
     )
     for weights in sources:
         assert_right(load(artifact, weights=weights)(x, mask), x, mask, other)
+        assert_right(compiled.with_weights(weights)(x, mask), x, mask, other)
+        assert_right(compiled(x, mask), x, mask)
 
 
 BAD_WEIGHTS = {
@@ -83,10 +85,23 @@ BAD_WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", BAD_WEIGHTS)
-def test_bad_weights(artifact: Artifact, case: str) -> None:
+def test_bad_weights(artifact: Artifact, compiled: CompiledAttention, case: str) -> None:
     weights, message = BAD_WEIGHTS[case]
-    with pytest.raises(InputError, match=message):
-        load(artifact, weights=weights)
+    for take in (lambda: load(artifact, weights=weights), lambda: compiled.with_weights(weights)):
+        with pytest.raises(InputError, match=message):
+            take()
+
+
+def test_one_code_with_several_weights_from_several_threads(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    several = [compiled.with_weights({"w": W + i}) for i in range(3)]
+
+    def work(i: int) -> bool:
+        return all(np.array_equal(several[i](x, mask), alone[i]) for _ in range(50))
+
+    alone = [one(x, mask) for one in several]
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, [0, 1, 2] * 2))
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.0, True, "2"])

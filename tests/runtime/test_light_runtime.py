@@ -7,6 +7,7 @@ import base64
 import csv
 import hashlib
 import io
+import json
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +103,19 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
         assert rows[name] == (["", ""] if name.endswith("/RECORD") else [f"sha256={digest}", str(len(data))])
     required = re.findall(rb"^Requires-Dist: ([\w-]+)", contents[f"{notes}/METADATA"], re.MULTILINE)
     assert required == [b"apache-tvm-ffi", b"ml-dtypes", b"msgspec", b"numpy"]
+
+
+def test_the_bill_of_materials(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".cdx.json"))
+        bill, library = json.loads(archive.read(name)), archive.read("mhsa_compile/_data/tvm/libtvm_runtime.so")
+    assert re.fullmatch(r"mhsa_runtime-[\w.]+\.dist-info/sboms/mhsa-runtime\.cdx\.json", name)  # PEP 770
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    own, (tvm,) = bill["metadata"]["component"], bill["components"]
+    assert own["purl"] == f"pkg:pypi/mhsa-runtime@{wheel.name.split('-')[1]}"
+    assert tvm["purl"] == f"pkg:pypi/apache-tvm@{metadata.version('apache-tvm')}"
+    (file,) = tvm["components"]
+    assert file["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(library).hexdigest()}]
 
 
 def test_the_tag_has_the_c_library_that_the_code_asks_for(wheel: Path) -> None:

@@ -22,7 +22,6 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.detach_weights import contents_as_inputs
 from mhsa_compile.frontend.export.free_dims import Program, cause, freest_model, quiet, requested_freedom, with_names
 from mhsa_compile.frontend.export.module_calls import TensorModule, flatten, with_own_names
-from mhsa_compile.frontend.export.sdpa_translation import TRANSLATIONS
 from mhsa_compile.frontend.export.signatures import (
     ModuleSignature,
     Shape,
@@ -35,6 +34,7 @@ from mhsa_compile.frontend.export.signatures import (
     zeros_of,
 )
 from mhsa_compile.frontend.export.torch_layers import slow_path
+from mhsa_compile.frontend.export.translations import TRANSLATIONS
 from mhsa_compile.frontend.onnx_graph import add_import, opset_of, reads
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.mhsa_operator import attention_function
@@ -43,7 +43,7 @@ from mhsa_compile.nn.row_operators import ROW_OPERATORS, row_function
 from mhsa_compile.nn.score_features import CONSTANT_MASK
 from mhsa_compile.spec.attention_spec import DOMAIN, IN_PLACE_KEY, LIMITS_KEY, SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
-from mhsa_compile.verification.unseen_sizes import check_unseen_sizes
+from mhsa_compile.verification.unseen_sizes import UNSEEN, check_unseen_sizes
 
 _LONGEST_CHECK = 512
 _SHORT = {"L": 11, "S": 13}
@@ -140,7 +140,20 @@ def _export_any(wrapper: TensorModule, program: Program) -> onnx.ModelProto:
     if freedom.most:
         onnx.helper.set_model_props(model, {LIMITS_KEY: json.dumps(dict(freedom.most))})
     check_symbols(model, wrapper, _shapes(freedom.signature))
+    for symbol, least in program.least.items():
+        _check_below(model, wrapper, set(freedom.symbols.values()), symbol, least)
     return model
+
+
+def _check_below(model: onnx.ModelProto, module: nn.Module, symbols: set[str], symbol: str, least: int) -> None:
+    """Whether the graph is right at each size below the least that the exporter speaks of: it takes 0 and 1 for
+    special, also of a length less one, where the module may not. Raises ModelError."""
+    try:
+        runs = [UNSEEN[0] | {symbol: size} for size in range(1, least)]
+        check_unseen_sizes(model, module, symbols, _forward, runs)
+    except ModelError as error:
+        got = f"one that takes at least {least} there"
+        raise ModelError("module", f"one that leaves {symbol!r} free", got, error.next_step) from error
 
 
 def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: dict[str, int | None]) -> onnx.ModelProto:

@@ -29,6 +29,9 @@ from mhsa_compile.frontend.export.torch_layers import plain_layers
 
 LEAST = 2
 """The smallest size that the exporter tells from others: it takes 0 and 1 for special."""
+_TRIED = 8
+"""Up to which bound from below each smaller size is tried: of lengths less one the exporter takes 1 and
+2 for special, and the module may not."""
 
 
 @dataclass(frozen=True)
@@ -218,13 +221,14 @@ def _ever_less(request: Freedom) -> list[Freedom]:
 
 @dataclass(frozen=True)
 class Program:
-    """A module as torch.export traced it, what it left free, the symbols that it uses for that, and the names of what
-    comes out; None for a lone tensor."""
+    """A module as torch.export traced it, what it left free, the symbols that it uses for that, the names of what
+    comes out, None for a lone tensor, and the least sizes of symbols of whose smaller ones it does not speak."""
 
     exported: torch.export.ExportedProgram
     freedom: Freedom
     names: Mapping[str, str]
     outputs: list[str] | None
+    least: Mapping[str, int]
 
 
 def trace(wrapper: TensorModule, request: Freedom) -> Program:
@@ -249,7 +253,10 @@ def trace(wrapper: TensorModule, request: Freedom) -> Program:
         raise ModelError("module", "one that torch.export can export", cause(error), hint) from error
     check_repeatable(exported_program)
     freedom, names = _symbols_of(exported_program, request)
-    return Program(exported_program, freedom, names, outputs)
+    constraints = exported_program.range_constraints.items()
+    lowest = {names[str(dim)]: int(bounds.lower) for dim, bounds in constraints if str(dim) in names}
+    least = {symbol: lower for symbol, lower in lowest.items() if lower > LEAST}
+    return Program(exported_program, freedom, names, outputs, least)
 
 
 def _symbols_of(exported_program: torch.export.ExportedProgram, request: Freedom) -> tuple[Freedom, dict[str, str]]:
@@ -265,7 +272,7 @@ def _symbols_of(exported_program: torch.export.ExportedProgram, request: Freedom
     for axis, symbol in sorted(request.symbols.items(), key=lambda item: item[1] not in request.user_symbols):
         dim = theirs[axis]
         bounds = exported_program.range_constraints.get(dim)
-        if bounds is None or bounds.lower > LEAST:
+        if bounds is None or bounds.lower > _TRIED:
             size = dim if dim is not None else shapes[axis[0]][axis[1]]
             got = f"one that takes {size if bounds is None else f'at least {bounds.lower}'} there"
             if symbol not in request.optional or bounds is not None:

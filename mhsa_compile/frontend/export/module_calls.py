@@ -8,7 +8,8 @@ what else it returns, weights or None, depends on the implementation.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import onnx
@@ -43,7 +44,7 @@ class TensorModule(nn.Module):
             result = self.module(**arguments)
         if _is_attention_of_transformers(self.module) and isinstance(result, tuple):
             result = result[0]
-        return dict(_tensors_by_name("", result))
+        return dict(_tensors_by_name("", result, partial(_next_step, self.module)))
 
     def output_names(self, inputs: Mapping[str, Tensor]) -> list[str] | None:
         """The names of the results; None for a lone tensor. Raises ModelError where the module does not take them."""
@@ -127,19 +128,27 @@ def _is_attention_of_transformers(module: nn.Module) -> bool:
     return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("Attention")
 
 
-def _tensors_by_name(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def _next_step(module: nn.Module) -> str:
+    """What to do about a result that is no tensor. Parts may have configs of their own, as T5's decoder has."""
+    configs = {name: vars(part).get("config") for name, part in module.named_modules()}
+    caching = {id(config): name for name, config in reversed(configs.items()) if getattr(config, "use_cache", False)}
+    lines = [f"{name}.config.use_cache = False".removeprefix(".") for name in reversed(caching.values())]
+    switch = f" A cache of keys and values is switched off by {' and '.join(lines)}." if lines else ""
+    return f"Have the module return tensors.{switch}"
+
+
+def _tensors_by_name(name: str, value: Any, next_step: Callable[[], str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a result: keys and places joined to names, `hidden_states_0` among them. None is left out."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors_by_name(f"{name}_{key}".lstrip("_"), item)
+            yield from _tensors_by_name(f"{name}_{key}".lstrip("_"), item, next_step)
     elif isinstance(value, tuple | list):
         fields = getattr(value, "_fields", range(len(value)))
         for key, item in zip(fields, value, strict=True):
             whole = name or "output" if isinstance(key, int) else name
-            yield from _tensors_by_name(f"{whole}_{key}".lstrip("_"), item)
+            yield from _tensors_by_name(f"{whole}_{key}".lstrip("_"), item, next_step)
     elif value is not None:
-        hint = "Have the module return tensors; a cache of keys and values is switched off by config.use_cache = False."
         expected = "results that are tensors, or tuples and dicts of them"
-        raise ModelError("module", expected, f"{type(value).__name__} {name!r}", hint)
+        raise ModelError("module", expected, f"{type(value).__name__} {name!r}", next_step())

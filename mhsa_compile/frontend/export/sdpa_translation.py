@@ -8,10 +8,8 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from onnxscript import opset23 as op
 
 GraphValue = Any  # a tensor of the graph that is being written
@@ -47,8 +45,3 @@ def scaled_dot_product_attention(
             raise ValueError(f"{heads[0]} heads of queries and {heads[1]} of keys without enable_gqa")
     y, *_ = op.Attention(query, key, value, attn_mask, is_causal=int(is_causal), scale=scale)
     return op.Squeeze(y, axis) if ranks == {3} else y
-
-
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention
-}
