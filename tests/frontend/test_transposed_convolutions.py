@@ -15,7 +15,7 @@ from support.onnx_models import model_of
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
 from mhsa_compile.frontend.fusion.fuse import fuse
-from mhsa_compile.frontend.fusion.output_phases import Axis, by_windows
+from mhsa_compile.frontend.fusion.output_phases import PhasedAxis, by_windows
 from mhsa_compile.verification.error_budget import budget, max_error
 
 N = helper.make_node
@@ -131,11 +131,11 @@ def test_those_of_groups_are_a_product_for_each_group(name: str, free: bool) -> 
 
 def test_phases_have_each_tap_once() -> None:
     for kernel, stride, dilation in ((4, 2, 1), (3, 2, 1), (3, 5, 2), (5, 4, 6), (7, 6, 4), (1, 3, 1)):
-        axis = Axis.of(kernel, stride, dilation, (0, 0), 0)
+        axis = PhasedAxis.of(kernel, stride, dilation, (0, 0), 0)
         assert sorted(tap for r in range(stride) for tap in axis.taps(r)) == list(range(kernel))
         assert axis.cut >= 0 and all(min(*before, *behind) >= 0 for _, before, behind in by_windows([axis]))
-    assert len(by_windows([Axis.of(4, 2, 1, (1, 1), 0)] * 2)) == 1  # all phases are one product
-    assert len(by_windows([Axis.of(3, 2, 1, (1, 1), 1)] * 2)) == 4
+    assert len(by_windows([PhasedAxis.of(4, 2, 1, (1, 1), 0)] * 2)) == 1  # all phases are one product
+    assert len(by_windows([PhasedAxis.of(3, 2, 1, (1, 1), 1)] * 2)) == 4
 
 
 @pytest.mark.thorough

@@ -31,7 +31,7 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedPatches,
     FusedPixelShuffle,
 )
-from mhsa_compile.frontend.fusion.output_phases import Axis, by_windows
+from mhsa_compile.frontend.fusion.output_phases import PhasedAxis, by_windows
 from mhsa_compile.frontend.fusion.quantised_pattern import BYTES, is_number, is_stored
 from mhsa_compile.frontend.onnx_graph import GraphView, add_import, attributes, is_standard
 from mhsa_compile.spec.attention_spec import DOMAIN
@@ -181,7 +181,7 @@ class _Rewriting:
         self.rewriter.hint(rows, [batch, *[None] * rank, width], dtype)
         return rows
 
-    def _taps(self, weight: str, axes: Sequence[Axis], phase: Sequence[int], groups: int) -> str:
+    def _taps(self, weight: str, axes: Sequence[PhasedAxis], phase: Sequence[int], groups: int) -> str:
         """The weights of a phase, (C, O / groups, ...) as (O, C / groups, ...), in the order of what taps are for."""
         rewriter = self.rewriter
         inner, outer = (int(size or 0) for size in self.graph.dims(weight)[:2])
@@ -387,7 +387,7 @@ def _channels(graph: GraphView, node: onnx.NodeProto) -> tuple[int, int]:
     return (other * groups, one) if node.op_type == "ConvTranspose" else (one, other * groups)
 
 
-def _axes(graph: GraphView, node: onnx.NodeProto) -> list[Axis] | None:
+def _axes(graph: GraphView, node: onnx.NodeProto) -> list[PhasedAxis] | None:
     """A transposed convolution along each of its axes; None where it stays as it is."""
     x, dims, attrs = graph.dims(node.input[0]), graph.dims(node.input[1]), attributes(node)
     if len(dims) < 3 or len(x) != len(dims) or 0 in dims or not all(isinstance(size, int) for size in dims):
@@ -401,7 +401,7 @@ def _axes(graph: GraphView, node: onnx.NodeProto) -> list[Axis] | None:
     words = (attrs.get(word, ones) for word in ("strides", "dilations"))
     both = zip(pads[: len(ones)], pads[len(ones) :], strict=True)
     return [
-        Axis.of(int(size or 0), stride, dilation, (before, behind), more)
+        PhasedAxis.of(int(size or 0), stride, dilation, (before, behind), more)
         for size, stride, dilation, (before, behind), more in zip(
             dims[2:], *words, both, attrs.get("output_padding", zeros), strict=True
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Axis:
+class PhasedAxis:
     """A transposed convolution along one axis: its sizes, and of what is computed how much is cut off at its ends."""
 
     kernel: int
@@ -25,7 +25,7 @@ class Axis:
     behind: int
 
     @classmethod
-    def of(cls, kernel: int, stride: int, dilation: int, pads: tuple[int, int], output_padding: int) -> Axis:
+    def of(cls, kernel: int, stride: int, dilation: int, pads: tuple[int, int], output_padding: int) -> PhasedAxis:
         """`behind` is less than what pads say where output_padding asks for more; it may be negative then."""
         return cls(kernel, stride, dilation, pads[0], pads[1] - output_padding)
 
@@ -63,7 +63,7 @@ Windows = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """How many elements are read at a time, how many zeros lie before x and behind it: a number for each axis."""
 
 
-def by_windows(axes: Sequence[Axis]) -> dict[Windows, list[tuple[int, ...]]]:
+def by_windows(axes: Sequence[PhasedAxis]) -> dict[Windows, list[tuple[int, ...]]]:
     """Windows -> the phases that read through them; those without a tap are in none."""
     groups: dict[Windows, list[tuple[int, ...]]] = {}
     for phase in itertools.product(*(range(axis.stride) for axis in axes)):
