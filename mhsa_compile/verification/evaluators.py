@@ -64,12 +64,14 @@ class Evaluators:
     @cached_property
     def narrow(self) -> str:
         """The dtype of floats that has as many digits as the model's coarsest values: bfloat16 also where it rounds
-        them to bytes, by steps that it states; "" where it has none of 16 bits."""
+        them to bytes, by steps that it states, or ONNX Runtime does so; "" where it has none of 16 bits."""
         nodes = list(_nodes(self.canonical))
         read = {name for node in nodes if node.op_type != "Cast" for name in node.input}  # not only to be widened
         kinds = {tensor.data_type for tensor in self.canonical.graph.initializer if tensor.name in read}
         kinds |= {a.i for node in nodes if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
-        if onnx.TensorProto.BFLOAT16 in kinds or any(node.op_type == "QuantizeLinear" for node in nodes):
+        rounding = {"QuantizeLinear"} & {node.op_type for node in nodes}
+        rounding |= {"DynamicQuantizeLSTM"} & {node.op_type for node in _nodes(self.original)}  # its states
+        if onnx.TensorProto.BFLOAT16 in kinds or rounding:
             return "bfloat16"
         return "float16" if onnx.TensorProto.FLOAT16 in kinds else ""
 

@@ -196,6 +196,33 @@ def test_rows_of_tables_of_four_bits(kind: str, zeros: bool, axis: int) -> None:
     check(table_of_four_bits(kind, zeros, quantize_axis=axis), np.random.default_rng(4).integers(0, V, (2, 3)), 1e-6)
 
 
+OF_FLOATS: dict[str, tuple[tuple[int, ...], dict[str, int], str, bool]] = {
+    "blocks of columns": ((32, 48), {"quantize_axis": 0}, "int4", True),
+    "rows that end within a block": ((32, 40), {"quantize_axis": 1}, "uint4", False),
+    "three axes": ((32, 3, 32), {"quantize_axis": 2}, "int4", True),
+    "columns": ((32, 48), {"gather_axis": 1, "quantize_axis": 0}, "uint4", True),
+}
+
+
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_tables_of_other_forms(name: str) -> None:
+    dims, words, kind, zeros = OF_FLOATS[name]
+    rng, shape = np.random.default_rng(6), list(dims)
+    shape[words["quantize_axis"]] = -(-dims[words["quantize_axis"]] // 16)
+    least = 0 if kind == "uint4" else -8
+
+    def numbers(*sizes: int) -> np.ndarray:
+        return rng.integers(least, least + 16, sizes).astype(getattr(ml_dtypes, kind))
+
+    constants = {"q": numbers(*dims), "s": rng.uniform(0.01, 1, shape).astype(np.float32)}
+    constants |= {"z": numbers(*shape)} if zeros else {}
+    node = helper.make_node(
+        "GatherBlockQuantized", ["q", "ids", *list(constants)[1:]], ["y"], domain=MICROSOFT, block_size=16, **words
+    )
+    model = model_of([node], {"ids": (TensorProto.INT64, ["B", 3])}, {"y": None}, constants, domain=MICROSOFT, opset=21)
+    check(model, rng.integers(0, 32, (2, 3)), 1e-6)
+
+
 def table_of_four_bits(kind: str, zeros: bool, points: str = "", **attributes: Any) -> onnx.ModelProto:
     """The table of `table` with its numbers, and zero points, of another dtype; `points` is that of zero points."""
     model, rng = table(zeros=zeros, **attributes), np.random.default_rng(5)
@@ -227,8 +254,8 @@ def test_what_is_stored_is_the_files_bytes(tmp_path) -> None:
         (product(accuracy=1), "attribute 'accuracy'"),
         (product(bits=4, weight_prepacked=1), "weight_prepacked"),
         (product(block=24), "a power of two"),
-        (table(gather_axis=1), "gather_axis"),
-        (table(quantize_axis=0), "quantize_axis"),
+        (table(gather_axis=1), "gather_axis=0 and .* got gather_axis=1"),
+        (table(quantize_axis=0), "quantize_axis=1 of numbers in bytes"),
         (table_of_four_bits("int4", True, points="uint4"), "the zero points 'z' of int4, as 'q', got uint4"),
         (other_blocks(table_of_four_bits("int4", False), 32), r"'s' of \(50, 2\), got \(50, 4\)"),
     ],

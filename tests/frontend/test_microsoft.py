@@ -338,3 +338,66 @@ def test_a_mask_of_another_form(file: File) -> None:
     )
     with pytest.raises(ModelError, match=message):
         canonicalize(file.model())
+
+
+def _convolved(activation: str, params: list[float] | None = None, more: bool = False, **said: Any) -> File:
+    file, groups = File(), said.get("group", 1)
+    inputs = [
+        file.input("x", ["B", 6, "Y", "X"], (2, 6, 9, 8)),
+        file.weight("w", 8, 6 // groups, 3, 3),
+        file.weight("b", 8),
+    ]
+    inputs += [file.input("z", ["B", 8, "Y", "X"], (2, 8, 9, 8))] if more else []
+    words = {} if params is None else {"activation_params": params}
+    file.node("FusedConv", inputs, ["y"], activation=activation, pads=[1] * 4, **words, **said)
+    file.output("y", ["B", 8, "Y", "X"])
+    return file
+
+
+def _multiplied(left: tuple[int, ...], right: tuple[int, ...], **said: Any) -> File:
+    file = File()
+    file.node("FusedMatMul", [file.input("x", [*left], left), file.input("z", [*right], right)], ["y"], **said)
+    file.output("y", [f"y{i}" for i in range(len(left))])
+    return file
+
+
+def _added() -> File:
+    file = File()
+    inputs = [file.input("x", ["B", 24], (7, 24)), file.weight("w", 9, 24), file.weight("b", 9)]
+    words = {"activation": "LeakyRelu", "activation_alpha": 0.3, "transB": 1, "alpha": 0.5, "beta": 2.0}
+    file.node("FusedGemm", inputs, ["y"], **words)
+    file.output("y", ["B", 9])
+    return file
+
+
+FUSED: dict[str, Callable[[], File]] = {
+    "Conv, Relu": lambda: _convolved("Relu"),
+    "Conv, more, Sigmoid": lambda: _convolved("Sigmoid", more=True),
+    "Conv of groups, Tanh": lambda: _convolved("Tanh", group=2),
+    "Conv, LeakyRelu": lambda: _convolved("LeakyRelu", [0.2]),
+    "Conv, Clip": lambda: _convolved("Clip", [-0.3, 0.5]),
+    "Conv, HardSigmoid": lambda: _convolved("HardSigmoid", [0.3, 0.4]),
+    "Gemm, LeakyRelu": _added,
+    "MatMul, batches of A": lambda: _multiplied((7, 2, 3, 5), (2, 3, 5, 6), transBatchA=1, alpha=0.5),
+    "MatMul, batches of both": lambda: _multiplied((7, 2, 3, 5), (5, 2, 3, 6), transBatchA=1, transBatchB=1),
+    "MatMul, batches of A, turned": lambda: _multiplied((5, 2, 3, 7), (2, 3, 5, 6), transBatchA=1, transA=1),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_what_the_optimizer_fuses(name: str) -> None:
+    """FusedConv, FusedGemm, FusedMatMul: a session keeps files with them."""
+    file = FUSED[name]()
+    model, expected = file.model(), run(file.model(), file.feeds)[0]
+    plain = canonicalize(model).model
+    assert not any(node.domain == MICROSOFT for node in plain.graph.node)
+    (exact,), (yardstick,) = oracle(plain, file.feeds), eager(plain, file.feeds)
+    most = budget(exact, yardstick, "float32")
+    assert max_error(exact, expected) <= 2 * most  # ONNX Runtime's own roundings
+    y = mhsa.load(mhsa.compile(model, without_attention="accept"))(**file.feeds)
+    assert y.shape == expected.shape and max_error(exact, y) <= most
+
+
+def test_an_activation_that_is_not_understood_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"activation among Clip, .* got 'Softplus'"):
+        canonicalize(_convolved("Softplus").model())

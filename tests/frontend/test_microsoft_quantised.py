@@ -270,3 +270,87 @@ def test_pairs_of_other_dtypes_than_bytes(kind: str) -> None:
     actual = mhsa.load(mhsa.compile(model, without_attention="accept", check=False))(x=x)
     # With weights of four bits ONNX Runtime may round activations to eight.
     assert np.abs(actual - expected).max() < (2e-2 if is_weight else 1e-5) * np.abs(expected).max()
+
+
+def lstm(per_channel: bool, direction: str, kind: str) -> tuple[onnx.ModelProto, onnx.ModelProto, dict[str, Array]]:
+    """(a DynamicQuantizeLSTM; an LSTM of what its bytes mean, which rounds x alike; x)"""
+    rng, count, I, H = np.random.default_rng(7), 2 if direction == "bidirectional" else 1, 10, 12
+    bounds, columns = np.iinfo(kind), (count, 4 * H) if per_channel else (count,)
+    bytes_of = {
+        name: rng.integers(bounds.min, bounds.max, (count, rows, 4 * H)).astype(kind)
+        for name, rows in (("w", I), ("r", H))
+    }
+    numbers = {f"{name}s": rng.uniform(0.002, 0.004, columns).astype(np.float32) for name in "wr"}
+    numbers |= {f"{name}z": np.full(columns, 3 + (bounds.max + bounds.min) // 2, kind) for name in "wr"}
+    biases = {"b": rng.standard_normal((count, 8 * H)).astype(np.float32)}
+    outputs, words = ["y", "h", "c"], {"hidden_size": H, "direction": direction}
+    inputs = ["x", "w", "r", "b", "", "", "", "", "ws", "wz", "rs", "rz"]
+    node = N("DynamicQuantizeLSTM", inputs, outputs, domain=MICROSOFT, **words)
+    shapes = {"x": [6, 2, I]}
+    of_bytes = model_of([node], shapes, dict.fromkeys(outputs), bytes_of | numbers | biases, domain=MICROSOFT, opset=21)
+    spread = {name: array.reshape(count, 1, -1).astype(np.float32) for name, array in numbers.items()}
+    floats = {
+        n: ((a.astype(np.float32) - spread[f"{n}z"]) * spread[f"{n}s"]).swapaxes(1, 2).copy()
+        for n, a in bytes_of.items()
+    }
+    nodes = [
+        N("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]), N("DequantizeLinear", ["q", "s", "z"], ["rounded"]),
+        N("LSTM", ["rounded", "w", "r", "b"], outputs, **words),
+    ]  # fmt: skip
+    x = {"x": rng.standard_normal((6, 2, I)).astype(np.float32)}
+    return of_bytes, model_of(nodes, shapes, dict.fromkeys(outputs), floats | biases, opset=21), x
+
+
+@pytest.mark.parametrize(
+    ("per_channel", "direction", "kind"),
+    [(False, "forward", "int8"), (True, "bidirectional", "uint8")],
+    ids=["one scale", "a scale a column, both ways"],
+)
+def test_a_dynamic_lstm(per_channel: bool, direction: str, kind: str) -> None:
+    """To float32's roundings the LSTM of its bytes; ONNX Runtime rounds the state of each step to bytes as well."""
+    of_bytes, of_floats, x = lstm(per_channel, direction, kind)
+    results = mhsa.load(mhsa.compile(of_bytes, without_attention="accept"))(**x)
+    theirs, rounded = (
+        onnxruntime.InferenceSession(one.SerializeToString()).run(None, x) for one in (of_floats, of_bytes)
+    )
+    for y, expected, with_states in zip(results, theirs, rounded, strict=True):
+        np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6)
+        assert 1e-6 < np.abs(y - with_states).max() < 1 / 64  # four steps of states in bytes
+
+
+def test_a_dynamic_lstm_with_scales_that_are_none_is_refused() -> None:
+    file, _, _ = lstm(False, "forward", "int8")
+    (tensor,) = (one for one in file.graph.initializer if one.name == "rs")
+    tensor.CopyFrom(onnx.numpy_helper.from_array(np.zeros(1, np.float32), "rs"))
+    with pytest.raises(ModelError, match=r"'rs' with 0\.0"):
+        mhsa.compile(file, without_attention="accept")
+
+
+BY_BLOCKS = {
+    "along rows": ((5, 48), 1, 16, "uint8", True),
+    "along columns": ((6, 8), 0, 2, "int8", False),
+    "a shorter last block": ((5, 40), 1, 16, "uint8", True),
+    "the middle of three axes": ((2, 9, 3), -2, 4, "int16", True),
+}
+
+
+@pytest.mark.parametrize("name", BY_BLOCKS)
+def test_values_by_blocks(name: str) -> None:
+    dims, axis, block, kind, zeros = BY_BLOCKS[name]
+    rng, shape, bounds = np.random.default_rng(8), list(dims), np.iinfo(kind)
+    shape[axis] = -(-dims[axis] // block)
+    numbers = {"s": rng.uniform(2, 4, shape).astype(np.float32) / bounds.max}
+    numbers |= {"z": rng.integers(bounds.min // 4, bounds.max // 4, shape).astype(kind)} if zeros else {}
+    names, words = list(numbers), {"axis": axis, "block_size": block}
+    stated = {} if zeros else {"output_dtype": helper.np_dtype_to_tensor_dtype(np.dtype(kind))}
+    nodes = [
+        N("QuantizeLinear", ["x", *names], ["q"], **words, **stated),
+        N("DequantizeLinear", ["q", *names], ["y"], **words),
+    ]
+    file = model_of(nodes, {"x": list(dims)}, {"q": None, "y": None}, numbers, kinds={"q": kind}, opset=21)
+    x = {"x": (3 * rng.standard_normal(dims)).astype(np.float32)}
+    results = mhsa.load(mhsa.compile(file, without_attention="accept"))(**x)
+    for y, expected in zip(results, onnxruntime.InferenceSession(file.SerializeToString()).run(None, x), strict=True):
+        assert y.dtype == expected.dtype
+        np.testing.assert_array_equal(y, expected)
+    assert (results[0] == bounds.max).any() and (results[0] < bounds.max).any()  # cut off, and not

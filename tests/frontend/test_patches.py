@@ -126,8 +126,6 @@ def test_a_value_that_others_read_with_its_channels_first_is_there_for_them() ->
 
 
 LEFT = {
-    "groups": (conv(group=2), (WIDTH, 2, 3), (4, 20)),
-    "depthwise": (conv(group=WIDTH), (WIDTH, 1, 3), (WIDTH, 20)),
     "padding that follows from the sizes": (conv(auto_pad="SAME_UPPER", strides=[2]), (WIDTH, 4, 3), (4, "T")),
     "one to one": (conv(), (1, 1, 3), (1, 20)),
     "too many patches": (conv(pads=[3] * 4), (WIDTH, 64, 7, 7), (64, 512, 512)),

@@ -33,6 +33,7 @@ def call() -> Any:
         node("Dropout", ["x"], ["same", "mask"]),
         node("BitCast", ["x"], ["bits"], to=TensorProto.INT32),
         node("GroupNormalization", ["x", "ones", "zeros"], ["groups"], num_groups=3),
+        node("InstanceNormalization", ["x", "ones", "zeros"], ["instances"]),
         node("Atanh", ["x"], ["atanh"]),
         node("Mish", ["x"], ["mish"]),
         node("Softplus", ["x"], ["softplus"]),
@@ -68,7 +69,9 @@ def test_groups_far_from_zero(call: Any) -> None:
     x = (1000 + 0.1 * RNG.standard_normal((4, 3, 4))).astype(np.float32)
     wide = x.astype(np.float64)
     expected = (wide - wide.mean(2, keepdims=True)) / np.sqrt(wide.var(2, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(call(x, 0)["groups"], expected, atol=5e-3)
+    results = call(x, 0)
+    np.testing.assert_allclose(results["groups"], expected, atol=5e-3)
+    np.testing.assert_array_equal(results["instances"], results["groups"])  # of one channel each
 
 
 def test_small_and_large_arguments(call: Any) -> None:

@@ -1,12 +1,12 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Twelve steps, each from a whole model to a whole model: weights become initializers, those in blocks or of four bits
-floats that are made of bytes, loops their steps, the opset is
-raised, operators that ONNX defines by others are written out where nothing reads them as they are, Einsum becomes
-MatMul, ends of tables get the length of the sequence, convolutions of one pixel become linears and sequences the parts
-of a Split, what is known of shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes
-that change nothing disappear, and decomposed attention becomes one node. Then outputs are added that say what
-attentions do inside, where they are asked for.
+Fourteen steps, each from a whole model to a whole model: weights become initializers, those in blocks or of four bits
+floats that are made of bytes, loops their steps, the opset is raised, operators that ONNX defines by others are
+written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get the length of the
+sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, convolutions of one pixel
+become linears and sequences the parts of a Split, what is known of shapes becomes constants, Microsoft's operators
+become standard ones, roundings to bytes that change nothing disappear, and decomposed attention becomes one node.
+Then outputs are added that say what attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
 """
@@ -30,6 +30,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     einsum,
     gather,
     loops,
+    max_pools,
     opset,
     packed_weights,
     pointwise_conv,
@@ -37,6 +38,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     schema_functions,
     sequences,
     trailing_inputs,
+    value_blocks,
     weight_constants,
 )
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
@@ -107,7 +109,8 @@ def _in_standard_words(
     loops.refuse(small)
     standard = _standard(small)
     small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
-    if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
+    plain = max_pools.rewrite(value_blocks.rewrite(small))
+    if (plain := sequences.rewrite(pointwise_conv.rewrite(plain))) is not small:
         small = propagate_shapes(without_aliases(plain), limits)
     small, theirs = microsoft.rewrite(small, tensors, limits)
     if (plain := rounded_values.rewrite(small, tensors)) is not small:

@@ -6,6 +6,10 @@ Of bytes, too, with the zero point of x around it: ConvInteger becomes MatMulInt
 a MatMul of two, as `quantised_pattern` reads them. Where those are of 16 bits or of four, or one stands alone, its
 floats are multiplied; they are computed once of weights.
 
+    ConvTranspose(x, w, b)  ->  MhsaPixelShuffle(such products, one for all phases with the same patches) + b
+
+as `output_phases` says which they are.
+
 The Transpose that puts the channels back is moved on, past what works on each element, until another one undoes it:
 the next convolution reads rows as they lie, and so does whoever flattens an image and puts the channels last.
 """
@@ -14,13 +18,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import TypeGuard
 
 import onnx
 
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
+from mhsa_compile.frontend.fusion.fused_nodes import (
+    FusedDepthwise,
+    FusedGroupedConvolution,
+    FusedPatches,
+    FusedPixelShuffle,
+)
+from mhsa_compile.frontend.fusion.output_phases import PhasedAxis, by_windows
 from mhsa_compile.frontend.fusion.quantised_pattern import BYTES, is_number, is_stored
 from mhsa_compile.frontend.onnx_graph import GraphView, add_import, attributes, is_standard
 from mhsa_compile.spec.attention_spec import DOMAIN
@@ -39,7 +50,7 @@ _MOST_PATCHES = 1 << 26
 
 def as_products(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with patches and a product for every convolution of constant weights over all channels."""
-    if not any(is_standard(node, *_CONVOLUTIONS) for node in model.graph.node):
+    if not any(is_standard(node, *_CONVOLUTIONS, "ConvTranspose") for node in model.graph.node):
         return model
     return _Rewriting(model).result()
 
@@ -55,6 +66,7 @@ class _Rewriting:
     def result(self) -> onnx.ModelProto:
         steps = {"Transpose": self._transpose, "Reshape": self._reshape, "DynamicQuantizeLinear": self._quantise}
         steps |= dict.fromkeys(_CONVOLUTIONS, self._convolution) | dict.fromkeys(_ELEMENTWISE, self._elementwise)
+        steps["ConvTranspose"] = self._transposed_convolution
         for node in self.graph.nodes:
             if node.domain in ("", "ai.onnx") and node.op_type in steps:
                 steps[node.op_type](node)
@@ -79,6 +91,11 @@ class _Rewriting:
         patches = None if plan is None else _patches(self.graph, node, plan)
         if plan is None or patches is None:
             return
+        if patches.groups > 1:
+            y = self._grouped_sums(node, plan, patches, plan.weight)
+            y = self.rewriter.node("Add", y, plan.bias) if plan.bias else y
+            self._move(node, y, _channels_first(len(self.graph.dims(plan.weight))))
+            return
         rewriter, dims = self.rewriter, list(self.graph.dims(plan.weight))
         rank, width = len(dims), math.prod(int(size or 0) for size in dims[1:])
         x, weight = plan.x if plan.channels_last else self._with_channels_last(plan.x, rank), plan.weight
@@ -97,6 +114,86 @@ class _Rewriting:
         if plan.bias:
             y = rewriter.node("Add", y, plan.bias)
         self._move(node, y, _channels_first(rank))
+
+    def _grouped_sums(self, node: onnx.NodeProto, plan: _Convolution, patches: FusedPatches, weight: str) -> str:
+        """The rows of a convolution of groups, of weights (O, C / groups, ...): a sum for each channel where groups are
+        that, else a product for each group."""
+        rewriter, taps, groups = self.rewriter, patches.kernel, patches.groups
+        total, channels = _channels(self.graph, node)
+        rank, inner, outer = len(taps) + 2, channels // groups, total // groups
+        x = plan.x if plan.channels_last else self._with_channels_last(plan.x, rank)
+        x = x or rewriter.node("Transpose", plan.x, perm=[0, *range(2, rank), 1])
+        kind = FusedDepthwise if inner == outer == 1 else FusedGroupedConvolution
+        if kind is FusedDepthwise:
+            turned, shape = rewriter.node("Transpose", weight, perm=[*range(2, rank), 1, 0]), [*taps, channels]
+        else:
+            apart = rewriter.constant([groups, outer, inner, *taps], "int64")
+            turned = rewriter.node("Reshape", weight, apart)
+            turned = rewriter.node("Transpose", turned, perm=[0, *range(3, rank + 1), 2, 1])
+            shape = [groups, inner * math.prod(taps), outer]
+        weights = rewriter.node("Reshape", turned, rewriter.constant(shape, "int64"))
+        y = rewriter.fresh(f"{node.output[0]}/sums")
+        rewriter.append(kind(**asdict(patches)).to_node(node, [x, weights], [y]))
+        rewriter.hint(y, [*[None] * (rank - 1), total], self.graph.dtype(node.input[0]))
+        return y
+
+    def _transposed_convolution(self, node: onnx.NodeProto) -> None:
+        """Each phase is a sum of its own, and those that read the same patches are one product."""
+        graph, rewriter, axes = self.graph, self.rewriter, _axes(self.graph, node)
+        groups = attributes(node).get("group", 1)
+        plan = _of_floats(graph, node, features=1) if groups == 1 else _as_floats(graph, node)
+        if axes is None or not _is_of_weights(plan, graph):
+            return
+        rank, kind = len(axes) + 2, graph.dtype(plan.x)
+        if not plan.channels_last:
+            x = self._with_channels_last(plan.x, rank)
+            x = x or rewriter.node("Transpose", plan.x, perm=[0, *range(2, rank), 1])
+            plan = replace(plan, x=x, channels_last=True)
+        rows, phases = list[str](), list[tuple[tuple[int, ...], ...]]()
+        spread = tuple(axis.spread for axis in axes)
+        for (counts, before, behind), of_windows in by_windows(axes).items():
+            patches = FusedPatches(counts, (1,) * len(axes), spread, before, behind, channels_last=True, groups=groups)
+            seen = self._seen(node, plan, patches, kind) if groups == 1 else ""
+            for some in [[phase] for phase in of_windows] if groups > 1 or plan.by_features else [of_windows]:
+                taps = [self._taps(plan.weight, axes, phase, groups) for phase in some]
+                weight = taps[0] if len(taps) == 1 else rewriter.node("Concat", *taps, axis=0)
+                if groups > 1:
+                    rows.append(self._grouped_sums(node, plan, patches, weight))
+                else:
+                    turned = rewriter.node("Transpose", weight, perm=[0, *range(2, rank), 1])
+                    rows.append(self._product(plan, seen, rewriter.node("Flatten", turned, axis=1)))
+                phases.append(tuple(tuple(sorted(set(one))) for one in zip(*some, strict=True)))
+        strides, before, behind = zip(*((axis.stride, axis.before, axis.cut) for axis in axes), strict=True)
+        y, out = rewriter.fresh(f"{node.output[0]}/phases"), graph.shape(node.output[0])
+        inputs = [*rows, *filter(None, [plan.bias])]
+        rewriter.append(FusedPixelShuffle(strides, before, behind, tuple(phases)).to_node(node, inputs, [y]))
+        rewriter.hint(y, [out[0], *out[2:], out[1]] if out else [None] * rank, graph.dtype(node.output[0]))
+        self._move(node, y, _channels_first(rank))
+
+    def _seen(self, node: onnx.NodeProto, plan: _Convolution, patches: FusedPatches, dtype: str | None) -> str:
+        """The patches of x, whose channels are last: x itself where each is one element of it."""
+        if patches.is_each_element:
+            return plan.x
+        rows, rank = self.rewriter.fresh(f"{node.output[0]}/patches"), len(patches.kernel)
+        self.rewriter.append(patches.to_node(node, [plan.x, *filter(None, [plan.x_zero])], [rows]))
+        batch = (self.graph.shape(node.output[0]) or [None])[0]
+        width = int(self.graph.dims(plan.weight)[0] or 0) * math.prod(patches.kernel)
+        self.rewriter.hint(rows, [batch, *[None] * rank, width], dtype)
+        return rows
+
+    def _taps(self, weight: str, axes: Sequence[PhasedAxis], phase: Sequence[int], groups: int) -> str:
+        """The weights of a phase, (C, O / groups, ...) as (O, C / groups, ...), in the order of what taps are for."""
+        rewriter = self.rewriter
+        inner, outer = (int(size or 0) for size in self.graph.dims(weight)[:2])
+        for i, (axis, r) in enumerate(zip(axes, phase, strict=True)):
+            weight = rewriter.node("Gather", weight, rewriter.constant(axis.taps(r), "int64"), axis=2 + i)
+        if groups == 1:
+            return rewriter.node("Transpose", weight, perm=[1, 0, *range(2, len(axes) + 2)])
+        counts = [len(axis.taps(r)) for axis, r in zip(axes, phase, strict=True)]
+        apart = rewriter.constant([groups, inner // groups, outer, *counts], "int64")
+        apart = rewriter.node("Reshape", weight, apart)
+        turned = rewriter.node("Transpose", apart, perm=[0, 2, 1, *range(3, len(axes) + 3)])
+        return rewriter.node("Reshape", turned, rewriter.constant([groups * outer, inner // groups, *counts], "int64"))
 
     def _with_channels_last(self, x: str, rank: int) -> str | None:
         """The value that x is with its channels put first, if there is one."""
@@ -122,10 +219,12 @@ class _Rewriting:
             self._move(node, self.rewriter.nodes("DynamicQuantizeLinear", (source,), numbers)[0], perm)
 
     def _transpose(self, node: onnx.NodeProto) -> None:
+        order = attributes(node).get("perm", ())
         if (move := self.moved.get(node.input[0])) is not None:
             source, perm = move
-            order = attributes(node).get("perm", range(len(perm))[::-1])
-            self._move(node, source, [perm[axis] for axis in order])
+            self._move(node, source, [perm[axis] for axis in order or range(len(perm))[::-1]])
+        elif len(order) > 2 and tuple(order) == _channels_first(len(order)):  # of a convolution of one pixel, say
+            self.moved[node.output[0]] = node.input[0], tuple(order)
 
     def _elementwise(self, node: onnx.NodeProto) -> None:
         """Moves a Transpose past an elementwise node, if all that it reads was transposed alike, or is one number."""
@@ -199,7 +298,8 @@ def _channels_last(graph: GraphView, x: str, rank: int) -> str | None:
 @dataclass(frozen=True)
 class _Convolution:
     """What a convolution multiplies, by name, "" where there is none. Of bytes it has zero points, and scales, or gives
-    sums of whole numbers. `channels_last`: whether x has its channels last, which a Transpose puts first."""
+    sums of whole numbers. `channels_last`: whether x has its channels last, which a Transpose puts first.
+    `by_features`: whether the output's channels have a scale each."""
 
     x: str
     weight: str
@@ -210,25 +310,29 @@ class _Convolution:
     scale: str = ""
     of_sums: bool = False
     channels_last: bool = False
+    by_features: bool = False
 
 
-def _of_floats(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
-    """Conv, which multiplies bytes where both of its factors are made of such, by a scale for each channel at most."""
+def _of_floats(graph: GraphView, node: onnx.NodeProto, features: int = 0) -> _Convolution | None:
+    """Conv, which multiplies bytes where both of its factors are made of such, by a scale for each channel at most;
+    those of the output are that axis of the weights."""
     x, weight, bias = [*node.input, ""][:3]
     rows = _channels_last(graph, x, len(graph.dims(x)))
     floats, weights = (graph.producer(name, "DequantizeLinear") for name in (rows or x, weight))
-    if graph.dtype(x) not in DTYPES or graph.dtype(weight) != graph.dtype(x):
-        return None
-    as_they_are = _Convolution(x, weight, bias)
-    if floats is None or weights is None or graph.dtype(x) != "float32":
+    as_they_are = _as_floats(graph, node)
+    if floats is None or weights is None or graph.dtype(x) != "float32" or attributes(node).get("group", 1) > 1:
         return as_they_are
     (x_bytes, x_scale, x_zero), (stored, scale, zero) = ([*one.input, ""][:3] for one in (floats, weights))
     words, one = attributes(weights), is_number(graph, scale)
-    of_channels = one or (graph.dims(scale) == graph.dims(stored)[:1] and words.get("axis", 1) == 0)
+    of_channels = one or (
+        graph.dims(scale) == graph.dims(stored)[features : features + 1] and words.get("axis", 1) == features
+    )
     if words.get("block_size", 0) or not of_channels or not is_stored(graph, scale) or not is_number(graph, x_scale):
         return as_they_are
-    plan = _Convolution(x_bytes, stored, bias, x_zero, x_scale, zero, scale, channels_last=rows is not None)
-    return _of_bytes(graph, plan) or as_they_are
+    plan = _Convolution(
+        x_bytes, stored, bias, x_zero, x_scale, zero, scale, channels_last=rows is not None, by_features=not one
+    )
+    return _of_bytes(graph, plan, features) or as_they_are
 
 
 def _of_whole_numbers(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
@@ -237,10 +341,10 @@ def _of_whole_numbers(graph: GraphView, node: onnx.NodeProto) -> _Convolution | 
     return _of_bytes(graph, _Convolution(x, weight, x_zero=x_zero, zero=zero, of_sums=True))
 
 
-def _of_bytes(graph: GraphView, plan: _Convolution) -> _Convolution | None:
+def _of_bytes(graph: GraphView, plan: _Convolution, features: int = 0) -> _Convolution | None:
     """The plan, if both factors have eight bits, x at most one zero point, and the weights at most one a channel, which
     the file has."""
-    kinds, channels = {graph.dtype(plan.x), graph.dtype(plan.weight)}, graph.dims(plan.weight)[:1]
+    kinds, channels = {graph.dtype(plan.x), graph.dtype(plan.weight)}, graph.dims(plan.weight)[features : features + 1]
     if not kinds <= {*BYTES} or (plan.x_zero and not is_number(graph, plan.x_zero)):
         return None
     if plan.zero and not (is_stored(graph, plan.zero) and graph.shape(plan.zero) in ((), (1,), channels)):
@@ -265,14 +369,55 @@ def _is_made_of_weights(graph: GraphView, name: str) -> bool:
     return True
 
 
+def _is_of_weights(plan: _Convolution | None, graph: GraphView) -> TypeGuard[_Convolution]:
+    """Whether there is a plan, of weights and a bias that a file has."""
+    return plan is not None and all(_is_made_of_weights(graph, name) for name in (plan.weight, plan.bias) if name)
+
+
+def _as_floats(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
+    """A convolution of floats, whatever these are made of."""
+    x, weight, bias = [*node.input, ""][:3]
+    return _Convolution(x, weight, bias) if graph.dtype(x) in DTYPES and graph.dtype(weight) == graph.dtype(x) else None
+
+
+def _channels(graph: GraphView, node: onnx.NodeProto) -> tuple[int, int]:
+    """How many channels a convolution of floats gives, and how many it takes."""
+    one, other = (int(size or 0) for size in graph.dims(node.input[1])[:2])
+    groups = attributes(node).get("group", 1)
+    return (other * groups, one) if node.op_type == "ConvTranspose" else (one, other * groups)
+
+
+def _axes(graph: GraphView, node: onnx.NodeProto) -> list[PhasedAxis] | None:
+    """A transposed convolution along each of its axes; None where it stays as it is."""
+    x, dims, attrs = graph.dims(node.input[0]), graph.dims(node.input[1]), attributes(node)
+    if len(dims) < 3 or len(x) != len(dims) or 0 in dims or not all(isinstance(size, int) for size in dims):
+        return None
+    if attrs.get("output_shape") or (isinstance(x[1], int) and x[1] != dims[0]):
+        return None
+    kind, ones, zeros = attrs.get("auto_pad", "NOTSET"), [1] * (len(dims) - 2), [0] * (len(dims) - 2)
+    pads = attrs.get("pads", 2 * zeros) if kind == "NOTSET" else 2 * zeros
+    if kind not in ("NOTSET", "VALID") or min(pads) < 0:
+        return None
+    words = (attrs.get(word, ones) for word in ("strides", "dilations"))
+    both = zip(pads[: len(ones)], pads[len(ones) :], strict=True)
+    return [
+        PhasedAxis.of(int(size or 0), stride, dilation, (before, behind), more)
+        for size, stride, dilation, (before, behind), more in zip(
+            dims[2:], *words, both, attrs.get("output_padding", zeros), strict=True
+        )
+    ]
+
+
 def _patches(graph: GraphView, node: onnx.NodeProto, plan: _Convolution) -> FusedPatches | None:
     """What the rows of a convolution are, as read from rows; None where it stays as it is."""
     dims, attrs, shape = graph.dims(plan.weight), attributes(node), graph.dims(plan.x)
-    constant = all(_is_made_of_weights(graph, name) for name in (plan.weight, plan.bias) if name)
-    if not constant or len(dims) < 3 or len(shape) != len(dims) or attrs.get("group", 1) != 1 or 0 in dims:
+    groups = attrs.get("group", 1)
+    if not _is_of_weights(plan, graph) or len(dims) < 3 or len(shape) != len(dims) or 0 in dims:
+        return None
+    if groups > 1 and (plan.of_sums or not all(isinstance(size, int) for size in dims)):
         return None
     channels = shape[-1 if plan.channels_last else 1]
-    if dims[:2] == (1, 1) or (isinstance(channels, int) and channels != dims[1]):
+    if dims[:2] == (1, 1) or (isinstance(channels, int) and channels != int(dims[1] or 0) * groups):
         return None
     if attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         return None  # what SAME comes to follows from the sizes here; where it does not, it was stated before
@@ -282,7 +427,7 @@ def _patches(graph: GraphView, node: onnx.NodeProto, plan: _Convolution) -> Fuse
     steps = tuple(attrs.get("strides", ones))
     outer = [size for size in graph.dims(node.output[0])[2:] if isinstance(size, int)]
     overlaps = any(size > step for size, step in zip(kernel, steps, strict=True))
-    if min(pads) < 0 or (overlaps and math.prod((*outer, *kernel, int(dims[1] or 0))) > _MOST_PATCHES):
+    if min(pads) < 0 or (overlaps and math.prod((*outer, *kernel, int(dims[1] or 0) * groups)) > _MOST_PATCHES):
         return None
     return FusedPatches(
         kernel=kernel,
@@ -291,4 +436,5 @@ def _patches(graph: GraphView, node: onnx.NodeProto, plan: _Convolution) -> Fuse
         before=tuple(pads[: len(kernel)]),
         behind=tuple(pads[len(kernel) :]),
         channels_last=True,
+        groups=groups,
     )

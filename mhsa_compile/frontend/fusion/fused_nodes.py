@@ -121,6 +121,7 @@ class FusedPatches(FusedNode):
 
     before, behind   how many zeros, or zero points, stand around x
     channels_last    whether x is (B, ..., C) and a row taps x C; else x is (B, C, ...) and a row C x taps
+    groups           of channels, if these are last; a row is groups x taps x C / groups
     """
 
     op_type = "MhsaPatches"
@@ -130,6 +131,44 @@ class FusedPatches(FusedNode):
     before: tuple[int, ...]
     behind: tuple[int, ...]
     channels_last: bool
+    groups: int = 1
+
+    @property
+    def is_each_element(self) -> bool:
+        """Whether the patches are x, if its channels are last."""
+        return set(self.kernel) == set(self.strides) == {1} and not any((*self.before, *self.behind))
+
+
+@dataclass(frozen=True)
+class FusedDepthwise(FusedPatches):
+    """A convolution of each channel by itself, which are last. Inputs: x (B, ..., C), weights (taps, C)."""
+
+    op_type = "MhsaDepthwise"
+
+
+@dataclass(frozen=True)
+class FusedGroupedConvolution(FusedPatches):
+    """A convolution of groups of channels, which are last. Inputs: x (B, ..., C) and weights (groups, taps x C /
+    groups, O / groups); gives (B, ..., O)."""
+
+    op_type = "MhsaGroupedConvolution"
+
+
+@dataclass(frozen=True)
+class FusedPixelShuffle(FusedNode):
+    """Phases of an image put beside each other: y (B, ..., C) at the place strides * place + phase, without what is cut
+    off at both ends. Inputs: rows (B, ..., phases x C), as many places in each.
+    Each field but the last has a number for each axis.
+
+    before, behind   how many elements are cut off
+    phases           of each input its phases along each axis; 0 where no input has one
+    """
+
+    op_type = "MhsaPixelShuffle"
+    strides: tuple[int, ...]
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
+    phases: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,15 @@ def _width(graph: GraphView, x: str, weight: str, transposed: bool) -> int | Non
 
 
 def is_matrix(graph: GraphView, name: str) -> bool:
-    """Whether a value is a weight, or one with its axes in another order or joined, as that of a convolution."""
-    while (node := graph.producer(name)) is not None and node.op_type in ("Reshape", "Transpose"):
-        name = node.input[0]
-    return graph.is_weight(name)
+    """Whether a value is a weight, or one with its axes in another order or joined, as that of a convolution, or some
+    of its taps, as those of a transposed one."""
+    node = graph.producer(name)
+    if node is None or node.op_type not in ("Concat", "Flatten", "Gather", "Reshape", "Transpose"):
+        return graph.is_weight(name)
+    if node.op_type == "Concat":
+        return all(is_matrix(graph, one) for one in node.input)
+    is_known = node.op_type != "Gather" or graph.constant(node.input[1]) is not None
+    return is_known and is_matrix(graph, node.input[0])
 
 
 def merge(graph: GraphView, linears: dict[str, Linear], sites: list[NodePattern]) -> None:

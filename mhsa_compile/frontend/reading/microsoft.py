@@ -47,23 +47,28 @@ def _grouped(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
 
 
 def _table(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """GatherBlockQuantized: numbers of few bits packed into bytes; or a matrix of the file of INT4 or UINT4, with zero
-    points of that same dtype, of rows of whole blocks."""
+    """GatherBlockQuantized: rows of numbers of few bits packed into bytes; or a table of the file of INT4 or UINT4,
+    with zero points of that same dtype, by blocks along any of its axes."""
     table, scales, points = node.input[0], *[*node.input[2:], "", ""][:2]
-    dtype, dims = graph.dtype(table), graph.shape(table)
+    dtype, dims, words = graph.dtype(table), graph.shape(table), attributes(node)
+    axes = words.get("gather_axis", 0), words.get("quantize_axis", 1)
     if dtype not in ("int4", "uint4"):
+        if axes not in ((0, 1), (0, -1)):
+            return "gather_axis=0 and quantize_axis=1 of numbers in bytes", "gather_axis={}, quantize_axis={}".format(
+                *axes
+            )
         return _not_bytes(graph, table)
     stored = [name for name in (table, scales, points) if name and name not in graph.initializers]
-    if stored or dims is None or len(dims) != 2:
-        return f"{table!r}, its scales and its zero points as a matrix each, of the file", f"{stored or dims}"
-    block = attributes(node).get("block_size", 128)
-    if (width := int(dims[1] or 0)) % block:
-        return f"rows of whole blocks of {block}", f"rows of {width}"
+    if stored or dims is None:
+        return f"{table!r}, its scales and its zero points in the file", f"{stored or dims}"
+    if not all(-len(dims) <= axis < len(dims) for axis in axes):
+        return f"axes of {table!r} {dims}", "gather_axis={}, quantize_axis={}".format(*axes)
     if points and graph.dtype(points) != dtype:
         return f"the zero points {points!r} of {dtype}, as {table!r}", str(graph.dtype(points))
-    shape = (dims[0], width // block)
-    wrong = next((name for name in (scales, points) if name and graph.shape(name) != shape), None)
-    return None if wrong is None else (f"{wrong!r} of {shape}", str(graph.shape(wrong)))
+    shape = list(dims)
+    shape[axes[1]] = -(-int(dims[axes[1]] or 0) // words.get("block_size", 128))
+    wrong = next((name for name in (scales, points) if name and graph.shape(name) != tuple(shape)), None)
+    return None if wrong is None else (f"{wrong!r} of {tuple(shape)}", str(graph.shape(wrong)))
 
 
 def is_gather(node: onnx.NodeProto) -> bool:
@@ -120,6 +125,7 @@ _QUANTISED: dict[str, tuple[tuple[int, int, int], ...]] = {
         ((0, 1, 2), (_RESULT, 3, 4)),
     ),
     "DequantizeLinear": ((0, 1, 2),),
+    "DynamicQuantizeLSTM": ((1, 8, 9), (2, 10, 11)),
     "DynamicQuantizeMatMul": ((1, 2, 3),),
     "MatMulIntegerToFloat": ((0, 2, 4), (1, 3, 5)),
     "QAttention": ((0, 3, 6), (1, 4, 7)),
@@ -190,12 +196,21 @@ MICROSOFT: dict[str, Row] = {
     ),
     "BiasGelu": row(inputs=2),
     "DequantizeLinear": row("axis", inputs=3, condition=_of_bytes),
+    "DynamicQuantizeLSTM": row(
+        "activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "input_forget",
+        inputs=12, outputs=3, condition=_of_bytes,
+    ),
     "DynamicQuantizeMatMul": row(inputs=5, condition=_of_bytes),
     "EmbedLayerNormalization": row("epsilon", mask_index_type=(0,), inputs=9, outputs=3),
     "FastGelu": row(inputs=2),
-    "FusedMatMul": row("alpha", transA=(0, 1), transB=(0, 1), transBatchA=(0,), transBatchB=(0,), inputs=2),
+    "FusedConv": row(*CONVOLUTION, "activation", "activation_params", inputs=4),
+    "FusedGemm": row(
+        "activation", "activation_alpha", "activation_beta", "activation_gamma", "alpha", "beta", "transA", "transB",
+        inputs=3,
+    ),
+    "FusedMatMul": row("alpha", transA=(0, 1), transB=(0, 1), transBatchA=(0, 1), transBatchB=(0, 1), inputs=2),
     "GatherBlockQuantized": row(
-        "block_size", bits=(4, 8), gather_axis=(0,), quantize_axis=(-1, 1), inputs=4, condition=_table,
+        "block_size", "gather_axis", "quantize_axis", bits=(4, 8), inputs=4, condition=_table,
     ),
     "Gelu": row(),
     "GroupQueryAttention": row(

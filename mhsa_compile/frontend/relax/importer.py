@@ -28,8 +28,11 @@ from mhsa_compile.frontend.fusion.fuse import fuse
 from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedAttention,
     FusedBlockLinear,
+    FusedDepthwise,
+    FusedGroupedConvolution,
     FusedLinear,
     FusedPatches,
+    FusedPixelShuffle,
     FusedQuantisedLinear,
     FusedQuantiseRows,
     FusedRotary,
@@ -44,7 +47,8 @@ from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.block_linear import block_linear
 from mhsa_compile.frontend.relax.imported_module import ImportContext, ImportedModule, dim_of
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
-from mhsa_compile.frontend.relax.patches import patches
+from mhsa_compile.frontend.relax.patches import depthwise, grouped_convolution, patches
+from mhsa_compile.frontend.relax.pixel_shuffle import pixel_shuffle
 from mhsa_compile.frontend.relax.quantised_linear import quantise, quantised_linear
 from mhsa_compile.frontend.relax.recurrent import RecurrentImport
 from mhsa_compile.frontend.relax.sizes.agreements import Demand, agreement, demand, hold
@@ -121,7 +125,10 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             FusedLinear.op_type: self._linear,
             FusedAttention.op_type: self._attention,
             FusedBlockLinear.op_type: self._block_linear,
+            FusedDepthwise.op_type: self._depthwise,
+            FusedGroupedConvolution.op_type: self._grouped_convolution,
             FusedPatches.op_type: self._patches,
+            FusedPixelShuffle.op_type: self._pixel_shuffle,
             FusedQuantisedLinear.op_type: self._quantised_linear,
             FusedQuantiseRows.op_type: self._quantise_rows,
             FusedRotary.op_type: self._rotary,
@@ -350,6 +357,17 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _patches(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         return patches(self.bb, FusedPatches.from_attributes(attrs), *inputs)
+
+    def _depthwise(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        return depthwise(self.bb, FusedDepthwise.from_attributes(attrs), *inputs)
+
+    def _grouped_convolution(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        return grouped_convolution(self.bb, FusedGroupedConvolution.from_attributes(attrs), *inputs)
+
+    def _pixel_shuffle(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        fused = FusedPixelShuffle.from_attributes(attrs)
+        count = len(fused.phases)
+        return pixel_shuffle(self.bb, fused, inputs[:count], *inputs[count:])
 
     def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         fused, x = FusedRotary.from_attributes(attrs), dims(inputs[0])

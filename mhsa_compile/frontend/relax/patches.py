@@ -1,4 +1,4 @@
-"""The patches of an image, or of a sequence, as rows: what a convolution's linear takes."""
+"""The patches of an image, or of a sequence: as rows, what a convolution's linear takes, and convolutions of groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
+from mhsa_compile.frontend.fusion.fused_nodes import FusedDepthwise, FusedGroupedConvolution, FusedPatches
 from mhsa_compile.frontend.relax.sizes.call_checks import OPAQUE
 from mhsa_compile.frontend.relax.values import dims
 
@@ -19,21 +19,79 @@ def patches(bb: Any, fused: FusedPatches, x: Any, *zero: Any) -> Any:
     """x (B, ..., C), or (B, C, ...) unless its channels are last -> (B, ..., K), zeros where a patch reaches out of it,
     or the zero point of bytes, where they have one.
 
-    A row is taps x C, or C x taps unless the channels are last, the last of these side by side in both. Raises
-    ModelError where fixed sizes hold no patch at all.
+    A row is groups x taps x C / groups, or C x taps unless the channels are last, the last of these side by side in
+    both. Raises ModelError where fixed sizes hold no patch at all.
     """
+    rows = _patches(bb, fused, x, [bb.normalize(relax.op.reshape(value, [])) for value in zero])
+    batch, *others = dims(rows)
+    counts, row = others[: len(fused.kernel)], others[len(fused.kernel) :]
+    return bb.emit(relax.op.reshape(rows, relax.ShapeExpr([batch, *counts, math.prod(map(int, row))])))
+
+
+def _patches(bb: Any, fused: FusedPatches, x: Any, outside: list[Any]) -> Any:
+    """The patches of x (B, ...), each axis of a row one of the array."""
     batch, *sizes = dims(x)
     channels = sizes.pop(-1 if fused.channels_last else 0)
     counts = [_count(fused, i, size) for i, size in enumerate(sizes)]
-    row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
-    outside = [bb.normalize(relax.op.reshape(value, [])) for value in zero]
-    if any((*fused.before, *fused.behind)) and not (fused.channels_last and _is_wide(channels)):
+    row = _row(fused, channels)
+    if any((*fused.before, *fused.behind)) and not (fused.channels_last and _is_wide(row[-1])):
         x, sizes = _widened(bb, fused, x, outside)
         fused, outside = replace(fused, before=(0,) * len(sizes), behind=(0,) * len(sizes)), []
     function = _gather(fused, str(x.ty.dtype), channels, [batch, *sizes], counts, zeroed=bool(outside))
     kind = relax.TensorType([batch, *counts, *row], x.ty.dtype)
-    rows = bb.emit(relax.call_tir(bb.add_func(function, "patches"), [x, *outside], kind))
-    return bb.emit(relax.op.reshape(rows, relax.ShapeExpr([batch, *counts, math.prod(map(int, row))])))
+    return bb.emit(relax.call_tir(bb.add_func(function, "patches"), [x, *outside], kind))
+
+
+def grouped_convolution(bb: Any, fused: FusedGroupedConvolution, x: Any, matrices: Any) -> Any:
+    """x (B, ..., C), matrices (groups, K, N) -> (B, ..., groups x N): a product for each group, side by side as those
+    of heads are. Raises ModelError where fixed sizes hold no patch at all."""
+    rows = x if fused.is_each_element else _patches(bb, fused, x, [])
+    batch, *others = dims(rows)
+    counts, (groups, width, columns) = others[: len(fused.kernel)], map(int, dims(matrices))
+    apart = [batch, math.prod(counts[1:], start=counts[0]), groups, width]
+    heads = bb.emit(relax.op.permute_dims(bb.emit(relax.op.reshape(rows, relax.ShapeExpr(apart))), [0, 2, 1, 3]))
+    joined = bb.emit(relax.op.permute_dims(bb.emit(relax.op.matmul(heads, matrices)), [0, 2, 1, 3]))
+    return bb.emit(relax.op.reshape(joined, relax.ShapeExpr([batch, *counts, groups * columns])))
+
+
+def depthwise(bb: Any, fused: FusedDepthwise, x: Any, weight: Any) -> Any:
+    """x (B, ..., C), weight (taps, C) -> (B, ..., C): of each channel the sum over the taps. Raises ModelError where
+    fixed sizes hold no patch at all."""
+    batch, *sizes, channels = dims(x)
+    counts = [_count(fused, i, size) for i, size in enumerate(sizes)]
+    if any((*fused.before, *fused.behind)):
+        x, sizes = _widened(bb, fused, x, [])
+        fused = replace(fused, before=(0,) * len(sizes), behind=(0,) * len(sizes))
+    function = _channel_sums(fused, str(x.ty.dtype), channels, [batch, *sizes], counts)
+    kind = relax.TensorType([batch, *counts, channels], x.ty.dtype)
+    return bb.emit(relax.call_tir(bb.add_func(function, "depthwise"), [x, weight], kind))
+
+
+def _channel_sums(fused: FusedPatches, dtype: str, channels: Any, source: list[Any], counts: list[Any]) -> Any:
+    """The function of x, which has its edges, and of the weights; sums are float32, which is rounded once."""
+    (batch, *sizes), counts = map(_size, source), [_size(count) for count in counts]
+    x = te.placeholder((batch, *sizes, channels), dtype, "x")
+    weight = te.placeholder((*(tirx.IntImm("int64", size) for size in fused.kernel), channels), dtype, "weight")
+    taps = [te.reduce_axis((tirx.IntImm("int64", 0), tirx.IntImm("int64", size))) for size in fused.kernel]
+
+    def term(b: Any, *at: Any) -> Any:
+        along = [_source(fused, i, place, tap) for i, (place, tap) in enumerate(zip(at[:-1], taps, strict=True))]
+        product = x[(b, *along, at[-1])].astype("float32") * weight[(*taps, at[-1])].astype("float32")
+        return te.sum(product, axis=taps)
+
+    y = te.compute((batch, *counts, channels), term, "depthwise")
+    if dtype != "float32":
+        sums = y
+        y = te.compute(sums.shape, lambda *at: sums[at].astype(dtype), "rounded")
+    return te.create_prim_func([x, weight, y]).without_attr("global_symbol").with_attr("op_pattern", OPAQUE)
+
+
+def _row(fused: FusedPatches, channels: Any) -> tuple[Any, ...]:
+    """What a row is, an axis each."""
+    if not fused.channels_last:
+        return (channels, *fused.kernel)
+    alone = fused.groups == 1
+    return (*fused.kernel, channels) if alone else (fused.groups, *fused.kernel, int(channels) // fused.groups)
 
 
 _LEAST_COPY = 16
@@ -41,7 +99,7 @@ _LEAST_COPY = 16
 
 
 def _is_wide(channels: Any) -> bool:
-    return isinstance(channels, tirx.IntImm) and int(channels) >= _LEAST_COPY
+    return isinstance(channels, int | tirx.IntImm) and int(channels) >= _LEAST_COPY
 
 
 def _widened(bb: Any, fused: FusedPatches, x: Any, zero: list[Any]) -> tuple[Any, list[Any]]:
@@ -82,6 +140,8 @@ def _gather(
     def of_row(b: Any, *at: Any) -> Any:
         places, within = at[: len(sizes)], at[len(sizes) :]
         channel, taps = (within[-1], within[:-1]) if fused.channels_last else (within[0], within[1:])
+        if fused.groups > 1:
+            channel, taps = within[0] * row[-1] + channel, taps[1:]
         return element(b, places, channel, taps)
 
     def in_place(b: Any, *at: Any) -> Any:
@@ -91,7 +151,7 @@ def _gather(
     x = te.placeholder((batch, *sizes, channels) if fused.channels_last else (batch, channels, *sizes), dtype, "x")
     zero = [te.placeholder((), dtype, "zero")] * zeroed
     outside = zero[0]() if zero else tirx.const(0, dtype)
-    row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
+    row = _row(fused, channels)
     shape, value = (batch, *counts, *row), of_row
     if not of_rows:
         shape, value = (batch, *counts, channels) if fused.channels_last else (batch, channels, *counts), in_place

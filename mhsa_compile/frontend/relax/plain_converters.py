@@ -127,6 +127,11 @@ def group_normalization(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
     return relax.op.add(relax.op.multiply(relax.op.reshape(y, x.ty.shape), scale), bias)
 
 
+def instance_normalization(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """InstanceNormalization: each channel is a group."""
+    return group_normalization(bb, inputs, {**attributes, "num_groups": int(inputs[0].ty.shape.values[1])})
+
+
 def dropout_with_mask(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Dropout at inference: its input, and a mask that keeps all of it."""
     return relax.Tuple([inputs[0], relax.op.ones_like(inputs[0], "bool")])
@@ -150,6 +155,7 @@ PLAIN: dict[str, Converter] = {
     "Dropout": dropout_with_mask,
     "Elu": by_elements(elu, ("alpha", 1.0)),
     "GroupNormalization": group_normalization,
+    "InstanceNormalization": instance_normalization,
     "IsInf": infinities_of_a_sign,
     "LpNormalization": lp_normalization,
     "Mish": by_elements(mish),

@@ -25,13 +25,46 @@ def quick_gelu(node: MicrosoftNode) -> None:
     node.write("Mul", x, gate, output=node.outputs[0])
 
 
+def activated(operator: str, *scales: str) -> Callable[[MicrosoftNode], None]:
+    """The rewriting of FusedConv and FusedGemm: Conv or Gemm, the fourth input added to it, if any, and an activation,
+    whose numbers have attributes of these names, or are `activation_params`."""
+
+    def rewrite(node: MicrosoftNode) -> None:
+        kind = node.attrs.get("activation", "")
+        if kind not in _ACTIVATIONS:
+            raise node.refused(f"activation among {', '.join(_ACTIVATIONS)}", repr(kind))
+        words = {word: value for word, value in node.attrs.items() if not word.startswith("activation")}
+        y = node.write(operator, *node.inputs[:3], **words)
+        if node.inputs[3]:
+            y = node.write("Add", y, node.inputs[3])
+        numbers = [node.attrs[word] for word in scales if word in node.attrs] or node.attrs.get("activation_params", [])
+        if kind == "Clip":
+            bounds = (node.constant(number, node.dtype(node.inputs[0])) for number in numbers)
+            node.write(kind, y, *bounds, output=node.outputs[0])
+        else:
+            own = dict(zip(_ACTIVATIONS[kind], numbers, strict=False))
+            node.write(kind, y, output=node.outputs[0], **own)
+
+    return rewrite
+
+
+_ACTIVATIONS = {"Clip": ("min", "max"), "HardSigmoid": ("alpha", "beta"), "LeakyRelu": ("alpha",), "Relu": (),
+                "Sigmoid": (), "Tanh": ()}  # fmt: skip
+"""What ONNX Runtime fuses with a Conv, and the numbers that each has, in their order."""
+
+
 def fused_matmul(node: MicrosoftNode) -> None:
-    """alpha * A B, each transposed in its last two axes if asked for."""
+    """alpha * A B, each transposed in its last two axes if asked for, after its first one was put behind those of the
+    batch, if that is asked for."""
     operands = []
-    for name, flag in zip(node.inputs[:2], ("transA", "transB"), strict=True):
-        if node.attrs.get(flag, 0):
+    for name, side in zip(node.inputs[:2], "AB", strict=True):
+        turned, moved = (node.attrs.get(word + side, 0) for word in ("trans", "transBatch"))
+        if turned or moved:
             rank = len(node.dims(name))
-            name = node.write("Transpose", name, perm=[*range(rank - 2), rank - 1, rank - 2])
+            order = [*range(1, rank - 1), 0, rank - 1] if moved else list(range(rank))
+            if turned:
+                order[-2:] = order[:-3:-1]
+            name = node.write("Transpose", name, perm=order)
         operands.append(name)
     alpha = node.attrs.get("alpha", 1.0)
     if alpha == 1:

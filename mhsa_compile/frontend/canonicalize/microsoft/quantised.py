@@ -159,6 +159,28 @@ def dynamic_quantize_matmul(node: MicrosoftNode) -> None:
     _product(node, tuple(node.shared[a]), (b, scale, zero), bias, node.outputs[0])
 
 
+def dynamic_quantize_lstm(node: MicrosoftNode) -> None:
+    """LSTM of X (L, B, I) as bytes, W (D, I, 4H) and R (D, H, 4H) in bytes, a scale and a zero point for each direction
+    or for each column. ONNX Runtime also rounds the state of each step to bytes; here it stays in floats."""
+    x, w, r, *others, w_scale, w_zero, r_scale, r_zero = node.inputs[:12]
+    weights = []
+    for name, scale, zero in ((w, w_scale, w_zero), (r, r_scale, r_zero)):
+        columns = node.ints(0, 1, -1)
+        numbers = node.write("Cast", name, to=_FLOAT)
+        if zero:
+            _check(node, name, zero)
+            points = node.write("Reshape", node.write("Cast", zero, to=_FLOAT), columns)
+            numbers = node.write("Sub", numbers, points)
+        floats = node.write("Mul", numbers, node.write("Reshape", scale, columns))
+        weights.append(node.write("Transpose", floats, perm=[0, 2, 1]))
+    rounded = [node.rewriter.fresh(f"{x}/{role}") for role in ("bytes", "scale", "zero")]
+    x = node.write("DequantizeLinear", *node.rewriter.nodes("DynamicQuantizeLinear", (x,), rounded))
+    outputs = node.outputs[:3]
+    while not outputs[-1]:
+        outputs.pop()
+    node.rewriter.nodes("LSTM", (x, *weights, *others), outputs, **node.attrs)
+
+
 def _product(
     node: MicrosoftNode, left: tuple[str, ...], right: tuple[str, str, str], bias: str, output: str = ""
 ) -> str:

@@ -5,7 +5,8 @@ to eight bits, becomes that same node: its results are what people compare with,
 reads such weights gets them written out in float32, numbers of four bits as bytes; that depends on weights alone, so it
 is computed when they are bound (`compiler.derived_weights`). So does whatever a branch or a body reads of them.
 
-Tables of INT4 and UINT4 that GatherBlockQuantized takes rows of become its tables of bytes, where 8 stands for 0.
+Tables of INT4 and UINT4 that GatherBlockQuantized takes rows of become its tables of bytes, where 8 stands for 0; those
+of other axes, of more of them or of rows that end within a block become floats.
 
 Notation: an axis of D numbers has n blocks of b; a matrix is (K, N).
 """
@@ -55,7 +56,10 @@ def _rewritten(model: onnx.ModelProto, *, products: bool) -> onnx.ModelProto:
         return model
     rewriter, bytes_of = Rewriter(model), dict[str, str]()
     for node in gathers:
-        _table_of_bytes(rewriter, node, weights)
+        if _is_of_rows(node, weights[node.input[0]]):
+            _table_of_bytes(rewriter, node, weights)
+        else:
+            _table_of_floats(rewriter, node, weights, bytes_of)
         rewriter.place(node)
     for node in nodes:
         product = _product(rewriter, node, weights) if products else None
@@ -131,6 +135,35 @@ def _as_blocks(
     name = product.name or product.output[0]
     blocks = helper.make_node("MatMulNBits", operands, product.output, name=name, domain=microsoft.DOMAIN, **words)
     rewriter.append(blocks)
+
+
+def _is_of_rows(node: onnx.NodeProto, table: onnx.TensorProto) -> bool:
+    """Whether a GatherBlockQuantized takes rows of a matrix, which are whole blocks."""
+    words, dims = attributes(node), table.dims
+    axes = words.get("gather_axis", 0) % len(dims), words.get("quantize_axis", 1) % len(dims)
+    return len(dims) == 2 and axes == (0, 1) and dims[1] % words.get("block_size", 128) == 0
+
+
+def _table_of_floats(
+    rewriter: Rewriter, node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], bytes_of: dict[str, str]
+) -> None:
+    """Writes a GatherBlockQuantized as a Gather of all numbers as floats, which are made once."""
+    (table, indices, scales, points), words = [*node.input, ""][:4], attributes(node)
+    dims = weights[table].dims
+    axis = words.get("quantize_axis", 1) % len(dims)
+    places = rewriter.constant(np.arange(dims[axis]) // words.get("block_size", 128), "int64")
+
+    def spread(name: str) -> str:
+        """What each number has of its block."""
+        floats = rewriter.node("Cast", _bytes(rewriter, weights[name], bytes_of), to=TensorProto.FLOAT)
+        return rewriter.node("Gather", floats, places, axis=axis)
+
+    numbers = rewriter.node("Cast", _bytes(rewriter, weights[table], bytes_of), to=TensorProto.FLOAT)
+    if points:
+        numbers = rewriter.node("Sub", numbers, spread(points))
+    floats = rewriter.node("Mul", numbers, spread(scales))
+    rows = rewriter.node("Gather", floats, indices, axis=words.get("gather_axis", 0))
+    rewriter.node("Cast", rows, output=node.output[0], to=weights[scales].data_type)
 
 
 def _table_of_bytes(rewriter: Rewriter, node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> None:

@@ -43,11 +43,11 @@ from mhsa_compile.kernels.cpu.linear.term_factors import (
     PLAIN_ROWS,
     WORTH_SPLITTING,
     WORTH_SPLITTING_FLOAT16,
-    Part,
     Pass,
     StripTerms,
     TermLayout,
     TermRows,
+    TileRange,
 )
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import RegisterTile, let, load, materialize, splat, store
@@ -227,11 +227,11 @@ class StripProduct:
         sums, terms = StripSums.allocated(task.config["block"]), StripTerms.allocated(task.layout, task.packed[0], p)
         return StripProduct(task, of, p, start, first, materialize(end - first), terms, sums)
 
-    def part(self, number: Expr) -> Part:
+    def part(self, number: Expr) -> TileRange:
         """A chain of the pass."""
         size, parts = self.of.end - self.of.first, T.int64(self.task.parts)
         first, end = (self.of.first + T.truncdiv(n * size, parts) for n in (number, number + 1))
-        return Part(materialize(first), materialize(end))
+        return TileRange(materialize(first), materialize(end))
 
     def multiply(self) -> None:
         """The rows of y, or of what this pass adds to them."""
@@ -270,7 +270,9 @@ class StripProduct:
         total, part = (materialize(T.Select(waits, place, self.sums.zeros)) for place in places)
         return Unsettled(self._row(i), total, part)
 
-    def _by_tiles(self, i: Expr, part: Part, following: Part, before: Unsettled, when: tuple[Expr, Expr]) -> None:
+    def _by_tiles(
+        self, i: Expr, part: TileRange, following: TileRange, before: Unsettled, when: tuple[Expr, Expr]
+    ) -> None:
         """The tiles = tile of rows i times a part. Beside that the tile of rows before is settled, in y when the first
         of `when` holds; and the part behind this one is split when the second does."""
         writes, splits = when
@@ -312,7 +314,7 @@ class StripProduct:
                 self._settle(before, settled, T.bool(False))
 
     def _products(
-        self, height: Expr, part: Part, steps: tuple[Expr, Expr], beside: Callable[[Expr], list[list[Action]]]
+        self, height: Expr, part: TileRange, steps: tuple[Expr, Expr], beside: Callable[[Expr], list[list[Action]]]
     ) -> None:
         """The tiles += all products of these tiles of K, and, evenly among those of each, lists of what is done beside
         them."""
@@ -333,7 +335,7 @@ class StripProduct:
                     for action in islice(queue, -(-len(actions) // (len(pairs) * COLUMNS))):
                         action()
 
-    def _plainly(self, i: Expr, part: Part, place: Expr) -> None:
+    def _plainly(self, i: Expr, part: TileRange, place: Expr) -> None:
         """The sums of a tile of rows by products of float32."""
         layout, x, weights = self.task.layout, self.task.rows.x, self.task.packed[0]
         panel, column = (materialize(index) for index in layout.place(self.p, T.int64(0)))

@@ -21,7 +21,7 @@ from mhsa_compile.kernels.cpu.formats.choice import load_wide
 from mhsa_compile.kernels.cpu.formats.floats import Bfloat16
 from mhsa_compile.kernels.cpu.linear.kernel import product_function
 from mhsa_compile.kernels.cpu.linear.pack_weights import OutputFeature, PackedFeature, pack
-from mhsa_compile.kernels.cpu.linear.term_factors import PLAIN_ROWS, Part, TermRows
+from mhsa_compile.kernels.cpu.linear.term_factors import PLAIN_ROWS, TermRows, TileRange
 from mhsa_compile.kernels.cpu.linear.tiles import COLUMNS, CpuTileLinearKernel, Sums, TileLayout, TileProduct, deal
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
@@ -109,7 +109,7 @@ def _flag(place: PackedFeature, feature: OutputFeature) -> None:
 def rounded_rows(layout: RoundedLayout, x: Expr, count: Expr, size: Expr) -> TermRows:
     """The first term of the rows of x (count, K), after the loop that writes them."""
     rows = TermRows.allocated(layout, x, count, size, shape=(None, layout.tiles, 1))
-    rows.split(T.int64(0), ceil_div(count, tiles.ROWS), Part(T.int64(0), T.int64(layout.tiles)))
+    rows.split(T.int64(0), ceil_div(count, tiles.ROWS), TileRange(T.int64(0), T.int64(layout.tiles)))
     return rows
 
 

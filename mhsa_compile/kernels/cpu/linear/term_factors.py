@@ -107,7 +107,7 @@ class TermLayout(PackedLayout):
 
 
 @dataclass(frozen=True)
-class Part:
+class TileRange:
     """Tiles first .. end of K."""
 
     first: Expr
@@ -136,7 +136,7 @@ class TermRows(PackedRows):
         data = T.alloc_buffer((tall, T.int64(depth), T.int64(terms), T.int64(TILE)), "uint16")
         return TermRows(layout, data, x=x, extraordinary=T.alloc_buffer((tall,), "int32"), count=count, size=size)
 
-    def split(self, first: Expr, end: Expr, part: Part) -> None:
+    def split(self, first: Expr, end: Expr, part: TileRange) -> None:
         """Writes the terms of a part of K of tiles first .. end of the rows, in parallel."""
         whole, rest = divmod(self.layout.op.in_features, DEPTH)
         with T.parallel(materialize(end - first)) as place:
@@ -184,7 +184,7 @@ class TermRows(PackedRows):
 
 
 @dataclass(frozen=True)
-class Pass(Part):
+class Pass(TileRange):
     """Those of pass `number`: y is the sum of all passes."""
 
     number: Expr
@@ -217,7 +217,7 @@ class StripTerms:
         """Tile `number` = a term of a column, of a tile of K that is counted from the first one of the part."""
         tiles.load_tile(number, self.data, self._at(place, term, 0, column), self.layout.panel)
 
-    def split(self, part: Part, begin: Expr | int = 0) -> None:
+    def split(self, part: TileRange, begin: Expr | int = 0) -> None:
         """Writes the terms of a part, from tile `begin` of it on."""
         rest = self.layout.op.in_features % DEPTH
         with (
@@ -237,7 +237,7 @@ class StripTerms:
                     for term, column in itertools.product(range(self.layout.terms), range(COLUMNS)):
                         store(self.data, self._at(place, term, word, column), splat(T.int32(0), LANES), LANES)
 
-    def splits(self, part: Part, place: Expr) -> list[Callable[[], None]]:
+    def splits(self, part: TileRange, place: Expr) -> list[Callable[[], None]]:
         """What splits a whole tile of a part, two rows of K of a column each."""
         tile, place = materialize(part.first + place), materialize(place)
         return [
