@@ -239,7 +239,7 @@ class StripProduct:
         self.terms.split(self.part(T.int64(0)))
         with T.serial(T.int64(self.task.parts)) as number:
             part, following = self.part(number), self.part(number + 1)
-            extraordinary = materialize(T.cast(self.terms.take_extraordinary(), "int32"), "int32")
+            extraordinary = self.terms.take_extraordinary()
             is_last, is_added = number == self.task.parts - 1, number > 0 if several else T.bool(True)
             with T.serial(self.count) as i:
                 place = materialize(T.Select(is_added, self.sums.part(i), i) if several else self.sums.part(i))
@@ -249,7 +249,7 @@ class StripProduct:
                 ends = T.And(i == self.count - 1, number < self.task.parts - 1)
                 with T.If(flag == 0):
                     with T.Then():
-                        self._by_tiles(i, part, following, before, (T.And(is_last, i > 0), ends))
+                        self._by_tiles(i, part, following, before, writes=T.And(is_last, i > 0), splits=ends)
                         self.sums.store(place)
                     with T.Else():
                         self._plainly(i, part, place)
