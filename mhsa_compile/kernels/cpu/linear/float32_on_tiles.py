@@ -271,11 +271,10 @@ class StripProduct:
         return Unsettled(self._row(i), total, part)
 
     def _by_tiles(
-        self, i: Expr, part: TileRange, following: TileRange, before: Unsettled, when: tuple[Expr, Expr]
+        self, i: Expr, part: TileRange, following: TileRange, before: Unsettled, *, writes: Expr, splits: Expr
     ) -> None:
-        """The tiles = tile of rows i times a part. Beside that the tile of rows before is settled, in y when the first
-        of `when` holds; and the part behind this one is split when the second does."""
-        writes, splits = when
+        """The tiles = tile of rows i times a part. Beside that the tile of rows before is settled, in y if that
+        `writes`; and the part that follows this one is split if this one `splits`."""
         height = materialize(self.first + i)
         for column in range(COLUMNS):
             tiles.zero(column)
