@@ -92,7 +92,7 @@ search-app: $(STAMP)  ## Search your own text files by meaning, in the browser: 
 search-page: $(STAMP)  ## The same in the browser alone: a page, written to build/search-page, that sends nothing anywhere
 	@PYTHONPATH=examples $(BIN)/python -m search_page $(if $(PORT),--port $(PORT))
 
-test: $(STAMP)  ## The suite, two processes, five minutes; the last lines count the tests, and those left out
+test: $(STAMP)  ## The suite, two processes, five to seven minutes; the last lines count the tests, and those left out
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-arm: $(STAMP)  ## On an emulated ARM machine: every target and kernel, an example, tuning; what test-all adds are more cases
