@@ -53,7 +53,7 @@ class PhasedAxis:
         return [k for k in reversed(range(self.kernel)) if (k * self.dilation - phase) % self.stride == 0]
 
     def window(self, phase: int) -> tuple[int, int, int] | None:
-        """Of what a phase reads, how many elements of x at a time, and how many zeros lie before x and behind it, so
+        """How many elements of x a phase reads at a time, and how many zeros lie before x and behind it, so
         that all phases have as many places; None where it has no tap."""
         places = [(k * self.dilation - phase) // self.stride for k in self.taps(phase)]
         return (len(places), places[0], self.more - 1 - places[-1]) if places else None

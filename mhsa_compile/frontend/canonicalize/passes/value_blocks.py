@@ -37,7 +37,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _stored_dtype(graph: GraphView, node: onnx.NodeProto) -> str | None:
-    """Of the numbers that are stored."""
+    """The dtype of the numbers that are stored."""
     if node.op_type == "DequantizeLinear":
         return graph.dtype(node.input[0])
     if len(node.input) > 2 and node.input[2]:

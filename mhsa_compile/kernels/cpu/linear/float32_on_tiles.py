@@ -2,7 +2,7 @@
 bf16x6 and bf16x3; of float16, by two terms and all four products of them.
 
 Rows of x are split into tiles of 16 rows by 32 of K, each with its lower terms behind it, so that a step reads lines
-that lie side by side: a band of them at a time, and where K is long a part of it, so that their terms stay in the
+that lie side by side: a slab of them at a time, and where K is long a part of it, so that their terms stay in the
 second cache while strips of features pass; y takes the sums of such passes. Weights are packed as the kernel of float32
 has them: as many bytes come from memory as without terms, and few rows, for which splitting takes too long, are
 multiplied in float32.
@@ -184,7 +184,7 @@ class Unsettled:
 
 @dataclass(frozen=True)
 class TermProduct(Product):
-    """What is multiplied by terms, a strip after the other. `waiting` (rows of a band, N) are the sums of passes, where
+    """What is multiplied by terms, a strip after the other. `waiting` (rows of a slab, N) are the sums of passes, where
     y is narrower than they are."""
 
     layout: TermLayout
@@ -194,7 +194,7 @@ class TermProduct(Product):
 
     @property
     def passes(self) -> int:
-        """Of K over all strips."""
+        """Passes of K over all strips."""
         return self.layout.passes(self.config)
 
     @property
@@ -209,7 +209,7 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class StripProduct:
-    """Strip p of the weights times `count` tiles from `first` on of the rows of a band, which begins with tile `start`
+    """Strip p of the weights times `count` tiles from `first` on of the rows of a slab, which begins with tile `start`
     of all rows of x; in a pass."""
 
     task: TermProduct
@@ -447,15 +447,15 @@ def _tasks(task: TermProduct, cores: int, config: Config, few_rows: Config) -> N
 
 
 def _by_terms(task: TermProduct, cores: int) -> None:
-    """Rows of a band after another: their terms of a part of K are written, and stay in the second cache while strips
+    """Rows, a slab after another: their terms of a part of K are written, and stay in the second cache while strips
     pass."""
     layout, tall = task.layout, materialize(ceil_div(task.count, tiles.ROWS))
     height = T.int64(layout.height(task.config, cores))
     if layout.is_half and task.passes > 1:
         shape = (height * tiles.ROWS, T.int64(layout.op.pitch))
         task = replace(task, waiting=T.alloc_buffer(shape, "float32"))
-    with T.serial(materialize(ceil_div(tall, height))) as band, T.serial(T.int64(task.passes)) as number:
-        start = materialize(band * height)
+    with T.serial(materialize(ceil_div(tall, height))) as slab, T.serial(T.int64(task.passes)) as number:
+        start = materialize(slab * height)
         first, last = (materialize(T.truncdiv(n * layout.tiles, T.int64(task.passes))) for n in (number, number + 1))
         of = Pass(first, last, number)
         count = materialize(T.min(height, tall - start))

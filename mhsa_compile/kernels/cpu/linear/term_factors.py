@@ -175,10 +175,7 @@ class TermRows(PackedRows):
 
     def _split(self, at: list[Expr], i: Expr, halves: list[Expr], largest: Expr) -> None:
         """Writes the terms of 32 numbers of row i of a tile, and what they make of its largest magnitudes."""
-        most = load(largest, [i, T.int64(0)], LANES)
-        for half in halves:
-            most = T.max(most, float32_terms.magnitude(half))
-        store(largest, [i, T.int64(0)], most, LANES)
+        float32_terms.keep_largest(largest, [i, T.int64(0)], halves)
         for term, bits in enumerate(float32_terms.terms(halves, int(self.data.shape[2]))):
             store(self.data, [*at, T.int64(term), i * DEPTH], bits, DEPTH)
 
@@ -277,10 +274,7 @@ class StripTerms:
         k = materialize(tile * DEPTH + word * 2)
         panel, first = self.layout.place(self.strip, column * LANES)
         halves = [let(load_wide(self.weights, [panel, k + i, first], LANES)) for i in range(rows)]
-        most = load(self.largest, self._columns[column], LANES)
-        for half in halves:
-            most = T.max(most, float32_terms.magnitude(half))
-        store(self.largest, self._columns[column], most, LANES)
+        float32_terms.keep_largest(self.largest, self._columns[column], halves)
         high = halves[1] if rows == 2 else splat(T.float32(0), LANES)
         for term, words in enumerate(float32_terms.pair_terms(halves[0], high, self.layout.terms)):
             store(self.data, self._at(place, term, word, column), words, LANES)

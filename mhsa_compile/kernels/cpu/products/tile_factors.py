@@ -151,10 +151,7 @@ class TileFactor:
         if not self.is_split:
             return [_interleaved(halves)]
         row = [T.int64(lines.number * LINES) + (i if self.is_along else 0), T.int64(0)]
-        most = load(self.scratch.largest, row, LINES)
-        for half in halves:
-            most = T.max(most, float32_terms.magnitude(half))
-        store(self.scratch.largest, row, most, LINES)
+        float32_terms.keep_largest(self.scratch.largest, row, halves)
         terms = float32_terms.terms(halves, self.terms)
         return terms if self.is_along else [_interleaved([bits]) for bits in terms]
 

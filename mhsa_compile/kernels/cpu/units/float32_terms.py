@@ -11,7 +11,7 @@ from __future__ import annotations
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.simd.vectors import let, splat, vector_type
+from mhsa_compile.kernels.cpu.simd.vectors import let, load, splat, store, vector_type
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.spec.float32_products import Float32Products
 
@@ -64,6 +64,14 @@ def pair_terms(low: Expr, high: Expr, count: int) -> list[Expr]:
 def magnitude(number: Expr, lanes: int = LANES) -> Expr:
     """The bits of numbers without their signs, which are ordered as the numbers are."""
     return T.reinterpret(vector_type("uint32", lanes), number) & splat(T.uint32(0x7FFFFFFF), lanes)
+
+
+def keep_largest(largest: Expr, at: list[Expr], numbers: list[Expr]) -> None:
+    """A vector of largest magnitudes becomes what these vectors of numbers make of it."""
+    most = load(largest, at, LANES)
+    for number in numbers:
+        most = T.max(most, magnitude(number))
+    store(largest, at, most, LANES)
 
 
 def is_extraordinary(largest: Expr, lanes: int = 1) -> Expr:
