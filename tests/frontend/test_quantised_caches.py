@@ -151,3 +151,31 @@ def test_the_check_of_a_file_says_one_number_of_tokens() -> None:
     """Else ONNX Runtime takes the call to be a first prompt, and a right file is accused."""
     check = mhsa.compile(file("PER_CHANNEL", scales_of("PER_CHANNEL"), 4), check=True).manifest.check
     assert check is not None and "ONNX Runtime" in str(check.against)
+
+
+@pytest.mark.parametrize("words", [{}, pytest.param({"smooth_softmax": 1}, marks=pytest.mark.thorough)])
+def test_activations_of_float16_beside_scales_of_float32(words: dict[str, Any]) -> None:
+    """Small scales leave nothing of a query of float16: what lies between scales is of float32."""
+    scales = {name: scale * np.float32(1e-4) for name, scale in scales_of("PER_CHANNEL").items()}
+    model = file("PER_CHANNEL", scales, **words, causal=0)
+    halves = {"q", "k", "v", "y"}
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name in halves:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    for number, tensor in enumerate(model.graph.initializer):
+        if tensor.name in ("cos", "sin"):
+            table = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+            model.graph.initializer[number].CopyFrom(onnx.numpy_helper.from_array(table, tensor.name))
+    feeds = {
+        name: (array * np.float32(1e-4 if name != "q" else 1)).astype(np.float16) for name, array in rows(5, 7).items()
+    }
+    feeds |= {"last": np.full(B, 4, np.int32), "total": np.array(5, np.int32)}
+    feeds |= {name: np.zeros([B, G, C, E], np.int8) for name in ("past_k", "past_v")}
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    expected, *theirs = session.run(None, feeds)
+    y, *caches = mhsa.load(mhsa.compile(model))(**feeds)
+    assert y.dtype == np.float16 and np.abs(expected).max() > 1e-5
+    np.testing.assert_allclose(y, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+    for own, other in zip(caches, theirs, strict=True):
+        apart = np.abs(own[:, :, :5].astype(int) - other[:, :, :5])
+        assert apart.max() <= 1 and (apart > 0).mean() < 0.05 and np.abs(other).max() > 60

@@ -26,21 +26,28 @@ def _grouped(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     window, bits = words.get("local_window_size", -1), words.get("kv_cache_bit_width", 0)
     if window != -1 and window <= 0:
         return "local_window_size of 1 or more, or -1 for none", str(window)
+    if window > 0 and not words.get("causal", 1):
+        return "local_window_size=-1 beside causal=0", str(window)
     inputs, kinds = [*node.input, *[""] * 16], [words.get(f"{part}_quant_type", "NONE") for part in "kv"]
     scales = [name for name in inputs[12:14] if name]
     if not bits:
         return ("no k_scale, no v_scale and quant_type NONE", f"{kinds}") if scales or {*kinds} != {"NONE"} else None
     if "NONE" in kinds or len(scales) < 2 or not inputs[3]:
         return "k_quant_type and v_quant_type, k_scale and v_scale, and a past, beside a bit width", f"{kinds}"
+    rows, heads = graph.shape(inputs[1] or inputs[0]), words["kv_num_heads"]
+    heads += 0 if inputs[1] else heads + words["num_heads"]
+    width = rows[-1] // heads if rows and isinstance(rows[-1], int) else None
     for name, kind, past in zip(scales, kinds, inputs[3:5], strict=True):
         dims, dtype = graph.dims(past), "int8" if bits == 8 else "uint8"
-        head_dim = dims[3] * (8 // bits) if len(dims) == 4 else 0
+        head_dim = dims[3] * (8 // bits) if len(dims) == 4 and isinstance(dims[3], int) else 0
         count = 1 if kind == "PER_TENSOR" else words["kv_num_heads"] * head_dim
         shape = graph.shape(name)
         if shape is None or None in shape or math.prod(int(size or 0) for size in shape) != count:
             return f"{name!r} of {count} numbers, as {kind} has them", str(shape)
         if graph.dtype(name) not in (None, "float32") or graph.dtype(past) not in (None, dtype):
             return f"{name!r} of float32 and {past!r} of {dtype}", f"{graph.dtype(name)} and {graph.dtype(past)}"
+        if width not in (None, head_dim):
+            return f"{past!r} of {width * bits / 8:g} bytes a key, heads of a multiple of {8 // bits}", str(dims)
         if (mismatch := positive_scales(graph, name)) is not None:
             return mismatch
     return None
@@ -215,11 +222,11 @@ MICROSOFT: dict[str, Row] = {
     "Gelu": row(),
     "GroupQueryAttention": row(
         "kv_num_heads", "local_window_size", "num_heads", "qk_norm_epsilon", "scale", "softcap",
-        causal=(1,), do_rotary=(0, 1), k_quant_type=_SCALES, kv_cache_bit_width=(0, 4, 8), qk_output=(0,),
-        rotary_interleaved=(0, 1), sliding_window_cache=(0,), smooth_softmax=(-1, 0), v_quant_type=_SCALES,
+        causal=(0, 1), do_rotary=(0, 1), k_quant_type=_SCALES, kv_cache_bit_width=(0, 4, 8), qk_output=(0,),
+        rotary_interleaved=(0, 1), sliding_window_cache=(0,), smooth_softmax=(-1, 0, 1), v_quant_type=_SCALES,
         inputs=14, outputs=3,
         condition=_grouped,
-        unread={11: "head_sink", 14: "q_norm_weight", 15: "k_norm_weight"},
+        unread={14: "q_norm_weight", 15: "k_norm_weight"},
     ),
     "LayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=3),
     "MatMulIntegerToFloat": row(inputs=7, condition=_of_bytes),

@@ -9,12 +9,13 @@ import math
 from typing import Any
 
 import numpy as np
+from onnx import helper
 from onnx.helper import np_dtype_to_tensor_dtype
 
 from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode, NotYet
 from mhsa_compile.kernels.interface.ops import INT4_ZERO
 
-_UINT8, _INT64 = 2, 7
+_FLOAT, _UINT8, _INT64 = 1, 2, 7
 
 
 def rotary_embedding(node: MicrosoftNode) -> None:
@@ -47,16 +48,17 @@ def _rotate(node: MicrosoftNode, x: str, positions: str, cos: str, sin: str, hea
 
 def group_query_attention(node: MicrosoftNode) -> None:
     """query (B, L, HE) or all three packed, key and value (B, L, GE), past_key and past_value (B, G, P, E), seqlens_k
-    (B,), total_sequence_length, cos_cache, sin_cache, position_ids, attention_bias -> y, present_key, present_value.
+    (B,), total_sequence_length, cos_cache, sin_cache, position_ids, attention_bias, head_sink (H,) -> y, present_key,
+    present_value.
 
-    Always causal. The keys and values of row b of the batch stand behind the seqlens_k[b] + 1 - L that it has already,
-    or from 0 on where the call brings them all (a first prompt, whose rows may end in padding). Past and present of
-    eight or four bits have k_scale and v_scale, of all numbers or of each channel: queries are multiplied by the one,
-    y by the other. Of four bits a byte has two, the first in its lower half, 8 above what they are.
+    Causal, unless it says that it is not. The keys and values of row b of the batch stand behind the
+    seqlens_k[b] + 1 - L that it has already, or from 0 on where the call brings them all (a first prompt, whose rows
+    may end in padding). Past and present of eight or four bits have k_scale and v_scale, of all numbers or of each
+    channel: queries are multiplied by the one, y by the other. Of four bits a byte has two, the first in its lower
+    half, 8 above what they are. Scales are of float32, as is then all that lies between them.
     """
-    query, key, value, past_key, past_value, last, _, cos, sin, position_ids, attention_bias = node.inputs[:11]
+    query, key, value, past_key, past_value, last, _, cos, sin, position_ids = node.inputs[:10]
     bits = node.attrs.get("kv_cache_bit_width", 0)
-    scales = node.inputs[12:14] if bits else ["", ""]
     heads, groups = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     shape_of = query
     if not key:
@@ -71,9 +73,10 @@ def group_query_attention(node: MicrosoftNode) -> None:
             position_ids = node.write("Add", position_ids, node.positions((shape_of, 1)))
         query = _rotate_heads(node, query, position_ids, cos, sin, heads)
         key = _rotate_heads(node, key, position_ids, cos, sin, groups)
-    if scales[0]:
-        query = node.write("Mul", query, _of_query_heads(node, scales[0], past_key))
-        key, value = (_rounded(node, rows, scale) for rows, scale in zip((key, value), scales, strict=True))
+    if bits:
+        query, key, value = (_as_scales(node, rows) for rows in (query, key, value))
+        query = node.write("Mul", query, _of_query_heads(node, node.inputs[12], past_key))
+        key, value = (_rounded(node, rows, scale) for rows, scale in zip((key, value), node.inputs[12:14], strict=True))
     query = node.heads_apart(query, heads)
     key, value = (node.heads_apart(name, groups) for name in (key, value))
     if bits == 4:
@@ -83,22 +86,50 @@ def group_query_attention(node: MicrosoftNode) -> None:
         _append(node, new, past, before, present)
         for new, past, present in zip((key, value), (past_key, past_value), presents, strict=True)
     )
-    if scales[0]:
-        kind = np_dtype_to_tensor_dtype(np.dtype(node.dtype(node.inputs[0])))
-        key, value = (
-            node.write("Cast", name, to=kind) if bits == 8 else _unpacked(node, name, kind) for name in (key, value)
-        )
-    attrs: dict[str, Any] = {"is_causal": 1, **node.scale}
+    if bits:
+        floats = _unpacked if bits == 4 else _cast
+        key, value = (floats(node, name) for name in (key, value))
+    y = _attention(node, query, key, value, whole if past_key else "")
+    if not bits:
+        node.heads_together(y, node.outputs[0])
+        return
+    rows = node.rewriter.fresh("rows")
+    node.heads_together(y, rows)
+    dtype = node.dtype(node.inputs[0])
+    product = node.outputs[0] if dtype == "float32" else node.rewriter.fresh("product")
+    node.write("Mul", rows, _of_query_heads(node, node.inputs[13], past_value), output=product)
+    if product != node.outputs[0]:
+        node.write("Cast", product, output=node.outputs[0], to=np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+def _attention(node: MicrosoftNode, query: str, key: str, value: str, lengths: str) -> str:
+    """y (B, H, L, E): the standard's Attention, or ours where heads have sinks."""
+    bias, sinks = node.inputs[10:12]
+    attrs: dict[str, Any] = {"is_causal": node.attrs.get("causal", 1), **node.scale}
     if node.attrs.get("softcap"):
         attrs["softcap"] = node.attrs["softcap"]
     if node.attrs.get("local_window_size", -1) > 0:
         attrs["left_window_size"] = node.attrs["local_window_size"] - 1  # theirs counts the query itself
-    lengths = whole if past_key else ""
-    y = node.write("Attention", query, key, value, attention_bias, "", "", lengths, **attrs)
-    rows = node.rewriter.fresh("rows") if scales[1] else node.outputs[0]
-    node.heads_together(y, rows)
-    if scales[1]:
-        node.write("Mul", rows, _of_query_heads(node, scales[1], past_value), output=node.outputs[0])
+    if node.attrs.get("smooth_softmax", 0) > 0 and not sinks:
+        sinks = node.constant(np.zeros(node.attrs["num_heads"]), node.dtype(node.inputs[0]))
+    if node.attrs.get("kv_cache_bit_width", 0):
+        bias, sinks = (name and _as_scales(node, name) for name in (bias, sinks))
+    inputs = [query, key, value, bias, "", "", lengths]
+    if not sinks:
+        return node.write("Attention", *inputs, **attrs)
+    attention = helper.make_node("Attention", [*inputs, sinks], [node.rewriter.fresh("attention")], **attrs)
+    node.definitions.define(attention, bool_mask=False)
+    node.rewriter.append(attention)
+    return str(attention.output[0])
+
+
+def _as_scales(node: MicrosoftNode, name: str) -> str:
+    """A value of the node's dtype in float32."""
+    return name if node.dtype(node.inputs[0]) == "float32" else _cast(node, name)
+
+
+def _cast(node: MicrosoftNode, name: str) -> str:
+    return node.write("Cast", name, to=_FLOAT)
 
 
 def _is_one(node: MicrosoftNode, scale: str) -> bool:
@@ -136,14 +167,14 @@ def _packed(node: MicrosoftNode, rows: str) -> str:
     return node.write("BitwiseOr", lower, node.write("BitShift", upper, node.constant(4, "uint8"), direction="LEFT"))
 
 
-def _unpacked(node: MicrosoftNode, cache: str, kind: int) -> str:
-    """The numbers of a cache of four bits, (B, G, C, E) of `kind`. `fusion.stored_rows` looks through these nodes."""
+def _unpacked(node: MicrosoftNode, cache: str) -> str:
+    """The numbers of a cache of four bits, (B, G, C, E). `fusion.stored_rows` looks through these nodes."""
     lower = node.write("BitwiseAnd", cache, node.constant(15, "uint8"))
     upper = node.write("BitShift", cache, node.constant(4, "uint8"), direction="RIGHT")
     last = node.ints(4)
     pairs = node.write("Concat", *(node.write("Unsqueeze", half, last) for half in (lower, upper)), axis=4)
-    halves = node.write("Cast", node.write("Reshape", pairs, node.ints(0, 0, 0, -1)), to=kind)
-    return node.write("Sub", halves, node.constant(INT4_ZERO, node.dtype(node.inputs[0])))
+    halves = node.write("Cast", node.write("Reshape", pairs, node.ints(0, 0, 0, -1)), to=_FLOAT)
+    return node.write("Sub", halves, node.constant(INT4_ZERO, "float32"))
 
 
 def _split(node: MicrosoftNode, packed: str, heads: int, groups: int) -> list[str]:

@@ -9,6 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.definitions import Definitions
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.detach_weights import Tensors
 from mhsa_compile.frontend.onnx_graph import GraphDim, attributes, node_error
@@ -25,12 +26,18 @@ class NotYet(Exception):
 class MicrosoftNode:
     """One of Microsoft's nodes. `inputs` are as many as any operator may have, "" where one is missing; `outputs`
     too. `shared`: floats -> their bytes, scale and zero point, which all nodes of a graph that ask for them have in
-    common."""
+    common; so have they the `definitions` of our own operator."""
 
     def __init__(
-        self, rewriter: Rewriter, node: onnx.NodeProto, tensors: Tensors, shared: dict[str, list[str]]
+        self,
+        rewriter: Rewriter,
+        node: onnx.NodeProto,
+        tensors: Tensors,
+        shared: dict[str, list[str]],
+        definitions: Definitions,
     ) -> None:
-        self.rewriter, self.node, self._tensors, self.shared = rewriter, node, tensors, shared
+        self.rewriter, self.node, self._tensors = rewriter, node, tensors
+        self.shared, self.definitions = shared, definitions
         self.write, self.constant = rewriter.node, rewriter.constant
         self.attrs: dict[str, Any] = attributes(node)
         self.inputs = [*node.input, *[""] * (MOST_INPUTS - len(node.input))]

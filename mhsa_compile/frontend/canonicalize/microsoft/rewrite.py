@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import onnx
 
+from mhsa_compile.frontend.canonicalize.definitions import Definitions
 from mhsa_compile.frontend.canonicalize.microsoft import (
     attention,
     block_quantised,
@@ -87,8 +88,9 @@ def rewrite(
     blocks: list[AttentionCoverage] = []
     while theirs := [node for node in model.graph.node if node.domain == DOMAIN]:
         rewriter, waiting, shared = Rewriter(model), [], dict[str, list[str]]()
+        definitions = Definitions(rewriter.graph)
         for node in theirs:
-            microsoft_node = MicrosoftNode(rewriter, node, tensors, shared)
+            microsoft_node = MicrosoftNode(rewriter, node, tensors, shared, definitions)
             if node.op_type not in OPERATORS:
                 raise microsoft_node.refused(f"an operator among {', '.join(OPERATORS)}", node.op_type)
             try:
@@ -103,5 +105,7 @@ def rewrite(
                 blocks.append(AttentionCoverage(microsoft_node.name, form, True, microsoft_node.note))
         if len(waiting) == len(theirs):
             raise waiting[0]
-        model = propagate_shapes(rewriter.finished(), limits)
+        model = rewriter.finished()
+        definitions.put_into(model)
+        model = propagate_shapes(model, limits)
     return model, blocks
