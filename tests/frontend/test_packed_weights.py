@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.passes import packed_weights
 from mhsa_compile.frontend.onnx_graph import replace
 
 K, N = 64, 96  # fewer numbers would be constants of the program
@@ -157,6 +158,22 @@ def test_blocks_that_are_not_whole_are_refused() -> None:
     model.graph.node[0].attribute[1].i = 24
     with pytest.raises(ModelError, match=r"'weights'.*whole number of blocks.*block_size=24"):
         mhsa.compile(model, without_attention="accept")
+
+
+@pytest.mark.parametrize(("block", "scale"), [(0, 0.0), (0, -0.1), (16, np.nan)])
+def test_scales_that_are_none_are_refused_by_their_own_name(block: int, scale: float) -> None:
+    """But blocks may have scales of 0, and below: quantisers write such."""
+    model, _ = product("INT8", 0 if block else 1, block)
+    scales = next(one for one in model.graph.initializer if one.name == "s")
+    values = numpy_helper.to_array(scales).copy()
+    values.flat[3] = scale
+    scales.CopyFrom(numpy_helper.from_array(values, "s"))
+    with pytest.raises(ModelError, match=f"'weights': expected scales that are finite.*'s' with {scale}"):
+        mhsa.compile(model, without_attention="accept")
+    if block:
+        values.flat[3:5] = 0, -0.01
+        scales.CopyFrom(numpy_helper.from_array(values, "s"))
+        assert "MatMulNBits" in {node.op_type for node in packed_weights.rewrite(model).graph.node}
 
 
 def test_numbers_in_blocks_that_a_call_brings() -> None:

@@ -229,8 +229,22 @@ def test_two_of_the_dynamic_quantiser_in_a_row() -> None:
     np.testing.assert_allclose(mhsa.load(artifact)(x=x), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
 
 
+def test_groups_of_whole_numbers_are_exact_in_floats() -> None:
+    """The largest sums there can be, of 255 products."""
+    constants = {"w": np.full((6, 85, 3), -128, np.int8), "x_zero": np.array(0, np.uint8)}
+    constants["w"][0, :, 1] = 127
+    node = N("ConvInteger", ["x", "w", "x_zero"], ["y"], group=2, pads=[1, 1])
+    file = model_of([node], {"x": ["B", 170, 9]}, {"y": None}, constants, kinds={"x": "uint8", "y": "int32"}, opset=21)
+    artifact = mhsa.compile(file, without_attention="accept")
+    assert "nn.conv" not in rows_of(artifact)
+    x = np.random.default_rng(0).integers(250, 256, (2, 170, 9)).astype(np.uint8)
+    y = mhsa.load(artifact)(x=x)
+    assert y.dtype == np.int32 and y.min() < -(1 << 22)
+    np.testing.assert_array_equal(y, theirs(file, x))
+
+
 OTHERS = {
-    "groups": ("w", np.ones((4, 2, 3), np.int8), {"group": 2}),
+    "groups whose sums are too large": ("w", np.ones((4, 2, 130), np.int8), {"group": 2, "pads": [70, 70]}),
     "a zero point for each element": ("x_zero", np.ones(4, np.uint8), {}),
 }
 

@@ -13,6 +13,7 @@ from onnx import helper
 from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
 from mhsa_compile.frontend.fusion.fuse import fuse
 from mhsa_compile.frontend.fusion.output_phases import PhasedAxis, by_windows
@@ -108,6 +109,40 @@ TRANSPOSED = {
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposed_ones_are_a_sum_for_each_phase(name: str, free: bool) -> None:
     check("ConvTranspose", TRANSPOSED[name], free)
+
+
+STATED: dict[str, dict[str, Any]] = {
+    "SAME_UPPER": {"auto_pad": "SAME_UPPER", "strides": [2], "output_padding": [1], "dilations": [2]},
+    "SAME_LOWER": {"auto_pad": "SAME_LOWER", "strides": [3]},
+    "output_shape": {"output_shape": [15], "strides": [2]},
+    "output_shape, SAME_UPPER": {"output_shape": [15], "strides": [2], "auto_pad": "SAME_UPPER"},
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_sizes_that_are_stated_say_what_is_cut_off(name: str) -> None:
+    """And weights of the call: against ONNX Runtime."""
+    words, rng = STATED[name], np.random.default_rng(0)
+    length: Any = 7 if "output_shape" in words else "L"
+    inputs = {"x": ["B", 5, length], "w": [5, 6, 4]}
+    model = model_of([N("ConvTranspose", ["x", "w"], ["y"], **words)], inputs, {"y": None}, opset=21)
+    artifact = mhsa.compile(model, without_attention="accept")
+    assert not any("conv" in row.op for row in artifact.manifest.ops)
+    feeds = {
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("x", (2, 5, 7)), ("w", (5, 6, 4)))
+    }
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = session.run(None, feeds)[0]
+    y = mhsa.load(artifact)(**feeds)
+    assert y.shape == expected.shape
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+def test_an_output_shape_of_free_sizes_is_refused() -> None:
+    node = N("ConvTranspose", ["x", "w"], ["y"], output_shape=[15], name="up")
+    model = model_of([node], {"x": ["B", 5, "L"]}, {"y": None}, {"w": np.ones((5, 6, 4), np.float32)}, opset=21)
+    with pytest.raises(ModelError, match=r"'up': .*output_shape=.15.* where dims fix the sizes"):
+        mhsa.compile(model, without_attention="accept")
 
 
 GROUPED = {

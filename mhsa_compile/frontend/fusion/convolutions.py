@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TypeGuard
 
 import onnx
 
@@ -44,12 +43,15 @@ _ELEMENTWISE = frozenset(
 )  # fmt: skip
 _WIDE = 4
 """Channels from which on they are put last before patches are taken, which then are copies of as many neighbours."""
+_EXACT_PRODUCTS = (1 << 24) // 255**2
+"""The sums of so many products of two bytes are exact in float32."""
 _MOST_PATCHES = 1 << 26
 """Elements of all patches of one entry, where that is known: an overlap copies each element several times."""
 
 
 def as_products(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with patches and a product for every convolution of constant weights over all channels."""
+    """The model with patches and a product for every convolution over all channels, of groups for those of constant
+    weights."""
     if not any(is_standard(node, *_CONVOLUTIONS, "ConvTranspose") for node in model.graph.node):
         return model
     return _Rewriting(model).result()
@@ -92,19 +94,21 @@ class _Rewriting:
         if plan is None or patches is None:
             return
         if patches.groups > 1:
-            y = self._grouped_sums(node, plan, patches, plan.weight)
+            floats = self._exact_floats(plan) if plan.of_sums else plan
+            y = self._grouped_sums(node, floats, patches, floats.weight)
             y = self.rewriter.node("Add", y, plan.bias) if plan.bias else y
+            y = self.rewriter.node("Cast", y, to=onnx.TensorProto.INT32) if plan.of_sums else y
             self._move(node, y, _channels_first(len(self.graph.dims(plan.weight))))
             return
         rewriter, dims = self.rewriter, list(self.graph.dims(plan.weight))
         rank, width = len(dims), math.prod(int(size or 0) for size in dims[1:])
         x, weight = plan.x if plan.channels_last else self._with_channels_last(plan.x, rank), plan.weight
         if x is None and int(dims[1] or 0) >= _WIDE:
-            x = rewriter.node("Transpose", plan.x, perm=[0, *range(2, rank), 1])
+            x = rewriter.node("Transpose", plan.x, perm=_last(rank))
         if x is None:
             patches = replace(patches, channels_last=False)
         else:
-            weight = rewriter.node("Transpose", weight, perm=[0, *range(2, rank), 1])
+            weight = rewriter.node("Transpose", weight, perm=_last(rank))
         matrix = rewriter.node("Reshape", weight, rewriter.constant([dims[0], width], "int64"))
         rows = rewriter.fresh(f"{node.output[0]}/patches")
         rewriter.append(patches.to_node(node, [x or plan.x, *filter(None, [plan.x_zero])], [rows]))
@@ -115,6 +119,21 @@ class _Rewriting:
             y = rewriter.node("Add", y, plan.bias)
         self._move(node, y, _channels_first(rank))
 
+    def _exact_floats(self, plan: _Convolution) -> _Convolution:
+        """A convolution of bytes as one of floats, whose sums are the same whole numbers."""
+        rank = len(self.graph.dims(plan.weight))
+
+        def floats(name: str, zero: str, shape: Sequence[int]) -> str:
+            numbers = self.rewriter.node("Cast", name, to=onnx.TensorProto.FLOAT)
+            if not zero:
+                return numbers
+            places = self.rewriter.node("Reshape", zero, self.rewriter.constant(shape, "int64"))
+            return self.rewriter.node("Sub", numbers, self.rewriter.node("Cast", places, to=onnx.TensorProto.FLOAT))
+
+        x = self._with_channels_last(plan.x, rank) or self.rewriter.node("Transpose", plan.x, perm=_last(rank))
+        weight = floats(plan.weight, plan.zero, [-1, *[1] * (rank - 1)])
+        return _Convolution(floats(x, plan.x_zero, [1]), weight, channels_last=True)
+
     def _grouped_sums(self, node: onnx.NodeProto, plan: _Convolution, patches: FusedPatches, weight: str) -> str:
         """The rows of a convolution of groups, of weights (O, C / groups, ...): a sum for each channel where groups are
         that, else a product for each group."""
@@ -122,7 +141,7 @@ class _Rewriting:
         total, channels = _channels(self.graph, node)
         rank, inner, outer = len(taps) + 2, channels // groups, total // groups
         x = plan.x if plan.channels_last else self._with_channels_last(plan.x, rank)
-        x = x or rewriter.node("Transpose", plan.x, perm=[0, *range(2, rank), 1])
+        x = x or rewriter.node("Transpose", plan.x, perm=_last(rank))
         kind = FusedDepthwise if inner == outer == 1 else FusedGroupedConvolution
         if kind is FusedDepthwise:
             turned, shape = rewriter.node("Transpose", weight, perm=[*range(2, rank), 1, 0]), [*taps, channels]
@@ -134,7 +153,8 @@ class _Rewriting:
         weights = rewriter.node("Reshape", turned, rewriter.constant(shape, "int64"))
         y = rewriter.fresh(f"{node.output[0]}/sums")
         rewriter.append(kind(**asdict(patches)).to_node(node, [x, weights], [y]))
-        rewriter.hint(y, [*[None] * (rank - 1), total], self.graph.dtype(node.input[0]))
+        dtype = self.graph.dtype(node.input[0])
+        rewriter.hint(y, [*[None] * (rank - 1), total], dtype if dtype in DTYPES else "float32")
         return y
 
     def _transposed_convolution(self, node: onnx.NodeProto) -> None:
@@ -142,12 +162,14 @@ class _Rewriting:
         graph, rewriter, axes = self.graph, self.rewriter, _axes(self.graph, node)
         groups = attributes(node).get("group", 1)
         plan = _of_floats(graph, node, features=1) if groups == 1 else _as_floats(graph, node)
-        if axes is None or not _is_of_weights(plan, graph):
+        if axes is None or plan is None:
+            return
+        if not _is_of_weights(plan, graph) and (groups > 1 or plan.x_scale):
             return
         rank, kind = len(axes) + 2, graph.dtype(plan.x)
         if not plan.channels_last:
             x = self._with_channels_last(plan.x, rank)
-            x = x or rewriter.node("Transpose", plan.x, perm=[0, *range(2, rank), 1])
+            x = x or rewriter.node("Transpose", plan.x, perm=_last(rank))
             plan = replace(plan, x=x, channels_last=True)
         rows, phases = list[str](), list[tuple[tuple[int, ...], ...]]()
         spread = tuple(axis.spread for axis in axes)
@@ -160,7 +182,7 @@ class _Rewriting:
                 if groups > 1:
                     rows.append(self._grouped_sums(node, plan, patches, weight))
                 else:
-                    turned = rewriter.node("Transpose", weight, perm=[0, *range(2, rank), 1])
+                    turned = rewriter.node("Transpose", weight, perm=_last(rank))
                     rows.append(self._product(plan, seen, rewriter.node("Flatten", turned, axis=1)))
                 phases.append(tuple(tuple(sorted(set(one))) for one in zip(*some, strict=True)))
         strides, before, behind = zip(*((axis.stride, axis.before, axis.cut) for axis in axes), strict=True)
@@ -288,6 +310,11 @@ def _channels_first(rank: int) -> tuple[int, ...]:
     return (0, rank - 1, *range(1, rank - 1))
 
 
+def _last(rank: int) -> list[int]:
+    """The axes of a value whose channels are put last."""
+    return [0, *range(2, rank), 1]
+
+
 def _channels_last(graph: GraphView, x: str, rank: int) -> str | None:
     """The value whose channels a Transpose of the file puts first, which makes x of it."""
     before = graph.producer(x, "Transpose")
@@ -369,9 +396,9 @@ def _is_made_of_weights(graph: GraphView, name: str) -> bool:
     return True
 
 
-def _is_of_weights(plan: _Convolution | None, graph: GraphView) -> TypeGuard[_Convolution]:
-    """Whether there is a plan, of weights and a bias that a file has."""
-    return plan is not None and all(_is_made_of_weights(graph, name) for name in (plan.weight, plan.bias) if name)
+def _is_of_weights(plan: _Convolution, graph: GraphView) -> bool:
+    """Whether a file has the weights and the bias."""
+    return all(_is_made_of_weights(graph, name) for name in (plan.weight, plan.bias) if name)
 
 
 def _as_floats(graph: GraphView, node: onnx.NodeProto) -> _Convolution | None:
@@ -412,10 +439,16 @@ def _patches(graph: GraphView, node: onnx.NodeProto, plan: _Convolution) -> Fuse
     """What the rows of a convolution are, as read from rows; None where it stays as it is."""
     dims, attrs, shape = graph.dims(plan.weight), attributes(node), graph.dims(plan.x)
     groups = attrs.get("group", 1)
-    if not _is_of_weights(plan, graph) or len(dims) < 3 or len(shape) != len(dims) or 0 in dims:
+    if len(dims) < 3 or len(shape) != len(dims) or 0 in dims or not all(isinstance(size, int) for size in dims):
         return None
-    if groups > 1 and (plan.of_sums or not all(isinstance(size, int) for size in dims)):
+    if not _is_of_weights(plan, graph) and (groups > 1 or plan.of_sums or plan.x_scale):
         return None
+    if (
+        groups > 1
+        and plan.of_sums
+        and (dims[1] == 1 or math.prod(int(size or 0) for size in dims[1:]) > _EXACT_PRODUCTS)
+    ):
+        return None  # of one channel each, loops over bytes are faster
     channels = shape[-1 if plan.channels_last else 1]
     if dims[:2] == (1, 1) or (isinstance(channels, int) and channels != int(dims[1] or 0) * groups):
         return None

@@ -178,6 +178,8 @@ def _scales(view: GraphView, node: onnx.NodeProto) -> Mismatch:
         return None
     name, scale = shapes[0]
     axis = attrs.get("axis", 1)
+    if len(scale) == 1 and scale[0] != 1 and not -len(dims) <= axis < len(dims):
+        return f"an axis of {_with_dims(node.input[0], dims)}", f"axis={axis}"
     if len(scale) == 1 and scale[0] != 1 and -len(dims) <= axis < len(dims) and _differ(scale[0], dims[axis]):
         return f"{name!r} of (), (1) or ({dims[axis]}), as axis {axis} of {node.input[0]!r}", _with_dims(name, scale)
     if len(scale) > 1:

@@ -155,7 +155,17 @@ def dequantised(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     block = attributes(node).get("block_size", 0)
     if block and not is_packed(node, graph.initializers):
         return "block_size=0, or weights whose axis is a whole number of blocks", f"block_size={block}"
-    return finite_scales(graph, node)
+    return scales_of_weights(graph, node)
+
+
+def scales_of_weights(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """DequantizeLinear: scales as of others, but of blocks any that are finite: quantisers give a block of zeros 0, and
+    one whose largest number is below 0 a scale below 0."""
+    scales = graph.constant(node.input[1])
+    if not attributes(node).get("block_size", 0) or scales is None:
+        return finite_scales(graph, node)
+    wrong = scales.astype(np.float64)[~np.isfinite(scales)]
+    return ("scales that are finite", f"{node.input[1]!r} with {wrong.flat[0]}") if wrong.size else None
 
 
 def not_of_doubles(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
@@ -216,7 +226,9 @@ STANDARD: dict[str, Row] = {
     "ConstantOfShape": row("value"),
     "Conv": row(*CONVOLUTION, inputs=3),
     "ConvInteger": row(*CONVOLUTION, inputs=4),
-    "ConvTranspose": row(*CONVOLUTION, "output_padding", inputs=3),
+    "ConvTranspose": row(
+        *CONVOLUTION, "output_padding", inputs=3, hint="An output_shape is read where dims fix the sizes of what comes."
+    ),
     "CumProd": row("exclusive", "reverse", inputs=2),
     "CumSum": row("exclusive", "reverse", inputs=2),
     "DFT": row("inverse", "onesided", inputs=3),

@@ -22,9 +22,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mhsa_compile.frontend import branch_graphs
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import add_import, attributes, inner_nodes, is_standard
-from mhsa_compile.frontend.reading import microsoft
-from mhsa_compile.frontend.reading.standard import is_packed
+from mhsa_compile.frontend.onnx_graph import add_import, attributes, inner_nodes, is_standard, node_error
+from mhsa_compile.frontend.reading import microsoft, standard
 
 _BYTES = {TensorProto.INT4: np.int8, TensorProto.UINT4: np.uint8}
 _NUMBERS = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT8: 8, TensorProto.UINT8: 8}
@@ -34,7 +33,8 @@ _LEAST_BLOCK, _OWN_BLOCK = 16, 32
 
 
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with such products as MatMulNBits, and with all else of them written out; itself where it has none."""
+    """The model with such products as MatMulNBits, and with all else of them written out; itself where it has none.
+    Raises ModelError for scales that are none."""
     inner = (inner for node in model.graph.node for inner in inner_nodes(node))
     if any(_dequantises(node) or microsoft.is_gather(node) for node in inner):
         model = branch_graphs.rewritten(model, _of_body)
@@ -62,11 +62,13 @@ def _rewritten(model: onnx.ModelProto, *, products: bool) -> onnx.ModelProto:
             _table_of_floats(rewriter, node, weights, bytes_of)
         rewriter.place(node)
     for node in nodes:
+        if (mismatch := standard.scales_of_weights(rewriter.graph, node)) is not None:
+            raise node_error(node, *mismatch)
         product = _product(rewriter, node, weights) if products else None
         if product is not None:
             _as_blocks(rewriter, product, node, weights)
             rewriter.place(product)
-        elif is_packed(node, weights):
+        elif standard.is_packed(node, weights):
             _written_out(rewriter, node, weights, bytes_of)
             rewriter.place(node)
     result = rewriter.finished()
