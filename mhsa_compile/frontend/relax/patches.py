@@ -44,7 +44,10 @@ def _patches(bb: Any, fused: FusedPatches, x: Any, outside: list[Any]) -> Any:
 
 def grouped_convolution(bb: Any, fused: FusedGroupedConvolution, x: Any, matrices: Any) -> Any:
     """x (B, ..., C), matrices (groups, K, N) -> (B, ..., groups x N): a product for each group, side by side as those
-    of heads are. Raises ModelError where fixed sizes hold no patch at all."""
+    of heads are, or sums of channels where groups are narrow. Raises ModelError where fixed sizes hold no patch at
+    all."""
+    if _is_narrow(fused, *map(int, dims(matrices))):
+        return _narrow_groups(bb, fused, x, matrices)
     rows = x if fused.is_each_element else _patches(bb, fused, x, [])
     batch, *others = dims(rows)
     counts, (groups, width, columns) = others[: len(fused.kernel)], map(int, dims(matrices))
@@ -52,6 +55,60 @@ def grouped_convolution(bb: Any, fused: FusedGroupedConvolution, x: Any, matrice
     heads = bb.emit(relax.op.permute_dims(bb.emit(relax.op.reshape(rows, relax.ShapeExpr(apart))), [0, 2, 1, 3]))
     joined = bb.emit(relax.op.permute_dims(bb.emit(relax.op.matmul(heads, matrices)), [0, 2, 1, 3]))
     return bb.emit(relax.op.reshape(joined, relax.ShapeExpr([batch, *counts, groups * columns])))
+
+
+_NARROW = 32
+"""Channels that a group takes times those that it gives, up to which its product would be of too few numbers: as many
+are copied side by side in a patch, and are columns of an output. From 64 on both ways are as fast."""
+
+
+def _is_narrow(fused: FusedPatches, groups: int, width: int, columns: int) -> bool:
+    return width // math.prod(fused.kernel) * columns <= _NARROW and groups * columns >= _LEAST_COPY
+
+
+def _narrow_groups(bb: Any, fused: FusedPatches, x: Any, matrices: Any) -> Any:
+    """Each output channel as a sum over taps and its group's channels, the first of all groups, then the second, and so
+    on: x as often as a group has channels, each time spread over what it is for, is as an image of one more axis, whose
+    channels are summed by themselves."""
+    groups, width, columns = map(int, dims(matrices))
+    inner = width // math.prod(fused.kernel)
+    if any((*fused.before, *fused.behind)):
+        x, _ = _widened(bb, fused, x, [])
+    batch, *sizes, channels = dims(x)
+    kind = relax.TensorType([batch, inner, *sizes, groups * columns], x.ty.dtype)
+    function = _spread(str(x.ty.dtype), [batch, *sizes, channels], inner, columns, groups)
+    spread = bb.emit(relax.call_tir(bb.add_func(function, "spread"), [x], kind))
+    apart = bb.emit(relax.op.reshape(matrices, relax.ShapeExpr([groups, *fused.kernel, inner, columns])))
+    rank = len(fused.kernel)
+    turned = bb.emit(relax.op.permute_dims(apart, [rank + 1, *range(1, rank + 1), 0, rank + 2]))
+    weight = bb.emit(relax.op.reshape(turned, relax.ShapeExpr([inner, *fused.kernel, groups * columns])))
+    zeros = (0,) * (rank + 1)
+    sums = FusedDepthwise(
+        kernel=(inner, *fused.kernel),
+        strides=(1, *fused.strides),
+        dilations=(1, *fused.dilations),
+        before=zeros,
+        behind=zeros,
+        channels_last=True,
+    )
+    y = depthwise(bb, sums, spread, weight)
+    batch, _, *counts, outputs = dims(y)
+    return bb.emit(relax.op.reshape(y, relax.ShapeExpr([batch, *counts, outputs])))
+
+
+def _spread(dtype: str, source: list[Any], inner: int, columns: int, groups: int) -> Any:
+    """The function of x (B, ..., C) that gives (B, inner, ..., groups x columns): of each group one of its channels for
+    each of its outputs."""
+    batch, *sizes, channels = map(_size, source)
+    x = te.placeholder((batch, *sizes, channels), dtype, "x")
+
+    def element(b: Any, i: Any, *at: Any) -> Any:
+        return x[(b, *at[:-1], at[-1] // columns * inner + i)]
+
+    y = te.compute(
+        (batch, tirx.IntImm("int64", inner), *sizes, tirx.IntImm("int64", groups * columns)), element, "spread"
+    )
+    return te.create_prim_func([x, y]).without_attr("global_symbol").with_attr("op_pattern", OPAQUE)
 
 
 def depthwise(bb: Any, fused: FusedDepthwise, x: Any, weight: Any) -> Any:

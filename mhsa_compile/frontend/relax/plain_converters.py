@@ -118,13 +118,34 @@ def group_normalization(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
     batch, channels, *sizes = x.ty.shape.values
     groups = tirx.IntImm("int64", attributes["num_groups"])
     row = functools.reduce(operator.mul, sizes, tirx.floordiv(channels, groups))
-    rows = relax.op.reshape(x, relax.ShapeExpr([batch, groups, row]))
-    deviations = relax.op.subtract(rows, relax.op.mean(rows, -1, keepdims=True))
-    variance = relax.op.mean(relax.op.multiply(deviations, deviations), -1, keepdims=True)
+    rows = bb.emit(relax.op.reshape(x, relax.ShapeExpr([batch, groups, row])))
+    mean = bb.emit(relax.op.mean(rows, -1, keepdims=True))
+    variance = bb.emit_te(_variance, rows, mean, primfunc_name_hint="variance")
+    alone = isinstance(channels, tirx.IntImm) and int(channels) == int(groups)
+    if alone:  # one loop computes y then, which a view would end
+        ones = [tirx.IntImm("int64", 1) for _ in sizes]
+        mean, variance = (
+            bb.emit(relax.op.reshape(one, relax.ShapeExpr([batch, channels, *ones]))) for one in (mean, variance)
+        )
     epsilon = relax.const(attributes.get("epsilon", 1e-5), str(x.ty.dtype))
+    deviations = relax.op.subtract(x if alone else rows, mean)
     y = relax.op.divide(deviations, relax.op.sqrt(relax.op.add(variance, epsilon)))
+    y = y if alone else relax.op.reshape(y, x.ty.shape)
     scale, bias = (relax.op.reshape(one, [1, channels, *(1 for _ in sizes)]) for one in affine)
-    return relax.op.add(relax.op.multiply(relax.op.reshape(y, x.ty.shape), scale), bias)
+    return relax.op.add(relax.op.multiply(y, scale), bias)
+
+
+def _variance(rows: Any, mean: Any) -> Any:
+    """The mean square of how far rows (B, groups, K) are from the mean (B, groups, 1) of each. Deviations are computed
+    again by who divides them: that is faster than keeping them."""
+    k = te.reduce_axis((0, rows.shape[2]), "k")
+
+    def total(b: Any, g: Any, _: Any) -> Any:
+        deviation = rows(b, g, k) - mean(b, g, 0)
+        return te.sum(deviation * deviation, axis=k)
+
+    sums = te.compute(mean.shape, total, "sums")
+    return te.compute(mean.shape, lambda *at: sums(*at) / rows.shape[2].astype(rows.dtype), "variance")
 
 
 def instance_normalization(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
