@@ -281,3 +281,6 @@ def test_defaults_answer_every_knob_on_every_cpu():
             assert config.keys() == space.keys() and min(config.values()) > 0
             assert config["rows"] * config["columns"] < profile.hardware.vector_registers
             assert KERNEL.why_not(op, profile) is None
+            if KERNEL.layout(op, profile, 1).unit.rows == 1:  # columns that one vector holds come in panels of one
+                narrow = side_by_side((min(profile.vector_lanes("float32"), 4),), 768, dtype=dtype)
+                assert KERNEL.default_config(narrow, profile)["columns"] == 1

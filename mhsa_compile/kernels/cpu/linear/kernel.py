@@ -82,6 +82,8 @@ class CpuLinearKernel:
             return padded(vectors_wide // joined) * (1 + loads if registers <= 16 else 1), loads
 
         fitting = [c for c in (2, 3, 4) if 2 * c * joined < room] or [1]
+        if op.out_features <= lanes and joined == 1:
+            fitting = [1]  # half of two vectors would be padding; eight rows still hide what a sum takes
         tiles = [register_tile(room, (1, 2, 4, 6, 8), [c * joined]) for c in reversed(fitting)]
         lines, vectors_wide = min(tiles, key=cost)
         rows, columns = lines * joined, vectors_wide // joined
