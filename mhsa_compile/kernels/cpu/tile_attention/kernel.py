@@ -105,14 +105,10 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
 
             def softmax_of(width: int) -> TileSoftmax:
                 output = TileOutput(op, values, width, config["keys"], y, q_length)
-                softmax = TileSoftmax(output)
+                softmax = TileSoftmax(output, is_alone=width != queries)
                 output.start()
                 softmax.start()
                 return softmax
-
-            def finish(softmax: TileSoftmax) -> None:
-                softmax.flush()
-                softmax.output.write(waits=True)
 
             pieces = strip_count(total)
             with T.parallel(pieces) as piece:
@@ -134,13 +130,13 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
                     def tile(width: int) -> None:
                         if width == queries:
                             return _visit_keys(task(softmax, memory), config, runs)
-                        finish(softmax)
                         narrow = softmax_of(width)
                         _visit_keys(task(narrow, TaskScratch(op, width)), config, runs)
-                        finish(narrow)
+                        narrow.output.write(waits=True)
 
                     by_width(op, LANES, queries, q_length - first_query, tile)
-                finish(softmax)
+                softmax.flush()
+                softmax.output.write(waits=True)
                 tiles.release()
     return builder.get()
 

@@ -53,8 +53,8 @@ class TileSoftmax:
     chunk_sum (queries,)
     """
 
-    def __init__(self, output: TileOutput) -> None:
-        self.output, self.begins_with_sums = output, False
+    def __init__(self, output: TileOutput, *, is_alone: bool) -> None:
+        self.output, self.is_alone, self.begins_with_sums = output, is_alone, False
         self.unit, self.terms = output.values.unit, output.values.terms
         self.columns = vectors.chunks(output.queries, LANES)
         self.cuts = self.terms == 1 and self.unit is tiles.BFLOAT16
@@ -133,7 +133,10 @@ class TileSoftmax:
 
     def end_tile(self, place: tuple[Expr, Expr, Expr]) -> None:
         """So is the tile of (entry, head, first query). Nothing is due where it has seen no block, or one whose values
-        were added up in another way; then it leaves at once."""
+        were added up in another way; then it leaves at once, as does one behind which no other comes."""
+        if self.is_alone:
+            self.flush()
+            return self._leave(place)
         with T.If(T.And(self.is_due, T.Not(self._holds(_ENDS_TILE)))):
             with T.Then():
                 self._set(_ENDS_TILE, 1)
@@ -203,14 +206,9 @@ class TileSoftmax:
 
     def add_probs(self) -> None:
         """Probs and their sums."""
-        with T.If(self._holds(_FRESH)):
-            with T.Then():
-                self._raise(fresh=True)
-                self._set(_FRESH, 0)
-                self._add_sums()
-            with T.Else():
-                self.weigh()
-                self.check()
+        self.see()
+        self.weigh()
+        self.check()
 
     def see(self) -> None:
         """Gives rows that have seen nothing their first reference."""
@@ -221,7 +219,7 @@ class TileSoftmax:
     def check(self) -> None:
         """Adds up the sums of the chunk, whose probs are computed anew if they exceed what they may."""
         with T.If(self._exceeds()), T.Then():
-            self._raise(fresh=False)
+            self._raise()
         self._add_sums()
 
     def _add_sums(self) -> None:
@@ -288,9 +286,9 @@ class TileSoftmax:
             beyond = own if beyond is None else T.Or(beyond, own)
         return vectors.any_lane(beyond, LANES)
 
-    def _raise(self, *, fresh: bool) -> None:
+    def _raise(self) -> None:
         """Lifts the references of rows, and weighs the chunk anew."""
-        self._lift(fresh=fresh)
+        self._lift(fresh=False)
         # A row that has still seen nothing has scores of -inf alone: of any finite reference its probs are zeros.
         rows, references = materialize(self._get(_ROWS)), RegisterTile(1, self.columns)
         for c, (first, lanes) in enumerate(self.columns):

@@ -139,13 +139,14 @@ class TileAttentionTask:
         changed = self.changes or group.hides
         softmax.measure_scores(1.0 if changed else self.factor)
 
-        def apart() -> None:
+        def apart(*, begins: bool) -> None:
             self._multiply_keys(group)
             if changed:
                 self._change(group)
-            with T.If(softmax.is_due), T.Then():
-                softmax.add_share()
-                softmax.add_probs()
+            if not begins:
+                with T.If(softmax.is_due), T.Then():
+                    softmax.add_share()
+                    softmax.add_probs()
 
         def together(values: Sequence[Callable[[], None]]) -> None:
             # Scores first: they are waited for at the next chunk.
@@ -165,7 +166,7 @@ class TileAttentionTask:
                     together([])
 
         if group.hides:
-            apart()
+            apart(begins=False)
         else:
             ready = softmax.is_due
             if self.terms > 1:
@@ -174,7 +175,7 @@ class TileAttentionTask:
                 with T.Then():
                     beside()
                 with T.Else():
-                    apart()
+                    apart(begins=self.terms == 1)
         softmax.settle()
         softmax.take(T.truncdiv(group.base, T.int64(KEYS)))
 
