@@ -1,7 +1,8 @@
 """Attention on matrix tiles, of 16 bits or of float32 that is multiplied as bfloat16, on a CPU that has them.
 
 First V^T of all heads goes into tiles, which all queries of a head share; then the tasks, as the vector kernel has
-them, but in strips: a task's last values are multiplied among the scores of the one after it (`output`).
+them, but in strips: a task's last probs come among the first scores of the one after it (`softmax`), its last values
+among the scores behind these (`output`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.score_parts import tile_parts
 from mhsa_compile.kernels.cpu.simd.vectors import materialize
 from mhsa_compile.kernels.cpu.strips import strip, strip_count
-from mhsa_compile.kernels.cpu.tile_attention import powers
+from mhsa_compile.kernels.cpu.tile_attention import powers, terms
 from mhsa_compile.kernels.cpu.tile_attention.output import TileOutput
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
+from mhsa_compile.kernels.cpu.tile_attention.softmax import TileSoftmax
 from mhsa_compile.kernels.cpu.tile_attention.task import TaskScratch, TileAttentionTask
 from mhsa_compile.kernels.cpu.tile_attention.values import FEATURES, KEYS, KeyValueTiles
 from mhsa_compile.kernels.cpu.units import tiles
@@ -78,8 +80,10 @@ class CpuTileAttentionKernel(CpuAttentionKernel):
 
     def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
         # As many chunks of keys in a block as tiles of features: each chunk adds one of them for the block before.
+        # Fewer where a prob is several terms, which take the more room.
         queries = LANES if isinstance(op.q_length, int) and op.q_length <= LANES else 2 * LANES
-        return {"queries": queries, "keys": KEYS * min(8, max(2, op.v_head_dim // tiles.ROWS))}
+        most = 8 if terms.term_count(op) == 1 else 4
+        return {"queries": queries, "keys": KEYS * min(most, max(2, op.v_head_dim // tiles.ROWS))}
 
     def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
         config = {**config, "key_tile": KEYS}
@@ -99,14 +103,17 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
             count = materialize(ceil_div(q_length, queries))
             total = materialize(batch * T.int64(op.num_heads) * count)
 
-            def output_of(width: int) -> TileOutput:
-                return TileOutput(op, values, width, config["keys"], y, q_length)
+            def softmax_of(width: int) -> TileSoftmax:
+                output = TileOutput(op, values, width, config["keys"], y, q_length)
+                softmax = TileSoftmax(output, is_alone=width != queries)
+                output.start()
+                softmax.start()
+                return softmax
 
             pieces = strip_count(total)
             with T.parallel(pieces) as piece:
                 tiles.configure()
-                output, memory = output_of(queries), TaskScratch(op, queries)
-                output.start()
+                softmax, memory = softmax_of(queries), TaskScratch(op, queries)
                 with T.serial(*strip(total, piece, pieces)) as index:
                     place = partial(task_at, op, batch, count, queries, views)
                     b, h, first_query, runs = place(index)
@@ -115,22 +122,21 @@ def _attention(op: AttentionOp, config: Config, sparsity: CpuBlockSparsity | Non
                     operands = TaskOperands.of(arguments, b, h, first_query, following[:3])
                     parts = tile_parts(arguments, b, h)
 
-                    def task(output: TileOutput, memory: TaskScratch) -> TileAttentionTask:
-                        visibility = AlignedMask(operands, output.queries, config["keys"], parts, LANES)
+                    def task(softmax: TileSoftmax, memory: TaskScratch) -> TileAttentionTask:
+                        visibility = AlignedMask(operands, softmax.output.queries, config["keys"], parts, LANES)
                         first_row = values.first_row(arguments, b, g)
-                        return TileAttentionTask(memory, output, operands, visibility, (b, h, first_query), first_row)
+                        return TileAttentionTask(memory, softmax, operands, visibility, (b, h, first_query), first_row)
 
                     def tile(width: int) -> None:
                         if width == queries:
-                            return _visit_keys(task(output, memory), config, runs)
-                        output.write(waits=True)
-                        narrow = output_of(width)
-                        narrow.start()
+                            return _visit_keys(task(softmax, memory), config, runs)
+                        narrow = softmax_of(width)
                         _visit_keys(task(narrow, TaskScratch(op, width)), config, runs)
-                        narrow.write(waits=True)
+                        narrow.output.write(waits=True)
 
                     by_width(op, LANES, queries, q_length - first_query, tile)
-                output.write(waits=True)
+                softmax.flush()
+                softmax.output.write(waits=True)
                 tiles.release()
     return builder.get()
 
