@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from mhsa_compile.errors import InputError, ModelError
 
 _PAIR, _HALVES = "position_embeddings", ("cos", "sin")
-_CACHE, PAST, _PRESENT = "past_key_values", "past", "present"
-SELF, _CROSS = "self", "cross"
+_CACHE, _PAST, _PRESENT = "past_key_values", "past", "present"
+_SELF, _CROSS = "self", "cross"
 
 Builder: TypeAlias = Callable[[Mapping[str, Tensor]], Any]
 """Makes an argument of a forward out of the tensors that a call was given."""
@@ -46,10 +46,11 @@ def taken_apart(
     Raises InputError for a cache that is no list of growing keys and values, and for two inputs of one name."""
     if isinstance(examples, Mapping):
         named = dict(examples)
-    elif isinstance(examples, Sequence) and any(map(_is_nested, examples)):
-        named = dict(zip(inspect.signature(module.forward).parameters, examples, strict=False))
     else:
-        return examples, NestedArguments()
+        parameters = inspect.signature(module.forward).parameters
+        if not isinstance(examples, Sequence) or len(examples) > len(parameters) or not any(map(_is_nested, examples)):
+            return examples, NestedArguments()
+        named = dict(zip(parameters, examples, strict=False))
     parts: dict[str, Any] = {}
     builders = {name: _take_apart(name, value, parts) for name, value in named.items() if _is_nested(value)}
     plain = {name: value for name, value in named.items() if name not in builders}
@@ -129,7 +130,7 @@ def _take_cache(name: str, value: Any, caches: dict[str, Any], tensors: dict[str
             got = f"one with a {type(layer).__name__}"
             hint = "Pass a DynamicCache() that was made without a config: the model's masks hide what a window hides."
             raise InputError(f"example_inputs[{name!r}]", "a cache of growing keys and values", got, hint)
-    halves = {kind: _take_layers(_renamed(name, PAST), kind, cache, tensors) for kind, cache in caches.items()}
+    halves = {kind: _take_layers(_renamed(name, _PAST), kind, cache, tensors) for kind, cache in caches.items()}
     if list(halves) == [""]:
         return halves[""]
     empty = copy.copy(value)
@@ -178,7 +179,7 @@ def _caches(value: Any) -> dict[str, Any] | None:
     """A cache of transformers by the kind of attention that it is of, "" where there is one kind; None of all else."""
     kinds = {base.__name__ for base in type(value).__mro__ if base.__module__ == "transformers.cache_utils"}
     if "EncoderDecoderCache" in kinds:
-        return {SELF: value.self_attention_cache, _CROSS: value.cross_attention_cache}
+        return {_SELF: value.self_attention_cache, _CROSS: value.cross_attention_cache}
     return {"": value} if "Cache" in kinds else None
 
 
