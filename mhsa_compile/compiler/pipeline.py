@@ -74,8 +74,9 @@ def compile(
     source          a spec (weights at random), an nn.Module, an ONNX model or the path of one
     target          a name that `mhsa targets` lists, the path of a .toml profile, "native", or a TargetProfile
     dims            sizes to fix, by symbol ("B", "L", "S"); the others stay symbolic
-    example_inputs  for an nn.Module that is not one of ours: tensors, in the order of forward or by name. Its batch
-                    and lengths stay symbolic where it allows; what it fixes is warned of, with the reason
+    example_inputs  for an nn.Module that is not one of ours: tensors, and tuples, dicts and caches of them, in the
+                    order of forward or by name. Its batch and lengths stay symbolic where it allows; what it fixes is
+                    warned of, with the reason
     dynamic_shapes  which of their dims stay symbolic, in torch.export's forms: {"x": {0: "B", 1: Dim("L", max=512)}}
     outputs         what a call returns, in the words of `AttentionSpec.outputs`: of a spec, or of a module of ours, as
                     if the spec said so; of any other graph beside its own outputs, of every layer ("entropy") or of

@@ -223,12 +223,11 @@ class _Acceleration:
             why = _why_not_here(submodel) or self._registered(submodel, before)
             self._report.rows.append(AccelerationRow(name, type(submodel).__name__, why))
             if not why:
-                others = sorted({str(implementation) for _, implementation in before if implementation != BEFORE})
-                hint = f'load the model with attn_implementation="{BEFORE}"'
-                reason = f"the model's attention was {' and '.join(others)}: {hint}" if others else ""
                 layers = list(layers_of(submodel))
                 for place, layer in layers:
-                    row = LayerRow(f"{name}.{place}".strip("."), type(layer).__name__, reason)
+                    row = LayerRow(
+                        f"{name}.{place}".strip("."), type(layer).__name__, _why_not_plain(submodel, place, before)
+                    )
                     self._replace_exported(layer, row, self._registration.name)
                 if not layers:
                     self._report.layers.append(
@@ -388,6 +387,19 @@ def _configs(module: nn.Module) -> Iterator[Any]:
         if hasattr(config, ATTENTION):
             yield config
             waiting += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
+
+
+def _why_not_plain(model: nn.Module, place: str, before: list[tuple[Any, Any]]) -> str:
+    """Why a layer's own attention cannot be what it is compared with; "" if it can. A layer asks for what its parts'
+    configs say, or the next config around it: those of other parts, such as a backbone of convolutions, are none of
+    its."""
+    inside = [vars(part).get("config") for part in model.get_submodule(place).modules()]
+    names = place.split(".")
+    around = (vars(model.get_submodule(".".join(names[:n]))).get("config") for n in reversed(range(len(names))))
+    own = {id(config) for config in inside if config is not None} or {id(next(filter(None, around), None))}
+    others = sorted({str(word) for config, word in before if id(config) in own and word != BEFORE})
+    hint = f'load the model with attn_implementation="{BEFORE}"'
+    return f"the model's attention was {' and '.join(others)}: {hint}" if others else ""
 
 
 def _others(model: nn.Module, report: AccelerationReport) -> list[AccelerationRow]:

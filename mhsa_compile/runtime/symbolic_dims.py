@@ -29,6 +29,14 @@ def value_of(dim: str, sizes: Mapping[str, int]) -> int | None:
     return None if tree is None else _value(tree, sizes)
 
 
+def with_sizes(dim: str, sizes: Mapping[str, int]) -> int | str:
+    """A dim with these sizes in the places of their symbols: a size where none is left."""
+    size = size_of(dim, sizes)
+    if size is not None:
+        return size
+    return " ".join(str(sizes.get(word, word)) for word in dim.split()) if is_expression(dim) else dim
+
+
 def names_of(dim: str) -> set[str]:
     """The symbols of an expression; none of what is no expression."""
     tree = _expression(dim)

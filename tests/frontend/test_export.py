@@ -512,3 +512,37 @@ def test_modules_that_cannot_be_exported() -> None:
         export(Residual(), example_inputs=[torch.zeros(1, 5, 24)] * 2)
     with pytest.raises(InputError, match="a tensor for 'x'"):
         export(Residual(), example_inputs=[3])
+
+
+class Masking(nn.Module):
+    """Adds `(1 - mask) * -1e4` to the scores, of a mask of whole numbers, and fills rows of the result by that mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.row = nn.Linear(24, 24), nn.Parameter(torch.randn(24))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = self.project(x) @ x.transpose(1, 2) + (1.0 - mask)[:, None] * -1e4
+        y = scores.softmax(-1) @ x
+        y[mask == 0] = 0
+        y[:, mask[0] == 0] = self.row
+        return y
+
+
+def test_masks_of_whole_numbers_subtract_and_select() -> None:
+    examples = {"x": torch.randn(2, 5, 24), "mask": torch.ones(2, 5, dtype=torch.int64)}
+    model = export(Masking(), example_inputs=examples)  # held against the module at sizes never seen
+    assert [tuple(d.dim_param for d in v.type.tensor_type.shape.dim) for v in model.graph.input][1] == ("B", "L")
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("Where") == 2
+    assert not {"ScatterND", "NonZero"} & {*kinds}
+
+
+def test_what_cannot_be_traced_prints_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    class Deciding(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x * 2 if mask.sum() > 3 else x
+
+    with pytest.raises(ModelError, match=r"one that torch\.export can export"):
+        export(Deciding(), example_inputs={"x": torch.ones(2, 4, 6), "mask": torch.ones(2, 4, dtype=torch.int64)})
+    assert "def forward" not in capsys.readouterr().err

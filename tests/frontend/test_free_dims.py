@@ -209,11 +209,13 @@ def test_who_has_symbols_already_takes_none() -> None:
 
 
 def test_what_looks_like_a_batch_or_a_length() -> None:
+    widths: set[int] = set()
+
     def symbols(**shapes: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
         examples = {
             n: torch.zeros(s, dtype=torch.long if "ids" in n or n == "mask" else None) for n, s in shapes.items()
         }
-        found = guess_symbols(examples)
+        found = guess_symbols(examples, frozenset(widths))
         return {n: tuple(found.get((n, axis), size) for axis, size in enumerate(s)) for n, s in shapes.items()}
 
     assert symbols(input_ids=(2, 7), mask=(2, 7)) == {"input_ids": ("B", "L"), "mask": ("B", "L")}
@@ -231,6 +233,15 @@ def test_what_looks_like_a_batch_or_a_length() -> None:
     }  # fmt: skip
     assert symbols(x=(7, 24), attn_bias=(7, 7)) == {"x": ("N", 24), "attn_bias": ("N", "N")}
     assert symbols(ids=(7,)) == {"ids": ("N",)}
+    past = {"past_0_key": (2, 4, 5, 8), "past_0_value": (2, 4, 5, 8)}
+    assert symbols(input_ids=(2, 7), mask=(2, 12), **past) == {
+        "input_ids": ("B", "L"), "mask": ("B", "P + L"), **dict.fromkeys(past, ("B", 4, "P", 8)),
+    }  # fmt: skip
+    widths |= {16, 3, 80}
+    assert symbols(x=(2, 16)) == {"x": ("N", 16)}
+    assert symbols(sound=(2, 400), mask=(2, 400)) == {"sound": ("B", "L"), "mask": ("B", "L")}  # no weight is as wide
+    assert symbols(mel=(2, 80, 300)) == {"mel": ("B", "L", "S")}
+    assert symbols(x=(2, 7, 300)) == {"x": ("B", "L", 300)}
 
 
 class Unbatched(nn.Module):

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.export.export import export
-from mhsa_compile.frontend.export.module_calls import TensorModule, flatten
+from mhsa_compile.frontend.export.module_calls import TensorModule
+from mhsa_compile.frontend.export.nested_values import NestedArguments, taken_apart
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.verification.error_budget import budget, max_error
 from support.cpu_time import cpu_seconds
@@ -92,9 +93,9 @@ def run(family: Family, kind: str, threads: int = 2) -> Outcome:
     seconds = cpu_seconds() - began
     compiled, exact, worst = mhsa.load(artifact, threads=threads), copy.deepcopy(module).double(), 0.0
     for sizes in UNSEEN:
-        inputs, paired = flatten(_subject(family, model, sizes)[1])
+        inputs, nested = taken_apart(module, _subject(family, model, sizes)[1])
         wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
-        expected, own = _results(exact, wide, paired), _results(module, inputs, paired)
+        expected, own = _results(exact, wide, nested), _results(module, inputs, nested)
         for _ in range(CALLS):
             results = compiled(**{name: value.numpy() for name, value in inputs.items()})
             results = results if isinstance(results, tuple) else (results,)
@@ -121,9 +122,9 @@ def _subject(family: Family, model: nn.Module, sizes: tuple[int, int]) -> tuple[
     return (Held(module, state) if state else module), tensors
 
 
-def _results(module: nn.Module, inputs: dict[str, Tensor], paired: bool) -> list[np.ndarray]:
+def _results(module: nn.Module, inputs: dict[str, Tensor], nested: NestedArguments) -> list[np.ndarray]:
     with torch.no_grad():
-        return [value.numpy() for value in TensorModule(module, has_pair=paired)(inputs)]
+        return [value.numpy() for value in TensorModule(module, nested)(inputs)]
 
 
 def ids(batch: int, length: int) -> Inputs:

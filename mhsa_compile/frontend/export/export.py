@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.detach_weights import contents_as_inputs
+from mhsa_compile.frontend.export import reversed_subtraction
 from mhsa_compile.frontend.export.free_dims import Program, cause, freest_model, quiet, requested_freedom, with_names
-from mhsa_compile.frontend.export.module_calls import TensorModule, flatten, with_own_names
+from mhsa_compile.frontend.export.module_calls import TensorModule, with_own_names
+from mhsa_compile.frontend.export.nested_values import taken_apart, with_pairs_apart
 from mhsa_compile.frontend.export.signatures import (
     ModuleSignature,
     Shape,
@@ -72,7 +74,7 @@ def export(
                     same without a name; Dim.AUTO, free if the module allows; None, fixed. By default what looks like a
                     batch or a length in the examples (`signatures.guess_symbols`) is AUTO; what is then fixed, warns
 
-    What any other module takes and gives is told in `module_calls`: tuples, dicts and ModelOutputs of tensors among it.
+    What any other module takes and gives is told in `nested_values`: tuples, dicts, ModelOutputs and caches among it.
 
     Raises ModelError where the export fails or a symbol did not survive it, InputError for wrong arguments.
     """
@@ -83,9 +85,9 @@ def export(
                 raise InputError("dynamic_shapes", f"None for {type(module).__name__}", "some", hint)
             return _export_own(module, dict(dims or {}))
         _check_weights(module)
-        flat, has_pair = flatten(example_inputs)
-        request = requested_freedom(module, flat, flatten(dynamic_shapes)[0], dims or {})
-        wrapper = TensorModule(module, has_pair=has_pair).eval()
+        tensors, nested = taken_apart(module, example_inputs)
+        request = requested_freedom(module, tensors, with_pairs_apart(dynamic_shapes), dims or {})
+        wrapper = TensorModule(module, nested).eval()
         with slow_path():
             return freest_model(wrapper, request, lambda program: _export_any(wrapper, program))
 
@@ -129,6 +131,7 @@ def _export_any(wrapper: TensorModule, program: Program) -> onnx.ModelProto:
     freedom = program.freedom
     version = {"opset_version": opset(wrapper.module), "custom_translation_table": TRANSLATIONS}
     _write_signs_out(program.exported)
+    reversed_subtraction.promote(program.exported)
     inputs = list(freedom.signature)
     model = with_own_names(_convert(program.exported, input_names=inputs, **version), inputs, program.outputs)
     with_names(model, program.names)

@@ -26,6 +26,7 @@ from mhsa_compile.frontend.export.module_calls import TensorModule
 from mhsa_compile.frontend.export.repeatable import check_repeatable
 from mhsa_compile.frontend.export.signatures import Axis, ModuleSignature, guess_symbols, with_fixed_dims, zeros_of
 from mhsa_compile.frontend.export.torch_layers import plain_layers
+from mhsa_compile.runtime.symbolic_dims import is_expression, value_of
 
 LEAST = 2
 """The smallest size that the exporter tells from others: it takes 0 and 1 for special."""
@@ -66,11 +67,12 @@ class Freedom:
     def sizes_to_export_at(self) -> dict[str, int]:
         """The sizes of the examples, as far as no two are equal, which the exporter may take for one, and none is 1."""
         sizes: dict[str, int] = {}
+        made_of_others = [(axis, symbol) for axis, symbol in self.symbols.items() if is_expression(symbol)]
         for axis, symbol in self.symbols.items():
-            if symbol not in sizes:
+            if symbol not in sizes and not is_expression(symbol):
                 unavailable = {0, 1, *sizes.values()}
                 sizes[symbol] = next(n for n in (self.sizes[axis], *range(3, 99)) if n not in unavailable)
-        return sizes
+        return sizes | {symbol: value_of(symbol, sizes) or self.sizes[axis] for axis, symbol in made_of_others}
 
     def replace_symbols(self, symbols: Mapping[Axis, str], most: Mapping[str, int]) -> Freedom:
         """The same freedom with these symbols; axes that have none are fixed at the examples' sizes."""
@@ -109,7 +111,8 @@ def requested_freedom(
         if not isinstance(value, Tensor):
             hint = 'torch.as_tensor makes one; tokenizers give them with return_tensors="pt".'
             raise InputError("example_inputs", f"a tensor for {name!r}", type(value).__name__, hint)
-    guesses = guess_symbols(tensors)
+    weights = (*module.parameters(), *module.buffers())
+    guesses = guess_symbols(tensors, frozenset(size for weight in weights for size in weight.shape))
     words = None if dynamic_shapes is None else _by_name("dynamic_shapes", module, dynamic_shapes, "entries")
     statement = _Statement(guesses) if words is None else _statement(words, tensors, guesses)
     signature: ModuleSignature = {
@@ -269,8 +272,15 @@ def _symbols_of(exported_program: torch.export.ExportedProgram, request: Freedom
     ours: dict[Any, str] = {}
     symbols: dict[Axis, str] = {}
     most = dict(request.most)
-    for axis, symbol in sorted(request.symbols.items(), key=lambda item: item[1] not in request.user_symbols):
+
+    users = request.user_symbols
+    for axis, symbol in sorted(
+        request.symbols.items(), key=lambda item: (is_expression(item[1]), item[1] not in users)
+    ):
         dim = theirs[axis]
+        if symbol in request.optional and (expression := _expression(dim, ours)):
+            symbols[axis] = expression
+            continue
         bounds = exported_program.range_constraints.get(dim)
         if bounds is None or bounds.lower > _TRIED:
             size = dim if dim is not None else shapes[axis[0]][axis[1]]
@@ -288,15 +298,27 @@ def _symbols_of(exported_program: torch.export.ExportedProgram, request: Freedom
     return request.replace_symbols(symbols, most), {str(dim): symbol for dim, symbol in ours.items()}
 
 
+def _expression(dim: Any, ours: Mapping[Any, str]) -> str:
+    """A sum of torch.export's symbols in ours; "" where it is none, or one of others."""
+    symbols: set[Any] = getattr(dim, "free_symbols", set())
+    if not symbols or dim in symbols or not symbols <= ours.keys():
+        return ""
+    return _renamed(str(dim), {str(symbol): ours[symbol] for symbol in symbols})
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    pattern = rf"\b({'|'.join(map(re.escape, names))})\b"
+    return re.sub(pattern, lambda match: names[match[0]], text) if names else text
+
+
 def with_names(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
     """Puts our symbols in the places of torch.export's, also where they make up others; what was fixed is a number."""
-    theirs = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b") if names else None
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param.isdigit():
                 dim.dim_value = int(dim.dim_param)
-            elif theirs is not None and dim.dim_param:
-                dim.dim_param = theirs.sub(lambda match: names[match[0]], dim.dim_param)
+            elif dim.dim_param:
+                dim.dim_param = _renamed(dim.dim_param, names)
 
 
 def _message(request: Freedom, fixed: Mapping[Axis, str], failures: Sequence[ModelError]) -> str:
@@ -324,7 +346,8 @@ def quiet() -> Iterator[None]:
         return not any(words in record.msg for words in _SAID_ANYWAY)
 
     exporter = "torch.onnx._internal.exporter"
-    loggers = [logging.getLogger(f"{exporter}.{part}") for part in ("_registration", "_core")]
+    names = (f"{exporter}._registration", f"{exporter}._core", "torch.fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addFilter(relevant)
     try:
@@ -337,6 +360,8 @@ def quiet() -> Iterator[None]:
             logger.removeFilter(relevant)
 
 
-_SAID_ANYWAY = ("torchvision is not installed", "has None output", "Skipping constant argument")
+_SAID_ANYWAY = (
+    "torchvision is not installed", "has None output", "Skipping constant argument", "Unable to find user code",
+)  # fmt: skip
 """Words of the exporter's messages that are silenced. Of a module that gives None, such as weights that nobody asked
 for, the rest is what is exported."""

@@ -1,16 +1,14 @@
 """Any nn.Module as a function of tensors by name whose results are tensors, so that it can be exported as it is.
 
-A pair `position_embeddings`, as transformers hands around, becomes two inputs, cos and sin. Results may be a tensor, or
-a tuple, dict or ModelOutput of tensors, which keep their names. An attention module of transformers gives its y alone:
-what else it returns, weights or None, depends on the implementation.
+Arguments and results may be tensors, or tuples, dicts, ModelOutputs and caches of them (`nested_values`). An attention
+module of transformers gives its y alone: what else it returns, weights or None, depends on the implementation.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import onnx
 import torch
@@ -18,33 +16,41 @@ from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.branch_graphs import rename
+from mhsa_compile.frontend.export.nested_values import NestedArguments, tensors_by_name
 
-_PAIR, _HALVES = "position_embeddings", ("cos", "sin")
 _PREFIX = "module."
 
 
-class TensorModule(nn.Module):
-    """A module as such a function: from a dict of its inputs, the form that torch.export follows, to a tuple."""
+class _TracingError(Exception):
+    """What a forward raised while it was traced: no RuntimeError, before some of which PyTorch prints the graph."""
 
-    def __init__(self, module: nn.Module, *, has_pair: bool) -> None:
+
+class TensorModule(nn.Module):
+    """A module as such a function: from a dict of its inputs, the form that torch.export follows, to a tuple.
+    `nested` makes the arguments that are no tensors."""
+
+    def __init__(self, module: nn.Module, nested: NestedArguments) -> None:
         super().__init__()
-        self.module, self.has_pair = module, has_pair
+        self.module, self.nested = module, nested
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self.results(inputs).values())
+        try:
+            return tuple(self.results(inputs).values())
+        except Exception as error:
+            if torch.compiler.is_exporting() and not isinstance(error, ModelError):
+                raise _TracingError(str(error)) from error
+            raise
 
     def results(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a call gives, by name; a lone tensor has none. Raises ModelError for what is no tensor."""
-        arguments: dict[str, Any] = dict(inputs)
-        if self.has_pair:
-            arguments[_PAIR] = tuple(arguments.pop(half) for half in _HALVES)
+        arguments = self.nested.arguments(inputs)
         if isinstance(self.module, torch.fx.GraphModule):  # whose own call prints what fails, to whoever expects it
             result = nn.Module.__call__(self.module, **arguments)
         else:
             result = self.module(**arguments)
         if _is_attention_of_transformers(self.module) and isinstance(result, tuple):
             result = result[0]
-        return dict(_tensors_by_name("", result, partial(_next_step, self.module)))
+        return dict(tensors_by_name("", result, partial(_next_step, self.module)))
 
     def output_names(self, inputs: Mapping[str, Tensor]) -> list[str] | None:
         """The names of the results; None for a lone tensor. Raises ModelError where the module does not take them."""
@@ -64,18 +70,6 @@ class TensorModule(nn.Module):
             got = f"{type(error).__name__}: {first}"
             raise ModelError("module", f"a forward that takes {sizes}", got, hint) from error
         return None if names == [""] else names
-
-
-def flatten(examples: Sequence[Any] | Mapping[str, Any] | None) -> tuple[Any, bool]:
-    """Example inputs with position_embeddings as cos and sin, and whether they held such a pair."""
-    if not isinstance(examples, Mapping):
-        return examples, False
-    flat = dict(examples)
-    pair = flat.get(_PAIR)
-    if not isinstance(pair, tuple | list) or len(pair) != len(_HALVES):
-        return flat, False
-    del flat[_PAIR]
-    return flat | dict(zip(_HALVES, pair, strict=True)), True
 
 
 def with_own_names(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str] | None) -> onnx.ModelProto:
@@ -135,20 +129,3 @@ def _next_step(module: nn.Module) -> str:
     lines = [f"{name}.config.use_cache = False".removeprefix(".") for name in reversed(caching.values())]
     switch = f" A cache of keys and values is switched off by {' and '.join(lines)}." if lines else ""
     return f"Have the module return tensors.{switch}"
-
-
-def _tensors_by_name(name: str, value: Any, next_step: Callable[[], str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a result: keys and places joined to names, `hidden_states_0` among them. None is left out."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors_by_name(f"{name}_{key}".lstrip("_"), item, next_step)
-    elif isinstance(value, tuple | list):
-        fields = getattr(value, "_fields", range(len(value)))
-        for key, item in zip(fields, value, strict=True):
-            whole = name or "output" if isinstance(key, int) else name
-            yield from _tensors_by_name(f"{whole}_{key}".lstrip("_"), item, next_step)
-    elif value is not None:
-        expected = "results that are tensors, or tuples and dicts of them"
-        raise ModelError("module", expected, f"{type(value).__name__} {name!r}", next_step())

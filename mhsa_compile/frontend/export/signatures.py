@@ -5,6 +5,7 @@ Notation: B batch, L query length, S key length, C capacity of a cache, E head d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
+from mhsa_compile.runtime.symbolic_dims import is_expression, with_sizes
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
 
@@ -21,6 +23,9 @@ ModuleSignature = dict[str, tuple[Shape, torch.dtype]]
 
 Axis = tuple[str, int]
 """An input and one of its axes."""
+
+_PAST = re.compile(r"past_\d+_(self_)?(key|value)")
+"""Names of a cache's keys and values of self-attention."""
 
 
 def in_place(spec: AttentionSpec) -> dict[str, str]:
@@ -108,30 +113,40 @@ def output_names(module: nn.Module) -> list[str] | None:
     return [*array_names(module.spec.outputs), *in_place(module.spec).values()]
 
 
-def guess_symbols(examples: Mapping[str, Tensor]) -> dict[Axis, str]:
+def guess_symbols(examples: Mapping[str, Tensor], widths: frozenset[int] = frozenset()) -> dict[Axis, str]:
     """Symbols of the axes that look like a batch or a length: B and L are those of the first sequence.
 
-    A sequence is (B, L) of whole numbers, (B, L, ...) or (B, heads, L, ...). Another length is S, and a third one has a
-    name of its own. Masks and biases have lengths of sequences; what is 1 in them is fixed. Where there is no sequence,
-    the rows of matrices are N: a batch of vectors, or a sequence without a batch.
+    A sequence is (B, L) of whole numbers, (B, L, ...) or (B, heads, L, ...). `widths` are the sizes of the module's
+    weights: (B, samples) of floats is a sequence, too, where none is as wide, and of (B, channels, samples) both axes
+    are lengths where one is as wide as the channels and none as the samples. Another length is S, and a third one has
+    a name of its own. Masks and biases have lengths of sequences; what is 1 in them is fixed. Keys and values of a
+    cache (`nested_values`) have the length P, whatever else is as long, and a mask may have that and a sequence's.
+    Where there is no sequence, the rows of matrices are N: a batch of vectors, or a sequence without a batch.
     """
     masks = {name for name in examples if "mask" in name or "bias" in name}
-    sequences = {name: value for name, value in examples.items() if name not in masks and _length_of(value) is not None}
+    pasts = {name for name, value in examples.items() if _PAST.fullmatch(name) and value.ndim == 4}
+    axes_of = {name: _lengths_of(value, widths) for name, value in examples.items()}
+    sequences = [name for name, axes in axes_of.items() if axes and name not in masks | pasts]
     if not sequences:
         return _rows(examples, masks)
     lengths: dict[int, str] = {}
-    for name, value in sequences.items():
-        axis = _length_of(value)
-        assert axis is not None
-        new = "L" if not lengths else f"{name}_{axis}" if "S" in lengths.values() else "S"
-        lengths.setdefault(value.shape[axis], new)
-    batch = next(iter(sequences.values())).shape[0]
+    for name in sequences:
+        for axis in axes_of[name]:
+            new = "L" if not lengths else f"{name}_{axis}" if "S" in lengths.values() else "S"
+            lengths.setdefault(examples[name].shape[axis], new)
+    past = {examples[name].shape[2] for name in pasts}
+    longer = {size + length: f"P + {symbol}" for size in past for length, symbol in lengths.items()}
+    batch = examples[sequences[0]].shape[0]
     symbols: dict[Axis, str] = {}
     for name, value in examples.items():
         for axis, size in enumerate(value.shape):
             if axis == 0 and size == batch and (value.ndim > 1 or not value.is_floating_point()):
                 symbols[name, axis] = "B"
-            elif (axis == _length_of(value) and name not in masks) or (
+            elif name in pasts:
+                symbols |= {(name, axis): "P"} if axis == 2 else {}
+            elif name in masks and size in longer.keys() - lengths.keys():
+                symbols[name, axis] = longer[size]
+            elif (axis in axes_of[name] and name not in masks) or (
                 size != 1 and size in lengths and (name in masks or axis == 0) and not (axis == 1 and value.ndim == 4)
             ):
                 symbols[name, axis] = lengths[size]
@@ -153,16 +168,20 @@ def _rows(examples: Mapping[str, Tensor], masks: set[str]) -> dict[Axis, str]:
     return symbols
 
 
-def _length_of(value: Tensor) -> int | None:
-    """The axis of a sequence along which it is long; None for what is none."""
+def _lengths_of(value: Tensor, widths: frozenset[int]) -> tuple[int, ...]:
+    """The axes of a sequence along which it is long; none of what is no sequence."""
+    is_wide = value.is_floating_point() and value.ndim > 0 and (not widths or value.shape[-1] in widths)
     if value.ndim == 2:
-        return None if value.is_floating_point() else 1
-    return {3: 1, 4: 2}.get(value.ndim)
+        return () if is_wide else (1,)
+    if value.ndim == 3:
+        return (1,) if is_wide or value.shape[1] not in widths else (1, 2)
+    return (2,) if value.ndim == 4 else ()
 
 
 def with_fixed_dims(signature: ModuleSignature, dims: dict[str, int | None]) -> ModuleSignature:
     """The signature with sizes in place of the symbols that `dims` fixes. Raises InputError."""
-    symbols = {dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)}
+    named = {dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)}
+    symbols = {dim for dim in named if not is_expression(dim)}
     for name, size in dims.items():
         self_attention_length = name == "S" and size == dims.get("L")
         if name not in symbols and size is not None and not self_attention_length:
@@ -177,6 +196,6 @@ def with_fixed_dims(signature: ModuleSignature, dims: dict[str, int | None]) -> 
     fixed = {name: size for name, size in dims.items() if size is not None}
 
     def resolve(dim: int | str) -> int | str:
-        return fixed.get(dim, dim) if isinstance(dim, str) else dim
+        return with_sizes(dim, fixed) if isinstance(dim, str) else dim
 
     return {name: (tuple(map(resolve, shape)), dtype) for name, (shape, dtype) in signature.items()}

@@ -13,6 +13,7 @@ from mhsa_compile.frontend.relax.arithmetic import ARITHMETIC
 from mhsa_compile.frontend.relax.edge_converters import EDGES
 from mhsa_compile.frontend.relax.plain_converters import PLAIN
 from mhsa_compile.frontend.relax.quantised import QUANTISED
+from mhsa_compile.frontend.relax.scattering import scatter_elements_within_bounds, scatter_nd_within_bounds
 from mhsa_compile.frontend.relax.values import Converter, dtype_of, is_constant, is_floating, text_of
 
 
@@ -240,6 +241,8 @@ CONVERSIONS: dict[str, Converter] = {
     "Einsum": contraction,
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
+    "ScatterElements": scatter_elements_within_bounds,
+    "ScatterND": scatter_nd_within_bounds,
     "GatherND": gather_nd_within_bounds,
     "Slice": slice_of_constants,
 }
