@@ -90,6 +90,7 @@ def test_what_is_left(case: str) -> None:
         torch.testing.assert_close(mhsa.load(artifact)(x), layer(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_only_the_last_value_is_read_by_others() -> None:
     """What follows a sum that a norm reads, too, is left."""
     layer = Layer(lambda m, x: (y := x + m.narrow(m.wide(x))) * functional.layer_norm(y, (D,)))

@@ -55,10 +55,10 @@ def test_code_that_calls_others_is_refused_by_its_node() -> None:
 def test_a_name_within_another_is_none(tmp_path: Path) -> None:
     from mhsa_compile.compiler.codegen.runtime_functions import AbsentFunctions, check_functions
 
-    library, runtime = tmp_path / "module.so", tmp_path / "runtime.so"
+    library, without, complete = (tmp_path / f"{name}.so" for name in ("module", "without", "complete"))
     library.write_bytes(b"\0ffi.Array\0")
-    runtime.write_bytes(b"\0ffi.ArraySize\0")
+    without.write_bytes(b"\0ffi.ArraySize\0")
     with pytest.raises(AbsentFunctions, match=r"ffi\.Array,"):
-        check_functions(library, [runtime])
-    runtime.write_bytes(b"\0ffi.ArraySize\0ffi.Array\0")
-    check_functions(library, [runtime])
+        check_functions(library, [without])
+    complete.write_bytes(b"\0ffi.ArraySize\0ffi.Array\0")
+    check_functions(library, [without, complete])

@@ -379,6 +379,7 @@ def _added() -> File:
 
 FUSED: dict[str, Callable[[], File]] = {
     "Conv, Relu": lambda: _convolved("Relu"),
+    "Conv of groups, more, Relu": lambda: _convolved("Relu", more=True, group=2),
     "Conv, more, Sigmoid": lambda: _convolved("Sigmoid", more=True),
     "Conv of groups, Tanh": lambda: _convolved("Tanh", group=2),
     "Conv, LeakyRelu": lambda: _convolved("LeakyRelu", [0.2]),
@@ -391,6 +392,7 @@ FUSED: dict[str, Callable[[], File]] = {
 }
 
 
+@pytest.mark.thorough_only("Conv, more, Sigmoid", "Conv of groups, Tanh")  # six seconds each, in TVM
 @pytest.mark.parametrize("name", FUSED)
 def test_what_the_optimizer_fuses(name: str) -> None:
     """FusedConv, FusedGemm, FusedMatMul: a session keeps files with them."""

@@ -42,6 +42,20 @@ def test_not_a_number_stays_one(dtype: type, name: str) -> None:
         assert np.allclose(one, other, rtol=2e-3, atol=2e-3, equal_nan=True), line
 
 
+def test_a_constant_bound_that_is_no_number_is_none() -> None:
+    graph = parser.parse_graph(
+        "g (float[L, 4] x) => (float[L, 4] a, float[L, 4] b, float[L, 4] c) "
+        "{ a = Clip(x, none, half) b = Clip(x, half, most) c = Clip(x, most, half) }"
+    )
+    arrays = {"none": np.nan, "half": 0.5, "most": np.inf}
+    graph.initializer.extend(numpy_helper.from_array(np.float32(array), key) for key, array in arrays.items())
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+    results = mhsa.load(mhsa.compile(model, without_attention="accept"))(X)
+    nothing = np.where(np.isnan(X), X, np.float32(0.5))
+    for y, expected in zip(results, (np.minimum(X, 0.5), np.maximum(X, 0.5), nothing), strict=True):
+        assert np.array_equal(y, expected, equal_nan=True)
+
+
 def test_pooling_carries_what_is_not_a_number() -> None:
     x = np.random.default_rng(0).standard_normal((1, 2, 7, 6)).astype(np.float32)
     x[0, 0, :3, :3], x[0, 1, 2, 2], x[0, 0, 4, 4] = -np.inf, np.nan, np.inf

@@ -105,6 +105,10 @@ TRANSPOSED = {
 }
 
 
+@pytest.mark.thorough_only(
+    *("a kernel that strides do not divide-fixed", "of U-Nets-fixed", "of vocoders-fixed", "volumes-fixed"),
+    "dilations and strides without a divisor-fixed",
+)
 @pytest.mark.parametrize("free", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["fixed", "free"])
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposed_ones_are_a_sum_for_each_phase(name: str, free: bool) -> None:
@@ -199,6 +203,7 @@ def test_a_block_of_mobile_nets_has_its_channels_last_throughout() -> None:
     assert max_error(truth, mhsa.load(artifact)(x)) <= budget(truth, yardstick, "float32")
 
 
+@pytest.mark.thorough_only("a kernel that strides do not divide-one scale", "groups-one scale")
 @pytest.mark.parametrize("per_channel", [False, True], ids=["one scale", "a scale a channel"])
 @pytest.mark.parametrize("name", ["of GANs", "a kernel that strides do not divide", "groups"])
 def test_pairs_around_a_transposed_one(name: str, per_channel: bool) -> None:

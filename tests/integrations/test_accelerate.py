@@ -64,7 +64,7 @@ def hold(model: nn.Module, call: Callable[[nn.Module, torch.dtype], Any]) -> Non
     assert [set(vars(module)) for module in model.modules()] == names
 
 
-@pytest.mark.thorough_but("weights")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("batch_first", "cross", "given"),
     [

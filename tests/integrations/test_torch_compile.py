@@ -135,6 +135,7 @@ def test_weights_that_change_and_layers_of_one_class_are_bound_anew(made: list[A
     assert len(made) == compilations
 
 
+@pytest.mark.thorough
 def test_code_that_is_wrong_for_other_weights_is_compiled_anew(
     made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ VECTORS_DECIDE = (
     *(f"compiler/test_{name}.py" for name in ("data_races", "exact_arithmetic", "fallback_schedule", "running_sums")),
     *(f"frontend/test_{name}.py" for name in ("convolutions", "float32_sums", "quantised_linear")),
     *(f"runtime/test_{name}" for name in ("compiled_attention", "pretended_gpu", "standalone")),
-    *(f"runtime/test_{name}.py" for name in ("tensor_file", "threads", "tiles_beside_others", "weight_binding")),
+    *(f"runtime/test_{name}.py" for name in ("tensor_file", "tiles_beside_others", "weight_binding")),
     *(f"verification/test_{name}.py" for name in ("float32_terms", "self_checks")),
     "flow/test_parity.py",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import tvm_ffi
@@ -28,7 +29,11 @@ def check_functions(library: Path, runtime: Sequence[Path]) -> None:
     """Raises AbsentFunctions for a library that calls a function of this process which the runtime's libraries lack."""
     words = {name.decode() for name in _NAME.findall(library.read_bytes())}
     functions = words & set(tvm_ffi.registry.list_global_func_names())
-    symbols = b"".join(path.read_bytes() + b"\0" for path in runtime) if functions else b""
-    # A library registers a function under a C string, which has a zero on either side: "sort" is none of "argsort".
-    if missing := sorted(name for name in functions if b"\0" + name.encode() + b"\0" not in symbols):
+    if missing := sorted(name for name in functions if not any(name in _strings(path) for path in runtime)):
         raise AbsentFunctions(missing)
+
+
+@cache
+def _strings(library: Path) -> frozenset[str]:
+    """The C strings of a library that are names: it registers a function under one, which has a zero on either side."""
+    return frozenset(text.decode() for text in library.read_bytes().split(b"\0") if _NAME.fullmatch(text))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import te, tirx
 
@@ -39,9 +40,24 @@ def _of_two(pick: Callable[[Any, Any, str], Any], name: str) -> Legalize:
         return te.compute(tuple(shape), element, name)
 
     def legalize(builder: Any, call: Any) -> Any:
-        return builder.call_te(computed, *call.args, primfunc_name_hint=name)
+        one, other = call.args
+        if (number := _number(other)) is not None:
+            return builder.call_te(
+                lambda one: te.compute(one.shape, lambda *at: pick(one(*at), number, str(one.dtype)), name),
+                one,
+                primfunc_name_hint=name,
+            )
+        return builder.call_te(computed, one, other, primfunc_name_hint=name)
 
     return _of_floats(legalize)
+
+
+def _number(value: Any) -> Any:
+    """What a constant of one number is within an expression: an operand that nothing is read for, and no NaN."""
+    if not isinstance(value, tvm.ir.GenericConst) or value.value.numpy().ndim or str(value.ty.dtype) not in _WIDE:
+        return None
+    number = value.value.numpy().item()
+    return None if np.isnan(number) else tirx.const(number, str(value.ty.dtype))
 
 
 def _size(array: Any, axis: int) -> Any:

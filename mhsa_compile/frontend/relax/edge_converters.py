@@ -69,7 +69,10 @@ def clip(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     if not is_floating(kind):
         return None
     for bound, operator, none in zip(bounds, (relax.op.maximum, relax.op.minimum), (-np.inf, np.inf), strict=False):
-        if bound is not None:
+        if is_constant(bound) and bound.value.numpy().size == 1:
+            number = float(bound.value.numpy().item())
+            x = x if np.isnan(number) else operator(x, relax.const(number, kind))
+        elif bound is not None:
             missing = relax.op.isnan(relax.op.astype(bound, "float32") if kind in NARROW else bound)
             x = operator(x, relax.op.where(missing, relax.const(none, kind), bound))
     return x
