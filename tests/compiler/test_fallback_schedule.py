@@ -240,6 +240,27 @@ def test_arithmetic_of_arithmetic_compiles_in_no_time() -> None:
     np.testing.assert_allclose(run(tvm.runtime.tensor(numbers)).numpy(), expected, 1e-5)
 
 
+def test_what_is_read_several_times_is_computed_once() -> None:
+    """A chain of roundings, each chosen by comparisons of its own, was one expression with each 4^n times."""
+
+    def rounded(x: Any, _: int) -> Any:
+        fifth = relax.op.floor(x / relax.const(5.0))
+        return relax.op.where(relax.op.isfinite(fifth), fifth, x) + relax.const(1.0)
+
+    def chain(count: int) -> Any:
+        return lowered(lambda x: reduce(rounded, range(count), x), te.var("n", "int64"), 40)
+
+    count = str(only_function(chain(5))).count("floor(")
+    assert count < 500  # else 6,248
+    numbers = np.random.default_rng(0).standard_normal((7, 40)).astype(np.float32) * 10000
+    numbers[0, :3] = np.nan, np.inf, -np.inf
+    expected = numbers
+    for _ in range(3):
+        fifth = np.floor(expected / np.float32(5))
+        expected = np.where(np.isfinite(fifth), fifth, expected) + 1
+    np.testing.assert_array_equal(main_of(chain(3))(tvm.runtime.tensor(numbers)).numpy(), expected)
+
+
 def reduced(dims: tuple[int, ...], axes: tuple[int, ...], operator: Any, keepdims: bool) -> Any:
     """The function of a sum of squares or of a maximum, scheduled."""
     elements = relax.op.square if operator is relax.op.sum else lambda x: x

@@ -309,11 +309,29 @@ def _blocks(schedule: s_tir.Schedule) -> list[Any]:
 def _inline(schedule: s_tir.Schedule) -> None:
     """Computes what only elements of the same place read where they are read, and what a last sum alone reads."""
     for block in _blocks(schedule):
-        readers = schedule.get_consumers(block)
-        is_last = len(readers) == 1 and not schedule.get_consumers(readers[0])
-        if readers and all(_same_elements(schedule.get(block), schedule.get(reader), is_last) for reader in readers):
+        own, readers = schedule.get(block), [schedule.get(reader) for reader in schedule.get_consumers(block)]
+        is_last = len(readers) == 1 and not schedule.get_consumers(schedule.get_consumers(block)[0])
+        if readers and all(_same_elements(own, reader, is_last) and _stays_small(own, reader) for reader in readers):
             with suppress(ScheduleError):  # not a plain loop over its output
                 schedule.compute_inline(block)
+
+
+_MOST_READ = 32
+"""Elements that one expression reads. What reads another's value several times has its expression as often, and so on
+along a chain: 85 of one element, in roundings and comparisons of each other, took TVM two minutes."""
+
+
+def _stays_small(block: Any, reader: Any) -> bool:
+    """Whether a reader's expression, with the block's in the places where it reads it, is one that TVM can take."""
+    reads, own = _elements_read(reader.body), _elements_read(block.body)
+    times = sum(each.source.same_as(block.writes[0].source) for each in reads)
+    return times < 2 or len(reads) + times * (len(own) - 1) <= _MOST_READ
+
+
+def _elements_read(body: Any) -> list[Any]:
+    reads: list[Any] = []
+    tvm_ffi.structural_walk(body, (tvm.ir.TensorLoad, reads.append))
+    return reads
 
 
 def _same_elements(block: Any, reader: Any, is_last: bool) -> bool:
