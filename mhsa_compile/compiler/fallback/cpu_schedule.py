@@ -324,7 +324,7 @@ along a chain: 85 of one element, in roundings and comparisons of each other, to
 def _stays_small(block: Any, reader: Any) -> bool:
     """Whether a reader's expression, with the block's in the places where it reads it, is one that TVM can take."""
     reads, own = _elements_read(reader.body), _elements_read(block.body)
-    times = sum(each.source.same_as(block.writes[0].source) for each in reads)
+    times = len([each for each in reads if each.source.same_as(block.writes[0].source)])
     return times < 2 or len(reads) + times * (len(own) - 1) <= _MOST_READ
 
 
