@@ -309,8 +309,9 @@ def _blocks(schedule: s_tir.Schedule) -> list[Any]:
 def _inline(schedule: s_tir.Schedule) -> None:
     """Computes what only elements of the same place read where they are read, and what a last sum alone reads."""
     for block in _blocks(schedule):
-        own, readers = schedule.get(block), [schedule.get(reader) for reader in schedule.get_consumers(block)]
-        is_last = len(readers) == 1 and not schedule.get_consumers(schedule.get_consumers(block)[0])
+        own, consumers = schedule.get(block), schedule.get_consumers(block)
+        readers = [schedule.get(consumer) for consumer in consumers]
+        is_last = len(consumers) == 1 and not schedule.get_consumers(consumers[0])
         if readers and all(_same_elements(own, reader, is_last) and _stays_small(own, reader) for reader in readers):
             with suppress(ScheduleError):  # not a plain loop over its output
                 schedule.compute_inline(block)
