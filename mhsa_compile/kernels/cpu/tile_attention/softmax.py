@@ -42,6 +42,9 @@ WIDEST = 64
 """Features of values up to which a block's last probs wait for the products of the next block: of more features the
 products take longer than all probs, and nothing is gained."""
 _FRESH, _IS_DUE, _PLACE, _TURN, _ENDS_BLOCK, _ROW, _COUNT, _ENDS_TILE, _ROWS, _ENTRY, _HEAD, _QUERY = range(12)
+"""Cells of the state: whether the rows have seen nothing, whether a chunk is due, its place in its block, where the
+next scores go; whether the chunk ends a block, where that lies in the values, its chunks; whether it ends a tile too,
+which of the two in `reference` that is, and what it is of."""
 
 
 class TileSoftmax:
@@ -55,6 +58,7 @@ class TileSoftmax:
 
     def __init__(self, output: TileOutput, *, is_alone: bool) -> None:
         self.output, self.is_alone, self.begins_with_sums = output, is_alone, False
+        """Whether no tile comes before or behind; whether rows begin with a score of no key."""
         self.unit, self.terms = output.values.unit, output.values.terms
         self.columns = vectors.chunks(output.queries, LANES)
         self.cuts = self.terms == 1 and self.unit is tiles.BFLOAT16
@@ -116,11 +120,11 @@ class TileSoftmax:
             store(self.reference, at, nothing if reference is None else reference, lanes)
             store(self.row_sum, at, constant(0.0, lanes) if total is None else total, lanes)
 
-    def measure_scores(self, factor: float) -> None:
+    def set_factor(self, factor: float) -> None:
         """What the next chunk's scores are to be multiplied by, in units of log2."""
         store(self.factors, [self.turn], T.float32(factor), 1)
 
-    def take(self, place: Expr) -> None:
+    def make_due(self, place: Expr) -> None:
         """The scores of the next chunk, at a place of its block, are there."""
         self._set(_PLACE, place)
         self._set(_TURN, T.int64(1) - self.turn)
@@ -206,11 +210,11 @@ class TileSoftmax:
 
     def add_probs(self) -> None:
         """Probs and their sums."""
-        self.see()
+        self.set_first_reference()
         self.weigh()
         self.check()
 
-    def see(self) -> None:
+    def set_first_reference(self) -> None:
         """Gives rows that have seen nothing their first reference."""
         with T.If(self._holds(_FRESH)), T.Then():
             self._lift(fresh=True)

@@ -137,7 +137,7 @@ class TileAttentionTask:
         """A chunk: its scores, and meanwhile the probs that are due and a share of the block before theirs."""
         softmax, output = self.softmax, self.output
         changed = self.changes or group.hides
-        softmax.measure_scores(1.0 if changed else self.factor)
+        softmax.set_factor(1.0 if changed else self.factor)
 
         def apart(*, begins: bool) -> None:
             self._multiply_keys(group)
@@ -156,7 +156,7 @@ class TileAttentionTask:
             softmax.check()
 
         def beside() -> None:
-            softmax.see()
+            softmax.set_first_reference()
             first = materialize(softmax.place * output.share)
             with T.If(output.fits(first)):
                 with T.Then():
@@ -177,7 +177,7 @@ class TileAttentionTask:
                 with T.Else():
                     apart(begins=self.terms == 1)
         softmax.settle()
-        softmax.take(T.truncdiv(group.base, T.int64(KEYS)))
+        softmax.make_due(T.truncdiv(group.base, T.int64(KEYS)))
 
     def end_block(self, block: VisitedBlock) -> None:
         """The block ends with the chunk that is due; if products of tiles are not to add its values, they are added
