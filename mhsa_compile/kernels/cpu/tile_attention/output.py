@@ -21,6 +21,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import constant, let, load, materiali
 from mhsa_compile.kernels.cpu.tile_attention import powers
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
 from mhsa_compile.kernels.cpu.tile_attention.products import HeldTiles, ProductsOfTerms
+from mhsa_compile.kernels.cpu.tile_attention.state import StripState
 from mhsa_compile.kernels.cpu.tile_attention.terms import term_pairs
 from mhsa_compile.kernels.cpu.tile_attention.values import KEYS, KeyValueTiles
 from mhsa_compile.kernels.cpu.units import tiles
@@ -52,7 +53,7 @@ class TileOutput:
         self.o = scratch((self.features, self.columns, 256))
         is_exact = values.terms > 1 and not is_coarse(op.float32_products)
         self.part = scratch((self.features, self.columns, 256)) if is_exact else None
-        self.inverse, self.state = scratch((queries,)), T.alloc_buffer((7,), "int64")
+        self.inverse, self.state = scratch((queries,)), StripState(7)
 
     @property
     def sums(self) -> list[Expr]:
@@ -62,7 +63,7 @@ class TileOutput:
     @property
     def is_open(self) -> Expr:
         """Whether the sums are those of a tile that has ended."""
-        return self._get(_OPEN) != T.int64(0)
+        return self.state.holds(_OPEN)
 
     def own(self) -> Expr:
         """1 where sums and the block that waits are of the tile that is visited, 0 where they are of the one before."""
@@ -71,23 +72,17 @@ class TileOutput:
     @property
     def count(self) -> Expr:
         """Chunks of the block that waits."""
-        return self._get(_COUNT)
+        return self.state.get(_COUNT)
 
     @property
     def side(self) -> Expr:
         """Where in `probs` the block that waits is."""
-        return self._get(_SIDE)
-
-    def _get(self, cell: int) -> Expr:
-        return self.state[T.int64(cell)]
-
-    def _set(self, cell: int, value: Expr) -> None:
-        store(self.state, [T.int64(cell)], value, 1)
+        return self.state.get(_SIDE)
 
     def start(self) -> None:
         """Nothing waits, and nothing was added up."""
         for cell in (_COUNT, _FIRST, _SIDE, _OPEN):
-            self._set(cell, T.int64(0))
+            self.state.set(cell, 0)
         with T.serial(T.int64(self.features)) as feature:
             for c in range(self.columns):
                 with T.serial(T.int64(tiles.ROWS)) as row:
@@ -101,13 +96,13 @@ class TileOutput:
 
     def wait(self, row: Expr, count: Expr) -> None:
         """The block whose probs are complete, of so many chunks from `row` of the values on, waits."""
-        self._set(_COUNT, count)
-        self._set(_FIRST, row)
-        self._set(_SIDE, T.int64(1) - self.side)
+        self.state.set(_COUNT, count)
+        self.state.set(_FIRST, row)
+        self.state.set(_SIDE, T.int64(1) - self.side)
 
     def forget(self) -> None:
         """What waited was added in another way."""
-        self._set(_COUNT, T.int64(0))
+        self.state.set(_COUNT, 0)
 
     def fits(self, first: Expr) -> Expr:
         """Whether a full block waits, with a whole share of features from `first` on."""
@@ -115,7 +110,7 @@ class TileOutput:
 
     def steps(self, first: Expr) -> list[Callable[[], None]]:
         """O^T += V^T P^T of a full block that waits, for a share of the features; a pair of terms of a chunk each."""
-        row, side, held = materialize(self._get(_FIRST)), materialize(self.side), HeldTiles()
+        row, side, held = materialize(self.state.get(_FIRST)), materialize(self.side), HeldTiles()
         pairs = len(self.products.pairs)
 
         def multiply(number: int, step: int, pair: int) -> None:
@@ -130,7 +125,7 @@ class TileOutput:
 
     def add_waiting(self, first: Expr, end: Expr) -> None:
         """O^T += V^T P^T of the block that waits, for features first .. end, in tiles of them."""
-        count, row, side = (materialize(self._get(cell)) for cell in (_COUNT, _FIRST, _SIDE))
+        count, row, side = (materialize(self.state.get(cell)) for cell in (_COUNT, _FIRST, _SIDE))
         with T.If(count > 0), T.Then(), T.serial(first, end) as feature:
             self._begin_sums(feature)
             with T.serial(count) as step:
@@ -182,8 +177,8 @@ class TileOutput:
         for c in range(self.columns):
             store(self.inverse, [T.int64(c * LANES)], inverse(c), LANES)
         for cell, value in zip((_ENTRY, _HEAD, _QUERY), place, strict=True):
-            self._set(cell, value)
-        self._set(_OPEN, T.int64(1))
+            self.state.set(cell, value)
+        self.state.set(_OPEN, 1)
         prefetch_rows(self._view(*place[:2]), place[2], self.queries, self.op.v_head_dim, write=True)
 
     def write(self, *, waits: bool = False) -> None:
@@ -199,7 +194,7 @@ class TileOutput:
 
     def _write(self) -> None:
         """Y = O / l, and O = 0."""
-        b, h, first_query = (materialize(self._get(cell)) for cell in (_ENTRY, _HEAD, _QUERY))
+        b, h, first_query = (materialize(self.state.get(cell)) for cell in (_ENTRY, _HEAD, _QUERY))
         output, dtype = self._view(b, h), self.op.dtype
         if self.part is not None:
             with T.serial(T.int64(self.features)) as feature:
@@ -223,4 +218,4 @@ class TileOutput:
                         at = output.at(first_query + (c * LANES + lane), part * (LANES * together))
                         line = line if together == 1 else T.reinterpret(f"{dtype}x32", line)
                         store(output.buffer, at, line, LANES * together)
-        self._set(_OPEN, T.int64(0))
+        self.state.set(_OPEN, 0)

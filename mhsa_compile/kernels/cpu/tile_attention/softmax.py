@@ -35,6 +35,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 from mhsa_compile.kernels.cpu.tile_attention import powers
 from mhsa_compile.kernels.cpu.tile_attention.output import TileOutput
 from mhsa_compile.kernels.cpu.tile_attention.powers import LANES
+from mhsa_compile.kernels.cpu.tile_attention.state import StripState
 from mhsa_compile.kernels.cpu.units import tiles
 
 LIMIT = float(1 << 8)
@@ -69,39 +70,30 @@ class TileSoftmax:
         self.scores = scratch((2 * len(self.columns), 2 * 256))
         self.reference, self.row_sum = scratch((2, output.queries)), scratch((2, output.queries))
         self.chunk_sum = scratch((output.queries,))
-        self.state, self.factors = T.alloc_buffer((12,), "int64"), T.alloc_buffer((2,), "float32")
-
-    def _get(self, cell: int) -> Expr:
-        return self.state[T.int64(cell)]
-
-    def _set(self, cell: int, value: Expr | int) -> None:
-        store(self.state, [T.int64(cell)], T.int64(value) if isinstance(value, int) else value, 1)
-
-    def _holds(self, cell: int) -> Expr:
-        return self._get(cell) != T.int64(0)
+        self.state, self.factors = StripState(12), T.alloc_buffer((2,), "float32")
 
     def start(self) -> None:
         """Nothing is due."""
         for cell in (_IS_DUE, _TURN, _ENDS_BLOCK, _ENDS_TILE, _ROWS):
-            self._set(cell, 0)
-        self._set(_FRESH, 1)
+            self.state.set(cell, 0)
+        self.state.set(_FRESH, 1)
 
     # ---- Chunks, blocks, tiles
 
     @property
     def is_due(self) -> Expr:
         """Whether a chunk's scores are there, and its probs are not."""
-        return self._holds(_IS_DUE)
+        return self.state.holds(_IS_DUE)
 
     @property
     def place(self) -> Expr:
-        """Of the chunk that is due, in its block."""
-        return self._get(_PLACE)
+        """Which chunk of its block is due."""
+        return self.state.get(_PLACE)
 
     @property
     def turn(self) -> Expr:
         """Where scores of the next chunk go; those of the one that is due are at the other place."""
-        return self._get(_TURN)
+        return self.state.get(_TURN)
 
     def at(self, turn: Expr, row: Expr | int, r: int, c: int) -> list[Expr]:
         """Where the scores of key 16 r + row are, for a column of queries."""
@@ -110,7 +102,7 @@ class TileSoftmax:
     def begin_tile(self, no_keys: Sequence[Expr | None]) -> None:
         """The rows of a tile have seen nothing, or nothing but their scores of no key, one of each column."""
         self.begins_with_sums = any(no_key is not None for no_key in no_keys)
-        rows = materialize(T.Select(self.is_due, T.int64(1) - self._get(_ROWS), self._get(_ROWS)))
+        rows = materialize(T.Select(self.is_due, T.int64(1) - self.state.get(_ROWS), self.state.get(_ROWS)))
         for (first, lanes), no_key in zip(self.columns, no_keys, strict=True):
             at, nothing = [rows, T.int64(first)], constant(-math.inf, lanes)
             total = reference = None
@@ -126,14 +118,14 @@ class TileSoftmax:
 
     def make_due(self, place: Expr) -> None:
         """The scores of the next chunk, at a place of its block, are there."""
-        self._set(_PLACE, place)
-        self._set(_TURN, T.int64(1) - self.turn)
-        self._set(_IS_DUE, 1)
+        self.state.set(_PLACE, place)
+        self.state.set(_TURN, T.int64(1) - self.turn)
+        self.state.set(_IS_DUE, 1)
 
     def end_block(self, row: Expr, count: Expr) -> None:
         """The chunk that is due is the last one of a block: so many chunks from `row` of the values on."""
         for cell, value in ((_ROW, row), (_COUNT, count), (_ENDS_BLOCK, 1)):
-            self._set(cell, value)
+            self.state.set(cell, value)
 
     def end_tile(self, place: tuple[Expr, Expr, Expr]) -> None:
         """So is the tile of (entry, head, first query). Nothing is due where it has seen no block, or one whose values
@@ -141,11 +133,11 @@ class TileSoftmax:
         if self.is_alone:
             self.flush()
             return self._leave(place)
-        with T.If(T.And(self.is_due, T.Not(self._holds(_ENDS_TILE)))):
+        with T.If(T.And(self.is_due, T.Not(self.state.holds(_ENDS_TILE)))):
             with T.Then():
-                self._set(_ENDS_TILE, 1)
+                self.state.set(_ENDS_TILE, 1)
                 for cell, value in zip((_ENTRY, _HEAD, _QUERY), place, strict=True):
-                    self._set(cell, value)
+                    self.state.set(cell, value)
             with T.Else():
                 self.flush()
                 self.output.write(waits=True)
@@ -153,28 +145,28 @@ class TileSoftmax:
 
     def _leave(self, place: Sequence[Expr]) -> None:
         """Y will be O / l, and zeros where a row saw nothing."""
-        rows = materialize(self._get(_ROWS))
+        rows = materialize(self.state.get(_ROWS))
 
         def inverse(c: int) -> Expr:
             total, zero = let(load(self.row_sum, [rows, T.int64(c * LANES)], LANES)), constant(0.0, LANES)
             return T.Select(total == zero, zero, constant(self.measure, LANES) / total)
 
         self.output.leave((place[0], place[1], place[2]), inverse)
-        self._set(_ROWS, T.int64(1) - rows)
-        self._set(_ENDS_TILE, 0)
-        self._set(_FRESH, 1)
+        self.state.set(_ROWS, T.int64(1) - rows)
+        self.state.set(_ENDS_TILE, 0)
+        self.state.set(_FRESH, 1)
 
     def settle(self) -> None:
         """After the probs of the chunk that was due: the block that it ends waits, the tile leaves its sums."""
-        self._set(_IS_DUE, 0)
-        with T.If(self._holds(_ENDS_BLOCK)), T.Then():
+        self.state.set(_IS_DUE, 0)
+        with T.If(self.state.holds(_ENDS_BLOCK)), T.Then():
             rest = (self.place + 1) * self.output.share
             self.output.add_waiting(rest, T.int64(self.output.features))
             self.output.write()
-            self.output.wait(self._get(_ROW), self._get(_COUNT))
-            self._set(_ENDS_BLOCK, 0)
-            with T.If(self._holds(_ENDS_TILE)), T.Then():
-                self._leave([self._get(cell) for cell in (_ENTRY, _HEAD, _QUERY)])
+            self.output.wait(self.state.get(_ROW), self.state.get(_COUNT))
+            self.state.set(_ENDS_BLOCK, 0)
+            with T.If(self.state.holds(_ENDS_TILE)), T.Then():
+                self._leave([self.state.get(cell) for cell in (_ENTRY, _HEAD, _QUERY)])
 
     def flush(self) -> None:
         """Nothing is due any more."""
@@ -188,7 +180,7 @@ class TileSoftmax:
     def flush_beside_values(self) -> None:
         """The same, of the last chunk of a block: its probs come among the products of the block before."""
         first = materialize(self.place * self.output.share)
-        with T.If(T.And(self.output.fits(first), T.Not(self._holds(_FRESH)))):
+        with T.If(T.And(self.output.fits(first), T.Not(self.state.holds(_FRESH)))):
             with T.Then():
                 self.weigh(self.output.steps(first))
                 self.check()
@@ -216,9 +208,9 @@ class TileSoftmax:
 
     def set_first_reference(self) -> None:
         """Gives rows that have seen nothing their first reference."""
-        with T.If(self._holds(_FRESH)), T.Then():
+        with T.If(self.state.holds(_FRESH)), T.Then():
             self._lift(fresh=True)
-            self._set(_FRESH, 0)
+            self.state.set(_FRESH, 0)
 
     def check(self) -> None:
         """Adds up the sums of the chunk, whose probs are computed anew if they exceed what they may."""
@@ -228,7 +220,7 @@ class TileSoftmax:
 
     def _add_sums(self) -> None:
         for first, lanes in self.columns:
-            at = [self._get(_ROWS), T.int64(first)]
+            at = [self.state.get(_ROWS), T.int64(first)]
             store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.chunk_sum, at[1:], lanes), lanes)
 
     def _scores(self, turn: Expr, row: Expr, r: int, c: int, factor: Expr) -> Expr:
@@ -245,7 +237,7 @@ class TileSoftmax:
     def weigh(self, among: Sequence[Callable[[], None]] = ()) -> None:
         """P^T = 2^(S^T - m), and their sums; `among` come between them."""
         turn, factor = self._due()
-        side, place, rows = (materialize(e) for e in (T.int64(1) - self.output.side, self.place, self._get(_ROWS)))
+        side, place, rows = (materialize(e) for e in (T.int64(1) - self.output.side, self.place, self.state.get(_ROWS)))
         references = [let(load(self.reference, [rows, T.int64(first)], lanes)) for first, lanes in self.columns]
 
         def weigh(r: int, part: Expr | int, pair: int, c: int) -> Expr:
@@ -294,7 +286,7 @@ class TileSoftmax:
         """Lifts the references of rows, and weighs the chunk anew."""
         self._lift(fresh=False)
         # A row that has still seen nothing has scores of -inf alone: of any finite reference its probs are zeros.
-        rows, references = materialize(self._get(_ROWS)), RegisterTile(1, self.columns)
+        rows, references = materialize(self.state.get(_ROWS)), RegisterTile(1, self.columns)
         for c, (first, lanes) in enumerate(self.columns):
             reference = let(load(self.reference, [rows, T.int64(first)], lanes))
             references.set(0, c, reference)
@@ -308,7 +300,7 @@ class TileSoftmax:
         """Makes the largest score of each row that exceeds its reference the new one, and brings all sums so far to its
         measure."""
         output, (turn, factor) = self.output, self._due()
-        side, own, rows = output.side, output.own(), materialize(self._get(_ROWS))
+        side, own, rows = output.side, output.own(), materialize(self.state.get(_ROWS))
         for c, (first, lanes) in enumerate(self.columns):
             at = [rows, T.int64(first)]
             top = RegisterTile(1, [(0, lanes)])
