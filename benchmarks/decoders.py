@@ -245,19 +245,21 @@ ENGINES: dict[str, Callable[[Path, int], Engine]] = {
     "llama.cpp-q8_0-plain": lambda folder, threads: LlamaCpp(folder, "q8_0-plain", threads),
     "llama.cpp-q4_0-plain": lambda folder, threads: LlamaCpp(folder, "q4_0-plain", threads),
     "mhsa-float32": lambda folder, threads: Whole(folder, "float32", threads),
+    "mhsa-bf16": lambda folder, threads: Whole(folder, "bf16", threads),
     "mhsa-int8": lambda folder, threads: Whole(folder, "int8", threads),
     "mhsa-own-int8": lambda folder, threads: Whole(folder, "own-int8", threads),
     "mhsa-int4": lambda folder, threads: Whole(folder, "int4", threads),
     "mhsa-in-torch": lambda folder, threads: Torch(folder, "float32", threads, linears=True),
     "mhsa-in-torch-int4": lambda folder, threads: Torch(folder, "float32", threads, linears="int4"),
 }
-ARTIFACTS = {
-    "mhsa-float32": ("fp32", None),
-    "mhsa-int8": ("int8", None),
-    "mhsa-own-int8": ("fp32", "int8"),
-    "mhsa-int4": ("int4", None),
+ARTIFACTS: dict[str, tuple[str, dict[str, str]]] = {
+    "mhsa-float32": ("fp32", {}),
+    "mhsa-bf16": ("fp32", {"float32_products": "bf16"}),
+    "mhsa-int8": ("int8", {}),
+    "mhsa-own-int8": ("fp32", {"weights": "int8"}),
+    "mhsa-int4": ("int4", {}),
 }
-"""Of each of our candidates that is whole: the file, and what its weights become."""
+"""Of each of our candidates that is whole: the file, and what else `compile` is told."""
 
 
 @contextmanager
@@ -370,7 +372,7 @@ def _compile(folder: Path, name: str) -> None:
 
     import mhsa_compile as mhsa
 
-    file, weights = ARTIFACTS[name]
+    file, options = ARTIFACTS[name]
     model = onnx.load(folder / file / "model.onnx")
     for value in (*model.graph.input, *model.graph.output):  # a cache of one capacity, whose heads have a size
         dims = value.type.tensor_type.shape.dim
@@ -380,7 +382,7 @@ def _compile(folder: Path, name: str) -> None:
             dims[2].dim_param = "past_sequence_length"
     del model.graph.value_info[:]
     for suffix, dims in (("", {}), ("-1", {"sequence_length": 1})):
-        artifact = mhsa.compile(model, dims={"batch_size": 1, **dims}, weights=weights, in_place=True, check=False)
+        artifact = mhsa.compile(model, dims={"batch_size": 1, **dims}, in_place=True, check=False, **options)
         artifact.save(folder / f"{_form(name)}{suffix}.mhsa")
 
 

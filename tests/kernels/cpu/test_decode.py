@@ -164,6 +164,19 @@ def test_nan_in_a_visible_place_comes_through():
     assert np.isnan(y[0, 0, :24]).all() and np.isfinite(y[0, 0, 24:]).all()
 
 
+@pytest.mark.parametrize("dtype", ["bool", "float32"])
+def test_nan_of_a_visible_key_without_weight_comes_through(dtype):
+    """A score of -inf that Q and K make hides nothing: 0 * NaN; one that a mask makes does."""
+    op = decode(H=2, G=2, mask=CallMask(dtype, (1, 1, 1, "S")))
+    function = library(op, machine(cores=1))
+    q, k, v = operands(op, 1, 40)
+    visible = np.arange(40).reshape(1, 1, 1, 40) != 9
+    mask = visible if dtype == "bool" else np.where(visible, 0, -np.inf).astype(np.float32)
+    k[0, 0, 7, 0], v[0, 0, [7, 9], [3, 4]] = -np.inf * np.sign(q[0, 0, 0, 0]), np.nan
+    y = run(function, op, q, k, v, mask)
+    assert np.isnan(y[0, 0, 3]) and np.isnan(y).sum() == 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_narrow_storage_is_computed_in_float32(dtype):
     """The error is within half a unit of the last place of the result, which is rounded once."""

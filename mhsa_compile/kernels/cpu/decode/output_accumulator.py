@@ -53,10 +53,10 @@ class ValueSums:
         self.accumulator = T.alloc_buffer((self.rows, self.width), "float32")
         self.block_sums = T.alloc_buffer((self.rows, self.width), "float32")
 
-    def add(self, begin: Expr, count: Expr, masked: bool) -> None:
-        """Adds the next `count` keys, from `begin` on."""
-        if masked:
-            self._accumulate_masked(begin, count)
+    def add(self, begin: Expr, count: Expr, unmask_visible: Callable[[], None] | None) -> None:
+        """Adds the next `count` keys, from `begin` on; without what takes MASKED from visible ones no key is masked."""
+        if unmask_visible is not None:
+            self._accumulate_masked(begin, count, unmask_visible)
             return
         with T.serial(T.int64(self.rows)) as row:
             # Brings the sums to the new maximum before the block's are added.
@@ -125,7 +125,7 @@ class ValueSums:
         factor = splat(load(self.rescale, [row], 1), lanes)
         store(self.accumulator, [row, column], load(self.accumulator, [row, column], lanes) * factor + value, lanes)
 
-    def _accumulate_masked(self, begin: Expr, count: Expr) -> None:
+    def _accumulate_masked(self, begin: Expr, count: Expr, unmask_visible: Callable[[], None]) -> None:
         """Adds p V as `_accumulate` does, but a NaN or an infinity of a masked key must not come in as 0 * v.
 
         Where one does, a sum of the block is not finite: then all are made again, leaving masked keys out.
@@ -136,6 +136,7 @@ class ValueSums:
         self._accumulate(begin, count, sums)
         with T.If(self._holds_non_finite_sums(sums)):
             with T.Then():
+                unmask_visible()
                 self._accumulate_visible(begin, count)
             with T.Else(), T.serial(T.int64(self.rows)) as row:
                 self.each_vector(lambda at, n: self._add(row, at, n, load(sums, [row, at], n)))

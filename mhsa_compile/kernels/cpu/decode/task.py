@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import partial
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -162,7 +163,7 @@ class DecodeTask:
         self.value_scales.read(begin, count)
         self._score(begin, count, masked)
         self._weigh(begin, count, masked)
-        self.values.add(begin, count, masked)
+        self.values.add(begin, count, partial(self._unmask_visible, begin, count) if masked else None)
 
     def _score(self, begin: Expr, count: Expr, masked: bool) -> None:
         """scores = q K^T, and rescale (for now) their maximum over the block in each lane. (Of a bias that moves only
@@ -257,6 +258,19 @@ class DecodeTask:
             prob, factor = (T.Select(hidden, constant(MASKED, lanes), value) for value in (prob, factor))
         store(self.scores, place, let(factor), lanes)
         return let(prob)
+
+    def _unmask_visible(self, begin: Expr, count: Expr) -> None:
+        """Probs of keys whose scores are -inf by what Q and K hold, which no mask hides, count: as 0, not MASKED."""
+        layout, lanes = self.layout, self.lanes
+        for vector in range(layout.row_vectors):
+            with T.serial(materialize(layout.group // layout.keys_per_vector * ceil_div(count, layout.group))) as index:
+                key = materialize(index * layout.keys_per_vector)
+                score, place = constant(0.0, lanes), [layout.place(key, vector)]
+                for part in self.parts:
+                    score = part.score(score, begin + key, vector)
+                hidden = let(self._mask_score(score, begin, key, vector)) == constant(-math.inf, lanes)
+                prob, zero = let(load(self.scores, place, lanes)), constant(0.0, lanes)
+                store(self.scores, place, T.Select(T.Or(hidden, prob != zero), prob, zero), lanes)
 
 
 def zero_if_unseen(largest: Expr, lanes: int) -> Expr:
