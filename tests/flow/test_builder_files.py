@@ -24,8 +24,8 @@ VALUE = helper.make_tensor_value_info
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-def decoder(past: str | int, present: str | int | None) -> onnx.ModelProto:
-    """One layer; the lengths of its cache as they are declared."""
+def decoder(past: str | int, present: str | int | None, *, packed: bool = False) -> onnx.ModelProto:
+    """One layer; the lengths of its cache as they are declared. Queries, keys and values of one product if `packed`."""
     rng = np.random.default_rng(0)
     weights: Arrays = {"one": np.array([1], np.int64), "axis": np.array(1, np.int64)}
 
@@ -36,7 +36,12 @@ def decoder(past: str | int, present: str | int | None) -> onnx.ModelProto:
     angles = np.arange(64)[:, None] * 10000.0 ** (-np.arange(E // 2) / (E // 2))
     weights |= {"cos_cache": np.cos(angles).astype("f4"), "sin_cache": np.sin(angles).astype("f4")}
     N = helper.make_node
-    last, total = "mask/Sub/Cast", "mask/Gather/Cast"
+    heads = {"qkv": H + 2 * G} if packed else {"q": H, "k": G, "v": G}
+    last, total, caches = (
+        "mask/Sub/Cast",
+        "mask/Gather/Cast",
+        [f"past_key_values.0.{role}" for role in ("key", "value")],
+    )
     nodes = [
         N("Gather", [weight("table", V, D), "input_ids"], ["x"]),
         N("ReduceSum", ["attention_mask", "one"], ["mask/ReduceSum"], keepdims=0),
@@ -46,10 +51,10 @@ def decoder(past: str | int, present: str | int | None) -> onnx.ModelProto:
         N("Gather", ["mask/Shape", "axis"], ["mask/Gather"], axis=0),
         N("Cast", ["mask/Gather"], [total], to=TensorProto.INT32),
         N("SimplifiedLayerNormalization", ["x", weight("norm", D)], ["n"], axis=-1, epsilon=1e-5, stash_type=1),
-        *(N("MatMul", ["n", weight(f"w{r}", D, h * E)], [r]) for r, h in (("q", H), ("k", G), ("v", G))),
+        *(N("MatMul", ["n", weight(f"w{role}", D, count * E)], [role]) for role, count in heads.items()),
         N(
             "GroupQueryAttention",
-            ["q", "k", "v", "past_key_values.0.key", "past_key_values.0.value", last, total, "cos_cache", "sin_cache"],
+            [*heads, *[""] * (3 - len(heads)), *caches, last, total, "cos_cache", "sin_cache"],
             ["a", "present.0.key", "present.0.value"],
             name="gqa", domain=MICROSOFT, num_heads=H, kv_num_heads=G, scale=E**-0.5, softcap=0.0, do_rotary=1,
             rotary_interleaved=0, local_window_size=-1,
@@ -97,7 +102,21 @@ def test_a_cache_that_grows(present: str | None) -> None:
             np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [pytest.param("cache_length", marks=pytest.mark.thorough), P])
+def test_a_prompt_and_a_step_pack_their_weights_alike() -> None:
+    """One product for queries, keys and values is one for each, at any length and at one."""
+    model = decoder(P, P, packed=True)
+    artifacts = [mhsa.compile(model, in_place=True, dims=dims) for dims in ({}, {"sequence_length": 1})]
+    many, one = (artifact.manifest for artifact in artifacts)
+    assert many.packing == one.packing and "split" not in {op.name for op in (*many.ops, *one.ops)}
+    for artifact, new in zip(artifacts, (3, 1), strict=True):
+        arrays = feeds(1, new, P, P)
+        expected = theirs(model, arrays)
+        for got, wanted in zip(mhsa.load(artifact)(**arrays), expected, strict=True):
+            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("length", ["cache_length", P])
 def test_a_buffer_is_written_where_it_lies_if_asked_for(length: str | int) -> None:
     model = decoder(length, length)
     call = mhsa.load(mhsa.compile(model, in_place=True))

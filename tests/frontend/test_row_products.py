@@ -104,6 +104,34 @@ def test_a_product_is_one_for_each_part(weight: str, bias: bool, sizes: list[int
     check_same(source, changed)
 
 
+def test_lengths_are_asked_of_x() -> None:
+    """As ONNX Runtime's GroupQueryAttention of one packed input, in our reading, asks for the length."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["made"]),
+        helper.make_node("Split", ["made"], ["y0", "y1"], axis=2, num_outputs=2),
+        helper.make_node("Shape", ["made"], ["length"], start=1, end=2),
+        helper.make_node("Shape", ["made"], ["both"], end=-1),
+        *(helper.make_node("Cast", [name], [f"{name}_"], to=onnx.TensorProto.FLOAT) for name in ("length", "both")),
+    ]
+    outputs = {"y0": ["B", 5, N // 2], "y1": ["B", 5, N // 2], "length_": [1], "both_": [2]}
+    source = model(nodes, outputs)
+    changed = as_row_products(source)
+    assert kinds(changed).count("MatMul") == 2 and "made" not in {name for n in changed.graph.node for name in n.output}
+    check_same(source, changed)
+
+
+@pytest.mark.parametrize("words", [{}, {"start": 2}, {"end": 3}])
+def test_parts_stay_of_what_is_asked_for_its_width(words: dict[str, int]) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["made"]),
+        helper.make_node("Split", ["made"], ["y0", "y1"], axis=2, num_outputs=2),
+        helper.make_node("Shape", ["made"], ["shape"], **words),
+        helper.make_node("Cast", ["shape"], ["dims"], to=onnx.TensorProto.FLOAT),
+    ]
+    source = model(nodes, {"y0": ["B", 5, N // 2], "y1": ["B", 5, N // 2], "dims": [None]})
+    assert as_row_products(source) is source
+
+
 def test_parts_of_rows_or_of_what_others_read_stay() -> None:
     product = helper.make_node("MatMul", ["x", "w"], ["made"])
     by_length = helper.make_node("Split", ["made", "sizes"], ["y0", "y1"], axis=1)

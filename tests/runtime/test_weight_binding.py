@@ -54,8 +54,7 @@ def compiled(**dims: int) -> mhsa.Artifact:
     ]
     constants = {**drawn(0), "begin": np.array([0]), "end": np.array([1])}
     model = model_of(nodes, {"ids": (TensorProto.INT64, ["n"])}, {"y": ["n", V]}, constants)
-    # On matrix tiles "auto" packs three terms of two bytes for a number, half as much again as a float32.
-    return mhsa.compile(model, dims=dims, without_attention="accept", float32_products="ieee")
+    return mhsa.compile(model, dims=dims, without_attention="accept")
 
 
 @pytest.fixture(scope="module")

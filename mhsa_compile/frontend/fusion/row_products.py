@@ -3,7 +3,8 @@
     Reshape(Gemm(Reshape(x), W, b))   ->   MatMul(x, W) + b                what PyTorch's addmm becomes
     Split(MatMul(x, W) + b)           ->   MatMul(x, W_i) + b_i, each i    GPT-2's queries, keys and values
 
-The reshapes and the parts were copies of activations; the parts of a weight are made once, when it is packed.
+The reshapes and the parts were copies of activations; the parts of a weight are made once, when it is packed. Who asks
+for the batch or the length of a result that is cut asks x.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.fusion.linear_pattern import Linear, find_linears
-from mhsa_compile.frontend.onnx_graph import attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, is_standard
 
 
 def as_row_products(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -47,8 +48,8 @@ def _of_parts(model: onnx.ModelProto) -> onnx.ModelProto:
     rewriter = Rewriter(model)
     graph = rewriter.graph
     for linear in find_linears(graph).values():
-        split = graph.only_consumer(linear.output, "Split")
         rank = len(graph.dims(linear.output))
+        split, shapes = _split_and_shapes(graph, linear)
         if (
             split is None
             or not graph.is_weight(linear.weight)
@@ -64,7 +65,26 @@ def _of_parts(model: onnx.ModelProto) -> onnx.ModelProto:
         for weight, bias, output in zip(weights, biases, split.output, strict=True):
             _write(rewriter, linear, linear.x, weight, bias, output)
         rewriter.place(split)
+        for shape in shapes:
+            rewriter.node("Shape", linear.x, output=shape.output[0], **attributes(shape))
+            rewriter.place(shape)
     return rewriter.finished()
+
+
+def _split_and_shapes(graph: GraphView, linear: Linear) -> tuple[onnx.NodeProto | None, list[onnx.NodeProto]]:
+    """The Split that reads a result, and what asks for the lengths of its rows, which are those of x; no Split where
+    others read it, too."""
+    readers, rank = graph.consumers(linear.output), len(graph.dims(linear.x))
+    shapes = [node for node in readers if is_standard(node, "Shape") and _leaves_out_last(node, rank)]
+    splits = [node for node in readers if is_standard(node, "Split")]
+    alone = len(splits) == 1 and len(splits) + len(shapes) == len(readers) and linear.output not in graph.outputs
+    return splits[0] if alone else None, shapes
+
+
+def _leaves_out_last(shape: onnx.NodeProto, rank: int) -> bool:
+    """Whether a Shape node does not ask for the last of so many dims."""
+    end = attributes(shape).get("end", rank)
+    return rank > 0 and (end < 0 or end < rank)
 
 
 def _parts(rewriter: Rewriter, weight: str, lengths: str, count: int, axis: int) -> list[str]:
