@@ -307,12 +307,16 @@ def _blocks(schedule: s_tir.Schedule) -> list[Any]:
 
 
 def _inline(schedule: s_tir.Schedule) -> None:
-    """Computes what only elements of the same place read where they are read, and what a last sum alone reads."""
+    """Computes what only elements of the same place read where they are read, and what a last sum alone reads; a copy is
+    read where it was copied from."""
     for block in _blocks(schedule):
         own, consumers = schedule.get(block), schedule.get_consumers(block)
         readers = [schedule.get(consumer) for consumer in consumers]
         is_last = len(consumers) == 1 and not schedule.get_consumers(consumers[0])
-        if readers and all(_same_elements(own, reader, is_last) and _stays_small(own, reader) for reader in readers):
+        if readers and (
+            _is_copy(own)
+            or all(_same_elements(own, reader, is_last) and _stays_small(own, reader) for reader in readers)
+        ):
             with suppress(ScheduleError):  # not a plain loop over its output
                 schedule.compute_inline(block)
 
@@ -333,6 +337,12 @@ def _elements_read(body: Any) -> list[Any]:
     reads: list[Any] = []
     tvm_ffi.structural_walk(body, (tvm.ir.TensorLoad, reads.append))
     return reads
+
+
+def _is_copy(block: Any) -> bool:
+    """Whether a block writes each element as it reads it, as a cast to the dtype that it has does."""
+    value = block.body.value if isinstance(block.body, tirx.BufferStore) else None
+    return isinstance(value, tvm.ir.TensorLoad) and list(value.indices) == list(block.body.indices)
 
 
 def _same_elements(block: Any, reader: Any, is_last: bool) -> bool:
