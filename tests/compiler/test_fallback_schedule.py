@@ -300,12 +300,18 @@ def rms_norm(x: Any) -> Any:
     return relax.op.divide(x, relax.op.sqrt(relax.op.add(mean, relax.const(1e-6, "float32"))))
 
 
+def weighted_rms_norm(x: Any) -> Any:
+    """TVM's operator, which casts the weight to the dtype that it has: a block of a row's length alone."""
+    return relax.op.nn.rms_norm(x, relax.const(np.full(int(x.ty.shape[2]), 2, np.float32)), [-1], 1e-6)
+
+
 GRAPHS = {
     "gelu": (relax.op.nn.gelu, functional.gelu),
     "silu": (relax.op.nn.silu, functional.silu),
     "softmax": (lambda x: relax.op.nn.softmax(x, axis=-1), lambda x: x.softmax(-1)),
     "layer_norm": (layer_norm, lambda x: functional.layer_norm(x, x.shape[-1:])),
     "rms_norm": (rms_norm, lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
+    "weighted_rms_norm": (weighted_rms_norm, lambda x: 2 * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
     "means of rows": (lambda x: relax.op.mean(x, axis=[-1]), lambda x: x.mean(-1)),
     "not along rows": (lambda x: relax.op.nn.softmax(x, axis=1), lambda x: x.softmax(1)),
 }
@@ -349,8 +355,8 @@ def test_plain_code_behind_loops_has_no_rows() -> None:
     assert y[1, 2] == 2 and y[4, 6] == 3 and np.count_nonzero(y) == 2
 
 
-@pytest.mark.thorough_but("layer_norm")
-@pytest.mark.parametrize("name", ["gelu", "layer_norm"])
+@pytest.mark.thorough_but("weighted_rms_norm")
+@pytest.mark.parametrize("name", ["gelu", "layer_norm", "weighted_rms_norm"])
 def test_many_rows_are_shared_among_threads(name: str) -> None:
     script = rows_of(GRAPHS[name][0], 48).script()
     assert "T.parallel(B * L)" in script

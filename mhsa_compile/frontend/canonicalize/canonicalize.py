@@ -31,6 +31,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     gather,
     loops,
     max_pools,
+    norms,
     opset,
     packed_weights,
     pointwise_conv,
@@ -109,7 +110,7 @@ def _in_standard_words(
     loops.refuse(small)
     standard = _standard(small)
     small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
-    plain = max_pools.rewrite(value_blocks.rewrite(small))
+    plain = norms.rewrite(without_aliases(max_pools.rewrite(value_blocks.rewrite(small))))
     if (plain := sequences.rewrite(pointwise_conv.rewrite(plain))) is not small:
         small = propagate_shapes(without_aliases(plain), limits)
     small, theirs = microsoft.rewrite(small, tensors, limits)

@@ -1,4 +1,5 @@
-"""Nodes that pass a value on as it is: Identity of a weight that layers share, Dropout at inference, idle views."""
+"""Nodes that pass a value on as it is: Identity of a weight that layers share, Dropout at inference, idle views, casts to
+the dtype that there is."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import copy
 
 import onnx
 
-from mhsa_compile.frontend.onnx_graph import GraphView, live_nodes, replace
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, is_standard, live_nodes, replace
 
 
 def without_aliases(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -14,7 +15,7 @@ def without_aliases(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = GraphView(model)
     source: dict[str, str] = {}
     for node in graph.nodes:
-        if node.op_type == "Identity" or _is_idle_dropout(graph, node) or _is_idle_view(graph, node):
+        if node.op_type == "Identity" or any(is_idle(graph, node) for is_idle in _IDLE):
             source[node.output[0]] = source.get(node.input[0], node.input[0])
     if not source:
         return model
@@ -44,3 +45,10 @@ def _is_idle_view(graph: GraphView, node: onnx.NodeProto) -> bool:
         return False
     before, after = graph.shape(node.input[0]), graph.shape(node.output[0])
     return before is not None and before == after and None not in before
+
+
+def _is_idle_cast(graph: GraphView, node: onnx.NodeProto) -> bool:
+    return is_standard(node, "Cast") and graph.elem_type(node.input[0]) == attributes(node)["to"]
+
+
+_IDLE = (_is_idle_dropout, _is_idle_view, _is_idle_cast)
