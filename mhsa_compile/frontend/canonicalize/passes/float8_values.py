@@ -1,17 +1,14 @@
 """ONNX -> ONNX: values of eight-bit floats (FLOAT8E4M3FN and its like) become the same numbers in float32.
 
 No CPU here multiplies such floats: files have them as weights, and between QuantizeLinear and DequantizeLinear. What
-makes one (a QuantizeLinear, a Cast) rounds float32 to the nearest of its numbers, of two the even one, cut to the
-largest; what moves it moves float32. Large weights stay bytes in the artifact, and become floats when they are bound.
-
-Notation: a kind has m bits of mantissa, normal numbers from 2^least on, and a largest number.
+makes one (a QuantizeLinear, a Cast) is a Cast, and one back (`relax.float8`); what moves it moves float32. Large
+weights stay bytes in the artifact, and become floats when they are bound.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -31,21 +28,12 @@ from mhsa_compile.frontend.onnx_graph import (
     replace,
 )
 
-
-class _Kind(NamedTuple):
-    mantissa: int
-    least: int
-    largest: float
-    has_negative_zero: bool
-
-
-_KINDS = {
-    TensorProto.FLOAT8E4M3FN: _Kind(3, -6, 448.0, True),
-    TensorProto.FLOAT8E4M3FNUZ: _Kind(3, -7, 240.0, False),
-    TensorProto.FLOAT8E5M2: _Kind(2, -14, 57344.0, True),
-    TensorProto.FLOAT8E5M2FNUZ: _Kind(2, -15, 57344.0, False),
-}
-_BY_NAME = {str(helper.tensor_dtype_to_np_dtype(code)): code for code in _KINDS}
+_KINDS = (
+    TensorProto.FLOAT8E4M3FN,
+    TensorProto.FLOAT8E4M3FNUZ,
+    TensorProto.FLOAT8E5M2,
+    TensorProto.FLOAT8E5M2FNUZ,
+)
 _FLOAT = TensorProto.FLOAT
 
 
@@ -204,30 +192,14 @@ class _Floats:
         places = self._constant(np.arange(int(dims[axis] or 0)) // block)
         return self._write("Gather", [scale, places], axis=axis)
 
-    def _rounded(self, x: str, code: int, output: str) -> None:
-        """float32 to the nearest number of a kind, NaN as they are. The unit of a number is found by comparing it with
-        each power of two."""
-        kind = _KINDS[code]
-        size = self._write("Min", [self._write("Abs", [x]), self._number(kind.largest)])
-        unit = self._number(2.0 ** (kind.least - kind.mantissa))
-        for exponent in range(kind.least + 1, int(np.log2(kind.largest)) + 1):
-            step = 2.0 ** (exponent - kind.mantissa) / 2  # what this unit has above the one before
-            above = self._write("GreaterOrEqual", [size, self._number(2.0**exponent)])
-            unit = self._write("Add", [unit, self._write("Where", [above, self._number(step), self._number(0.0)])])
-        whole = self._write("Mul", [self._write("Round", [self._write("Div", [size, unit])]), unit])
-        negative = self._write("Less", [x, self._number(0.0)])
-        signed = self._write("Where", [negative, self._write("Neg", [whole]), whole])
-        if not kind.has_negative_zero:
-            signed = self._write("Where", [self._write("Equal", [whole, self._number(0.0)]), whole, signed])
-        self._write("Where", [self._write("IsNaN", [x]), x, signed], output)
+    def _rounded(self, x: str, kind: int, output: str) -> None:
+        """float32 to the nearest number of a kind: what is made by a Cast stays one, and is float32 behind the next."""
+        self._write("Cast", [self._write("Cast", [x], to=kind)], output, to=_FLOAT)
 
     def _write(self, operator: str, inputs: Iterable[str], output: str = "", **words: object) -> str:
         name = output or fresh_name(operator.lower(), self._names)
         self._nodes.append(helper.make_node(operator, list(inputs), [name], name=f"{name}/{operator}", **words))
         return name
-
-    def _number(self, value: float) -> str:
-        return self._constant(np.array(value, np.float32))
 
     def _constant(self, value: np.ndarray) -> str:
         name = fresh_name("constant", self._names)
