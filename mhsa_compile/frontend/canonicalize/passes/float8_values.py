@@ -26,6 +26,7 @@ from mhsa_compile.frontend.onnx_graph import (
     node_error,
     reads,
     replace,
+    tensors_of,
 )
 
 _KINDS = (
@@ -40,9 +41,11 @@ _FLOAT = TensorProto.FLOAT
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model without values of eight-bit floats; itself where it has none.
 
-    Raises ModelError for one that takes or gives them, and for a QuantizeLinear or a Cast that does not saturate.
+    Raises ModelError for one that takes or gives them, and for a QuantizeLinear or a Cast that does not saturate
+    or gives powers of two.
     """
     _check_edges(model)
+    _check_powers(model)
     if not any(True for _ in _mentions(model.graph)):
         return model
     result = copy.deepcopy(model)
@@ -57,6 +60,20 @@ def _check_edges(model: onnx.ModelProto) -> None:
                 got = f"one of {helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)}"
                 hint = "Put the Cast or the DequantizeLinear beside it into the file, so that floats cross the edge."
                 raise ModelError(f"{role} {value.name!r}", "a tensor of a dtype that NumPy has", got, hint)
+
+
+def _check_powers(model: onnx.ModelProto) -> None:
+    """Refuses FLOAT8E8M0, which has powers of two alone."""
+    power = TensorProto.FLOAT8E8M0
+    for node in all_nodes(model.graph):
+        if any(attribute.name in _CODES and attribute.i == power for attribute in node.attribute):
+            raise node_error(node, "floats of eight bits with a sign", "float8_e8m0", _AS_FLOATS)
+    for tensor in tensors_of(model):
+        if tensor.data_type == power:
+            raise ModelError(f"weight {tensor.name!r}", "a dtype that is understood", "float8_e8m0", _AS_FLOATS)
+
+
+_AS_FLOATS = "Write the scales that it holds as float32."
 
 
 def _mentions(graph: onnx.GraphProto) -> Iterator[int]:
