@@ -200,9 +200,7 @@ def test_activations_of_four_bits(kind: str, zero: bool) -> None:
     rng, point = np.random.default_rng(0), [1] * zero
     table, words = rng.integers(least, most + 1, (6, 5)), {} if zero else {"output_dtype": code}
     nodes = [
-        helper.make_node(
-            "QuantizeLinear", ["x", "s", *["z"] * zero], ["q"], **({} if zero else {"output_dtype": code})
-        ),
+        helper.make_node("QuantizeLinear", ["x", "s", *["z"] * zero], ["q"], **words),
         helper.make_node("DequantizeLinear", ["q", "s", *["z"] * zero], ["d"]),
         helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]),
         helper.make_node("DequantizeLinear", ["t", "s"], ["f"]),

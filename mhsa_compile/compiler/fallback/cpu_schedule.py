@@ -165,6 +165,9 @@ def _as_arithmetic(function: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 _CALLS: dict[str, Callable[[Expr], Expr]] = {
+    "tirx.acos": scalar_math.acos,
+    "tirx.asin": scalar_math.asin,
+    "tirx.atan": scalar_math.atan,
     "tirx.exp": scalar_math.exp,
     "tirx.log": scalar_math.log,
     "tirx.log1p": scalar_math.log1p,
