@@ -24,7 +24,7 @@ def in_squares(function: tirx.PrimFunc, block: Any, lanes: int) -> tirx.PrimFunc
     """What does the same as a function, whose only block this is, in squares of so many lanes; None for one that is no
     such Transpose."""
     places = _places(block)
-    if places is None or len(function.params) != 2 or lanes & (lanes - 1):
+    if places is None or len(function.params) != 2 or lanes < 2 or lanes & (lanes - 1):
         return None
     count = len(places)
     begin = next((axis for axis, place in enumerate(places) if place != axis), count)
