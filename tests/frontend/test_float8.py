@@ -54,7 +54,7 @@ def numbers_around(kind: int) -> np.ndarray:
     return np.concatenate([own, middles, *beside, others]).astype(np.float32)
 
 
-@pytest.mark.thorough_but("e4m3fn")
+@pytest.mark.thorough_but("e4m3fn", "e4m3fnuz")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_each_number_and_what_lies_between(kind: int) -> None:
     """Rounded by a Cast, and by a QuantizeLinear in steps of a scale for each column, to the bit."""

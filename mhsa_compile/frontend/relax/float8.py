@@ -53,11 +53,12 @@ def _rounded(x: Any, kind: _Kind) -> Any:
     steps = tirx.nearbyint(tirx.reinterpret("float32", size) * tirx.const(1 / step, "float32"))
     small = tirx.reinterpret("int32", steps * tirx.const(step, "float32"))
     near = tirx.Select(size < _bits_of(2.0**kind.least), small, normal)
-    signed = near | (bits & _whole(_SIGN))
+    y = tirx.reinterpret("float32", near | (bits & _whole(_SIGN)))
     if not kind.has_negative_zero:
-        signed = tirx.Select(near == _whole(0), near, signed)
+        zero = tirx.const(0, "float32")
+        y = tirx.Select(tirx.reinterpret("float32", near) > zero, y, zero)
     is_number = (bits & _whole(~_SIGN)) <= _whole(_INFINITY)
-    return tirx.Select(is_number, tirx.reinterpret("float32", signed), x)
+    return tirx.Select(is_number, y, x)
 
 
 def _whole(value: int) -> Any:
