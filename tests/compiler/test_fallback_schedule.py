@@ -101,6 +101,23 @@ def test_logarithms_of_every_kind_of_float(formula: Callable[[Any], Any], functi
     assert error.max() < units
 
 
+ARCS = [(scalar_math.asin, np.arcsin), (scalar_math.acos, np.arccos), (scalar_math.atan, np.arctan)]
+
+
+@pytest.mark.parametrize(("formula", "function"), ARCS, ids=["asin", "acos", "atan"])
+def test_arcs(formula: Callable[[Any], Any], function: Any) -> None:
+    """Of asin and acos NaN beyond 1; signs of zeros stay."""
+    x = np.concatenate([POINTS, POINTS / 130, [np.inf, -np.inf, np.nan, 1, -1, 0, -0.0, 0.5, 1e30, 1e-40]])
+    x = x.astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        expected = function(x.astype(np.float64))
+    y, is_known = applied(formula, x), ~np.isnan(expected)
+    np.testing.assert_array_equal(~np.isnan(y), is_known)
+    error = np.abs(y - expected)[is_known] / np.spacing(np.abs(expected[is_known]).astype(np.float32))
+    assert error.max() < 3
+    np.testing.assert_array_equal(np.signbit(y[is_known]), np.signbit(expected[is_known]))
+
+
 def test_exponentials_to_the_smallest_and_the_largest_float() -> None:
     x = POINTS[np.abs(POINTS) < 120]
     exact = np.exp(x.astype(np.float64))

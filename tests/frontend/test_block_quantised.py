@@ -286,9 +286,67 @@ def test_weights_that_do_not_fit_are_refused(name: str, array: np.ndarray, messa
         mhsa.compile(model, without_attention="accept")
 
 
-def test_an_order_of_groups_is_refused() -> None:
-    model = product()
-    model.graph.initializer.append(numpy_helper.from_array(np.zeros(72, np.int32), "g"))
-    model.graph.node[0].input.extend(["", "g"])
-    with pytest.raises(ModelError, match="g_idx"):
-        mhsa.compile(model, without_attention="accept")
+def in_groups(groups: np.ndarray, **words: Any) -> onnx.ModelProto:
+    """`product` with the block of each column."""
+    model = product(**words)
+    model.graph.initializer.append(numpy_helper.from_array(groups.astype(np.int32), "g"))
+    inputs = [*model.graph.node[0].input, *[""] * 4][:4]
+    model.graph.node[0].input[:] = [*inputs, "g"]
+    return model
+
+
+OF_COLUMNS = np.random.default_rng(7).permutation(np.arange(72) // 16)
+"""A block for each of 72 columns, as GPTQ's act-order leaves them."""
+
+
+@pytest.mark.parametrize("zeros", [pytest.param("", marks=pytest.mark.thorough), "floats"])
+def test_blocks_of_columns_in_another_order(zeros: str) -> None:
+    """They keep their four bits: the columns of x are taken in the order of blocks."""
+    model = in_groups(OF_COLUMNS, zeros=zeros)
+    check(model, np.random.default_rng(2).standard_normal((2, 3, 72)).astype(np.float32), 2e-6)
+    report = mhsa.compile(model, without_attention="accept").manifest.ops
+    assert "cpu.linear_of_blocks" in [op.kernel for op in report]
+
+
+@pytest.mark.parametrize(
+    ("groups", "words", "message"),
+    [
+        (OF_COLUMNS, {"zeros": "bytes"}, "zero points of floats, or none, beside g_idx"),
+        (OF_COLUMNS, {"bits": 8}, "bits=4 beside g_idx"),
+        (np.zeros(72), {}, "g_idx of 72 columns, 16 for each of 5 blocks"),
+        (OF_COLUMNS[1:], {}, "g_idx of 72 columns"),
+        (OF_COLUMNS - 1, {}, "g_idx of 72 columns"),
+    ],
+    ids=["bytes", "8", "one block", "too few", "negative"],
+)
+def test_orders_that_are_refused(groups: np.ndarray, words: dict[str, Any], message: str) -> None:
+    """ONNX Runtime takes zero points of bytes for 8 there, and has no eight bits."""
+    with pytest.raises(ModelError, match=message):
+        mhsa.compile(in_groups(groups, **words), without_attention="accept")
+
+
+def of_a_table(kind: int, K: int, N: int, *, numbers: int = 0) -> onnx.ModelProto:
+    """MatMulBnb4 with blocks of 16 numbers."""
+    rng, inputs = np.random.default_rng(8), ["x", "q", "s"]
+    arrays = {"q": rng.integers(0, 256, numbers or -(-K * N // 2)).astype(np.uint8)}
+    arrays["s"] = rng.uniform(0.5, 1, -(-K * N // 16)).astype(np.float32)
+    words = {"K": K, "N": N, "block_size": 16, "quant_type": kind}
+    node = helper.make_node("MatMulBnb4", inputs, ["y"], name="product", domain=MICROSOFT, **words)
+    return model_of([node], {"x": ["B", K]}, {"y": ["B", N]}, arrays, opset=21, domain=MICROSOFT)
+
+
+@pytest.mark.thorough_but("NF4-33-5")
+@pytest.mark.parametrize(("K", "N"), [(64, 8), (33, 5)])
+@pytest.mark.parametrize("kind", [0, 1], ids=["FP4", "NF4"])
+def test_numbers_of_bitsandbytes(kind: int, K: int, N: int) -> None:
+    """Also where rows end within a block, and all of them within a byte."""
+    model, x = of_a_table(kind, K, N), np.random.default_rng(2).standard_normal((3, K)).astype(np.float32)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (expected,) = session.run(None, {"x": x})
+    actual = mhsa.load(mhsa.compile(model, without_attention="accept"))(x)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+def test_numbers_of_bitsandbytes_that_do_not_fit() -> None:
+    with pytest.raises(ModelError, match="'q' of 256 elements, for 8 rows of 64"):
+        mhsa.compile(of_a_table(1, 64, 8, numbers=255), without_attention="accept")

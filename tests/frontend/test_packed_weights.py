@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.onnx_models import model_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
@@ -184,3 +185,37 @@ def test_numbers_in_blocks_that_a_call_brings() -> None:
     x = np.random.default_rng(1).standard_normal((2, 3, K)).astype(np.float32)
     y = mhsa.load(mhsa.compile(model, without_attention="accept"))(x, numpy_helper.to_array(numbers))
     np.testing.assert_allclose(y, x @ weights, atol=1e-6 * np.abs(y).max())
+
+
+NARROW = {"INT4": (TensorProto.INT4, -8, 7), "UINT4": (TensorProto.UINT4, 0, 15)}
+
+
+@pytest.mark.thorough_but("INT4-True")
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("kind", NARROW)
+def test_activations_of_four_bits(kind: str, zero: bool) -> None:
+    """Bytes inside, cut to what four bits hold: ONNX Runtime's values to the bit; a table of such numbers that a
+    Transpose turns is bytes, too."""
+    code, least, most = NARROW[kind]
+    rng, point = np.random.default_rng(0), [1] * zero
+    table, words = rng.integers(least, most + 1, (6, 5)), {} if zero else {"output_dtype": code}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", *["z"] * zero], ["q"], **words),
+        helper.make_node("DequantizeLinear", ["q", "s", *["z"] * zero], ["d"]),
+        helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]),
+        helper.make_node("DequantizeLinear", ["t", "s"], ["f"]),
+        helper.make_node("Add", ["d", "f"], ["y"]),
+    ]
+    model = model_of(nodes, {"x": [5, 6]}, {"y": [5, 6]}, {"s": np.float32(0.25)}, opset=21)
+    model.graph.initializer.append(helper.make_tensor("w", code, [6, 5], table.reshape(-1).tolist()))
+    model.graph.initializer.extend(helper.make_tensor("z", code, [], point) for _ in point)
+    x = rng.uniform(-5, 5, (5, 6)).astype(np.float32)  # beyond both bounds
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (expected,) = session.run(None, {"x": x})
+    np.testing.assert_array_equal(mhsa.load(mhsa.compile(model, without_attention="accept"))(x), expected)
+
+
+def test_a_cast_to_four_bits_is_refused() -> None:
+    nodes = [helper.make_node("Cast", ["x"], ["q"], to=TensorProto.INT4), helper.make_node("Cast", ["q"], ["y"], to=1)]
+    with pytest.raises(ModelError, match="a Cast to eight bits or more, got int4"):
+        mhsa.compile(model_of(nodes, {"x": [5]}, {"y": [5]}, opset=21), without_attention="accept")

@@ -104,3 +104,14 @@ def test_infinities_bits_and_zeros(call: Any) -> None:
     np.testing.assert_allclose(results["selu"], selu, rtol=2e-3, atol=1e-3)
     norm = np.abs(wide[1]).sum(0, keepdims=True)
     np.testing.assert_allclose(results["unit"][1], wide[1] / np.where(norm == 0, 1, norm), rtol=2e-3, atol=1e-4)
+
+
+def test_mean_and_variance_of_the_axes_that_onnx_leaves_out() -> None:
+    """Batch and places; onnx's inference refuses a node that says no axes."""
+    nodes = [helper.make_node("MeanVarianceNormalization", ["x"], ["y"])]
+    model = model_of(nodes, {"x": ["B", 3, 4, 5]}, {"y": ["B", 3, 4, 5]}, opset=22)
+    x = RNG.uniform(1, 3, (2, 3, 4, 5)).astype(np.float32)
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean((0, 2, 3), keepdims=True)) / wide.std((0, 2, 3), keepdims=True)
+    actual = mhsa.load(mhsa.compile(model, without_attention="accept"))(x)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)

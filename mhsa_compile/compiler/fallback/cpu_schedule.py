@@ -30,6 +30,7 @@ from mhsa_compile.compiler.fallback.function_nodes import at_any_address, rewrit
 from mhsa_compile.compiler.fallback.fused_sizes import sizes_at_one_place
 from mhsa_compile.compiler.fallback.hidden_values import hide_dividends, hide_operands
 from mhsa_compile.compiler.fallback.plain_function import product
+from mhsa_compile.compiler.fallback.squares import in_squares
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
 from mhsa_compile.frontend.relax.sizes.broadcasting import equal
 from mhsa_compile.hardware.profile import CpuProfile, TargetProfile
@@ -165,6 +166,9 @@ def _as_arithmetic(function: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 _CALLS: dict[str, Callable[[Expr], Expr]] = {
+    "tirx.acos": scalar_math.acos,
+    "tirx.asin": scalar_math.asin,
+    "tirx.atan": scalar_math.atan,
     "tirx.exp": scalar_math.exp,
     "tirx.log": scalar_math.log,
     "tirx.log1p": scalar_math.log1p,
@@ -248,7 +252,10 @@ def schedule_function(function: tirx.PrimFunc, lanes: int) -> tirx.PrimFunc:
         schedule.get(block).name_hint.startswith(_ARITHMETIC) for block in _blocks(schedule)
     )
     _inline(schedule)
-    sizes = [_size(schedule.get(block)) for block in _blocks(schedule)]
+    blocks = [schedule.get(block) for block in _blocks(schedule)]
+    if len(blocks) == 1 and (squares := in_squares(function, blocks[0], lanes)) is not None:
+        return squares
+    sizes = list(map(_size, blocks))
     for rule in (_by_rows, _by_columns, _of_all, _by_squares, partial(_by_elements, is_arithmetic=is_arithmetic)):
         copy = schedule.copy()
         with suppress(ScheduleError):

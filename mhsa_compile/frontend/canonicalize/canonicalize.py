@@ -1,11 +1,13 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Fourteen steps, each from a whole model to a whole model: weights become initializers, those in blocks or of four bits
-floats that are made of bytes, loops their steps, the opset is raised, operators that ONNX defines by others are
-written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get the length of the
-sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, convolutions of one pixel
-become linears and sequences the parts of a Split, what is known of shapes becomes constants, Microsoft's operators
-become standard ones, roundings to bytes that change nothing disappear, and decomposed attention becomes one node.
+Seventeen steps, each from a whole model to a whole model: weights become initializers, values of eight-bit floats
+float32, blocks whose columns are in another order those in order, weights in blocks or of four bits floats that are
+made of bytes, other numbers of so few bits bytes, loops their steps, the opset is raised, operators that ONNX defines
+by others are written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get the length
+of the sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, convolutions of one
+pixel become linears and sequences the parts of a Split, what is known of shapes becomes constants, Microsoft's
+operators become standard ones, roundings to bytes that change nothing disappear, and decomposed attention becomes one
+node.
 Then outputs are added that say what attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
@@ -28,11 +30,14 @@ from mhsa_compile.frontend.canonicalize.layer_outputs import in_order, is_attent
 from mhsa_compile.frontend.canonicalize.microsoft import rewrite as microsoft
 from mhsa_compile.frontend.canonicalize.passes import (
     einsum,
+    few_bit_values,
+    float8_values,
     gather,
     loops,
     max_pools,
     norms,
     opset,
+    ordered_blocks,
     packed_weights,
     pointwise_conv,
     rounded_values,
@@ -80,7 +85,8 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
         return Canonical(model, _standard(model), _size_limits(model))
     limits = _size_limits(model)
     outside = weight_constants.rewrite(branch_graphs.with_weights_outside(model))
-    plain, products = stored_blocks.hidden(packed_weights.rewrite(outside))
+    stored = packed_weights.rewrite(ordered_blocks.rewrite(float8_values.rewrite(outside)))
+    plain, products = stored_blocks.hidden(few_bit_values.rewrite(stored))
     small, tensors = light(plain)
     small = loops.rewrite(small, limits)  # before the opset is raised: that of a Scan's batch is one of its own
     if opset_of(small) < opset.BOUNDS_AS_INPUTS:

@@ -4,7 +4,8 @@
 - ONNX Runtime's domain counts as imported where an operator of it is used.
 - Operators that ONNX Runtime has in the standard's domain, and ONNX not (yet), are ONNX Runtime's.
 - A tensor that is listed twice among the outputs is two: the second one, "y_2" of "y", is an Identity of it.
-- A STFT says whether it is onesided: where it leaves that out it is, but onnx infers the shape of one that is not.
+- A STFT says whether it is onesided: where it leaves that out it is, but onnx infers the shape of one that is not. A
+  MeanVarianceNormalization says its axes, without which onnx refuses what it is defined by.
 - Nodes stand behind those that make what they read. ONNX asks for that; ONNX Runtime reads files without, and its own
   converter to float16 writes such.
 - An initializer that is also listed among the inputs is a weight. Before version 4 of the format they all were.
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import onnx
 from onnx import helper
@@ -37,7 +39,7 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
     runtimes = any(_domain(node, _opset(model)) == DOMAIN for node in _nodes(model))
     outputs = [value.name for value in model.graph.output]
     repeated = len(set(outputs)) < len(outputs)
-    unstated = any(map(_leaves_onesided_out, _nodes(model)))
+    unstated = any(map(_left_out, _nodes(model)))
     unsorted = any(list(map(id, owner.node)) != list(map(id, in_order(owner.node))) for owner in _owners(model))
     others = unstated or unsorted or listed or long or renamed or repeated
     if not (others or (runtimes and DOMAIN not in imports)):
@@ -46,8 +48,8 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
     opset = _opset(model)
     for node in _nodes(result):
         node.domain = _domain(node, opset)
-        if _leaves_onesided_out(node):
-            node.attribute.append(helper.make_attribute("onesided", 1))
+        if (stated := _left_out(node)) is not None:
+            node.attribute.append(helper.make_attribute(*stated))
     for owner in (result, *result.functions):
         _shorten(owner)
     if runtimes:
@@ -76,8 +78,14 @@ def _list_once(graph: onnx.GraphProto) -> None:
         listed.add(value.name)
 
 
-def _leaves_onesided_out(node: onnx.NodeProto) -> bool:
-    return node.op_type == "STFT" and node.domain in ("", _LONG) and not node.attribute
+_STATED: dict[str, tuple[str, Any]] = {"MeanVarianceNormalization": ("axes", [0, 2, 3]), "STFT": ("onesided", 1)}
+"""Operators of one attribute that is stated -> what it is by default."""
+
+
+def _left_out(node: onnx.NodeProto) -> tuple[str, Any] | None:
+    """The attribute that a node leaves out, with its value."""
+    is_meant = node.op_type in _STATED and node.domain in ("", _LONG) and not node.attribute
+    return _STATED[node.op_type] if is_meant else None
 
 
 def _domain(node: onnx.NodeProto, opset: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -17,6 +17,25 @@ from mhsa_compile.frontend.reading.row import MANY, Mismatch, Row, row
 from mhsa_compile.frontend.reading.standard import CONVOLUTION, positive_scales
 
 DOMAIN = "com.microsoft"
+
+
+def _grouped_words(graph: GraphView, node: onnx.NodeProto, words: dict[str, Any]) -> Mismatch:
+    """GroupQueryAttention: what it gives of its scores, and caches that hold a window alone."""
+    inputs, outputs = [*node.input, *[""] * 16], [*node.output, *[""] * 4]
+    if norms := [name for name in inputs[14:16] if name]:
+        return "no q_norm_weight and k_norm_weight, which ONNX Runtime has on GPUs alone", repr(norms[0])
+    scores, window = words.get("qk_output", 0), words.get("local_window_size", -1)
+    if bool(outputs[3]) != bool(scores):
+        return "a fourth output where qk_output is 1 or 2, and none where it is 0", str(scores)
+    if scores and not words.get("causal", 1):
+        return "qk_output=0 beside causal=0", str(scores)
+    if not words.get("sliding_window_cache", 0):
+        return None
+    capacity = [*graph.dims(inputs[3]), *[None] * 4][2]
+    if window <= 0 or scores or not inputs[3] or (isinstance(capacity, int) and capacity < window):
+        got = f"local_window_size={window}, past_key of {capacity}, qk_output={scores}"
+        return "a local_window_size, a past of as many keys and qk_output=0 beside sliding_window_cache", got
+    return None
 
 
 def _grouped(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
@@ -29,6 +48,8 @@ def _grouped(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     if window > 0 and not words.get("causal", 1):
         return "local_window_size=-1 beside causal=0", str(window)
     inputs, kinds = [*node.input, *[""] * 16], [words.get(f"{part}_quant_type", "NONE") for part in "kv"]
+    if (mismatch := _grouped_words(graph, node, words)) is not None:
+        return mismatch
     scales = [name for name in inputs[12:14] if name]
     if not bits:
         return ("no k_scale, no v_scale and quant_type NONE", f"{kinds}") if scales or {*kinds} != {"NONE"} else None
@@ -105,12 +126,58 @@ def _blocks(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
         sizes = [size for size in shape if isinstance(size, int)]
         if shape and len(sizes) == len(shape) and math.prod(sizes) != count:
             return f"{name!r} of {count} elements, for {N} rows of {n} blocks of {block}", f"{sizes}"
+    if len(node.input) > 4 and node.input[4] and (mismatch := _groups(graph, node, n)) is not None:
+        return mismatch
     if zeros and graph.dtype(zeros) not in (None, "uint8", graph.dtype(scales)):
         return f"{zeros!r} of uint8, or of the scales' {graph.dtype(scales)}", str(graph.dtype(zeros))
     values = graph.constant(scales)
     if values is not None and not np.isfinite(values.astype(np.float32)).all():
         return f"{scales!r} of finite numbers", "NaN or infinity"
     return _not_bytes(graph, packed)
+
+
+def _table_blocks(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """MatMulBnb4: two numbers to a byte, and a scale for each block of all numbers in a row."""
+    words = attributes(node)
+    missing = [word for word in ("K", "N", "block_size", "quant_type") if word not in words]
+    if missing or len(node.input) < 3:
+        expected = "attributes K, N, block_size and quant_type, and three inputs"
+        return expected, f"none of {missing}" if missing else "fewer inputs"
+    count, block = words["K"] * words["N"], words["block_size"]
+    if block < 16 or block & (block - 1):
+        return "block_size a power of two from 16 on", str(block)
+    for name, size in zip(node.input[1:3], (-(-count // 2), -(-count // block)), strict=True):
+        shape = graph.dims(name)
+        sizes = [dim for dim in shape if isinstance(dim, int)]
+        if shape and len(sizes) == len(shape) and math.prod(sizes) != size:
+            return f"{name!r} of {size} elements, for {words['N']} rows of {words['K']}", str(shape)
+    return _not_bytes(graph, node.input[1])
+
+
+def groups_of(graph: GraphView, node: onnx.NodeProto) -> np.ndarray:
+    """The block of each column of a MatMulNBits with g_idx."""
+    groups = graph.constant(node.input[4])
+    assert groups is not None
+    return groups.reshape(-1)
+
+
+def _groups(graph: GraphView, node: onnx.NodeProto, n: int) -> Mismatch:
+    """g_idx: of four bits, in the file, with as many columns for each block as there are without it. ONNX Runtime reads
+    zero points of bytes beside it as 8, and does not read two or eight bits."""
+    words, zeros = attributes(node), node.input[3]
+    K, block = words["K"], words["block_size"]
+    if words.get("bits", 4) != 4:
+        return "bits=4 beside g_idx", f"bits={words['bits']}"
+    if zeros and graph.dtype(zeros) in (None, "uint8"):
+        return "zero points of floats, or none, beside g_idx", f"{zeros!r} of {graph.dtype(zeros)}"
+    stored = [name for name in (node.input[1], node.input[4]) if name not in graph.initializers]
+    if stored:
+        return "the numbers and g_idx in the file", f"{stored[0]!r}, which a call computes"
+    groups = groups_of(graph, node)
+    counts = np.bincount(groups, minlength=n) if groups.size and groups.min() >= 0 else np.zeros(0)
+    if len(groups) != K or len(counts) != n or (counts != np.bincount(np.arange(K) // block, minlength=n)).any():
+        return f"g_idx of {K} columns, {block} for each of {n} blocks", f"{len(groups)}, or blocks of other sizes"
+    return None
 
 
 class Quantised(NamedTuple):
@@ -222,16 +289,18 @@ MICROSOFT: dict[str, Row] = {
     "Gelu": row(),
     "GroupQueryAttention": row(
         "kv_num_heads", "local_window_size", "num_heads", "qk_norm_epsilon", "scale", "softcap",
-        causal=(0, 1), do_rotary=(0, 1), k_quant_type=_SCALES, kv_cache_bit_width=(0, 4, 8), qk_output=(0,),
-        rotary_interleaved=(0, 1), sliding_window_cache=(0,), smooth_softmax=(-1, 0, 1), v_quant_type=_SCALES,
-        inputs=14, outputs=3,
+        causal=(0, 1), do_rotary=(0, 1), k_quant_type=_SCALES, kv_cache_bit_width=(0, 4, 8), qk_output=(0, 1, 2),
+        rotary_interleaved=(0, 1), sliding_window_cache=(0, 1), smooth_softmax=(-1, 0, 1), v_quant_type=_SCALES,
+        inputs=16, outputs=4,
         condition=_grouped,
-        unread={14: "q_norm_weight", 15: "k_norm_weight"},
     ),
     "LayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=3),
     "MatMulIntegerToFloat": row(inputs=7, condition=_of_bytes),
+    "MatMulBnb4": row(
+        "K", "N", "block_size", quant_type=(0, 1), training_mode=(0, 1), transB=(1,), inputs=3, condition=_table_blocks,
+    ),
     "MatMulNBits": row(
-        "K", "N", "accuracy_level", "block_size", bits=(2, 4, 8), inputs=6, condition=_blocks, unread={4: "g_idx"},
+        "K", "N", "accuracy_level", "block_size", bits=(2, 4, 8), weight_prepacked=(0,), inputs=6, condition=_blocks,
     ),
     "MultiHeadAttention": row(
         "mask_filter_value", "num_heads", "scale", unidirectional=(0, 1), inputs=8, outputs=3,

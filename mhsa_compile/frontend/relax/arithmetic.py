@@ -8,19 +8,22 @@ from typing import Any
 from tvm import relax, te, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import Div, Mod, get_type
 
+from mhsa_compile.frontend.relax.float8 import cast_to_float8
 from mhsa_compile.frontend.relax.values import Converter, dtype_of, is_constant, is_floating
 
 _WIDE = {"int8": 32, "uint8": 32, "int16": 32, "uint16": 32, "int32": 32, "int64": 64, "uint32": 64}
 
 
 def cast_of_floats(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """A Cast of floats to whole numbers; None for any other.
+    """A Cast of floats to whole numbers, or to eight-bit floats; None for any other.
 
     ONNX leaves open what NaN, infinities and numbers beyond the dtype become; LLVM makes of them whatever suits the
     neighbouring code. Here it is what x86's instructions give, and with them ONNX Runtime and NumPy there, on every
     target: the least number of 32 bits, cut to the dtype; of 64 bits for int64 and uint32. uint64 is left to LLVM.
     """
     (x,), kind = inputs, get_type(attributes["to"])
+    if (narrow := cast_to_float8(bb, inputs, attributes)) is not None:
+        return narrow
     own = str(getattr(x.ty, "dtype", ""))
     if kind not in _WIDE or not own.startswith(("float16", "float32", "float64", "bfloat16")) or x.ty.shape is None:
         return None

@@ -11,6 +11,7 @@ from tvm import relax, te, tirx
 
 from mhsa_compile.frontend.relax.arithmetic import ARITHMETIC
 from mhsa_compile.frontend.relax.edge_converters import EDGES
+from mhsa_compile.frontend.relax.grid_sample import grid_sample
 from mhsa_compile.frontend.relax.plain_converters import PLAIN
 from mhsa_compile.frontend.relax.quantised import QUANTISED
 from mhsa_compile.frontend.relax.scattering import scatter_elements_within_bounds, scatter_nd_within_bounds
@@ -241,6 +242,7 @@ CONVERSIONS: dict[str, Converter] = {
     "Einsum": contraction,
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
+    "GridSample": grid_sample,
     "ScatterElements": scatter_elements_within_bounds,
     "ScatterND": scatter_nd_within_bounds,
     "GatherND": gather_nd_within_bounds,

@@ -1,5 +1,6 @@
 """Weights that a file holds in few bits, by blocks with a scale and a zero point each: (q - z) s. MatMulNBits and
-GatherBlockQuantized, as onnxruntime-genai's builder and the converters of hubs write them (q4, q4f16).
+GatherBlockQuantized, as onnxruntime-genai's builder and the converters of hubs write them (q4, q4f16); MatMulBnb4,
+whose numbers are places in a table of bitsandbytes.
 
 A product with weights that the file has is not seen here (`canonicalize.stored_blocks`). Others, and rows of a table,
 become float arithmetic, in float32 whatever the dtype; of a table only the rows that a call asks for are computed.
@@ -9,6 +10,8 @@ Source: ONNX Runtime's docs/ContribOperators.md. Notation: N out-features, K in-
 from __future__ import annotations
 
 import math
+
+import numpy as np
 
 from mhsa_compile.frontend.canonicalize.microsoft.node import MicrosoftNode
 
@@ -30,6 +33,28 @@ def matmul_nbits(node: MicrosoftNode) -> None:
     y = write.node("MatMul", x, weight, output="" if bias else node.outputs[0])
     if bias:
         write.node("Add", y, bias, output=node.outputs[0])
+
+
+def matmul_bnb4(node: MicrosoftNode) -> None:
+    """x (..., K), q (bytes,) uint8 of all N rows, one behind the other, the first of two numbers in the upper half, and
+    the largest magnitude of each block of them -> x W^T (..., N). A number is a place in a table of 16."""
+    x, packed, largest = node.inputs[:3]
+    write, dtype = node.rewriter, node.dtype(x, largest)
+    N, K, block = node.attrs["N"], node.attrs["K"], node.attrs["block_size"]
+    n = math.ceil(N * K / block)
+    places = write.node("Cast", packed, to=_INT32)
+    upper = write.node("Div", places, write.constant(16, "int32"))
+    lower = write.node("Sub", places, write.node("Mul", upper, write.constant(16, "int32")))
+    apart = [write.node("Unsqueeze", half, node.ints(-1)) for half in (upper, lower)]
+    every = write.node("Reshape", write.node("Concat", *apart, axis=-1), node.ints(-1))
+    numbers = write.node("Gather", write.constant(_TABLES[node.attrs["quant_type"]], "float32"), every, axis=0)
+    of_block = write.constant(np.arange(N * K) // block, "int64")
+    scales = write.node("Gather", _wide(node, write.node("Reshape", largest, node.ints(n)), dtype), of_block, axis=0)
+    if N * K % 2:
+        numbers = write.node("Slice", numbers, node.ints(0), node.ints(N * K))
+    rows = write.node("Reshape", write.node("Mul", numbers, scales), node.ints(N, K))
+    weight = write.node("Transpose", _narrow(node, rows, dtype), perm=[1, 0])
+    write.node("MatMul", x, weight, output=node.outputs[0])
 
 
 def gather_block_quantized(node: MicrosoftNode) -> None:
@@ -86,7 +111,16 @@ def _unpacked(node: MicrosoftNode, packed: str, bits: int, shape: str) -> str:
     return write.node("Reshape", rest, shape)
 
 
-_FLOAT = 1  # onnx.TensorProto.FLOAT
+_FLOAT, _INT32 = 1, 6  # onnx.TensorProto's
+
+_FP4 = (0.0, 5.208333333e-03, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_TABLES = ((*_FP4, *(-number for number in _FP4)), _NF4)
+"""The numbers of bitsandbytes, by quant_type."""
 
 
 def _wide(node: MicrosoftNode, name: str, dtype: str) -> str:

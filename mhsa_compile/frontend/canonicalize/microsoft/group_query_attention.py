@@ -5,6 +5,7 @@ Notation: B batch, L length of this call, P length of the past's buffer, H heads
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -49,7 +50,7 @@ def _rotate(node: MicrosoftNode, x: str, positions: str, cos: str, sin: str, hea
 def group_query_attention(node: MicrosoftNode) -> None:
     """query (B, L, HE) or all three packed, key and value (B, L, GE), past_key and past_value (B, G, P, E), seqlens_k
     (B,), total_sequence_length, cos_cache, sin_cache, position_ids, attention_bias, head_sink (H,) -> y, present_key,
-    present_value.
+    present_value, and the scores or what the softmax gives, as `qk_output` says.
 
     Causal, unless it says that it is not. The keys and values of row b of the batch stand behind the
     seqlens_k[b] + 1 - L that it has already, or from 0 on where the call brings them all (a first prompt, whose rows
@@ -82,14 +83,20 @@ def group_query_attention(node: MicrosoftNode) -> None:
     if bits == 4:
         key, value = (_packed(node, name) for name in (key, value))
     presents = [name or node.rewriter.fresh("present") for name in node.outputs[1:3]]
+    lengths = whole if past_key else ""
+    if node.attrs.get("sliding_window_cache", 0):
+        window = _Window(node, whole, before, length)
+        lengths, append = window.filled, window.append
+    else:
+        append = functools.partial(_append, node, before=before)
     key, value = (
-        _append(node, new, past, before, present)
+        append(new, past, present=present)
         for new, past, present in zip((key, value), (past_key, past_value), presents, strict=True)
     )
     if bits:
         floats = _unpacked if bits == 4 else _cast
         key, value = (floats(node, name) for name in (key, value))
-    y = _attention(node, query, key, value, whole if past_key else "")
+    y = _attention(node, query, key, value, lengths, before)
     if not bits:
         node.heads_together(y, node.outputs[0])
         return
@@ -102,7 +109,7 @@ def group_query_attention(node: MicrosoftNode) -> None:
         node.write("Cast", product, output=node.outputs[0], to=np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
 
-def _attention(node: MicrosoftNode, query: str, key: str, value: str, lengths: str) -> str:
+def _attention(node: MicrosoftNode, query: str, key: str, value: str, lengths: str, before: str) -> str:
     """y (B, H, L, E): the standard's Attention, or ours where heads have sinks."""
     bias, sinks = node.inputs[10:12]
     attrs: dict[str, Any] = {"is_causal": node.attrs.get("causal", 1), **node.scale}
@@ -114,13 +121,45 @@ def _attention(node: MicrosoftNode, query: str, key: str, value: str, lengths: s
         sinks = node.constant(np.zeros(node.attrs["num_heads"]), node.dtype(node.inputs[0]))
     if node.attrs.get("kv_cache_bit_width", 0):
         bias, sinks = (name and _as_scales(node, name) for name in (bias, sinks))
-    inputs = [query, key, value, bias, "", "", lengths]
-    if not sinks:
-        return node.write("Attention", *inputs, **attrs)
-    attention = helper.make_node("Attention", [*inputs, sinks], [node.rewriter.fresh("attention")], **attrs)
-    node.definitions.define(attention, bool_mask=False)
-    node.rewriter.append(attention)
-    return str(attention.output[0])
+    inputs, outputs = [query, key, value, bias, "", "", lengths], [node.rewriter.fresh("attention")]
+    if node.outputs[3] and (kind := node.attrs.get("qk_output", 0)):
+        outputs += ["", "", node.rewriter.fresh("scores")]
+        attrs["qk_matmul_output_mode"] = _STAGES[kind]
+    if sinks:
+        attention = helper.make_node("Attention", [*inputs, sinks], outputs, **attrs)
+        node.definitions.define(attention, bool_mask=False)
+        node.rewriter.append(attention)
+    else:
+        node.rewriter.nodes("Attention", tuple(inputs), outputs, **attrs)
+    if len(outputs) > 1:
+        _scores(node, outputs[3], key, bias, before)
+    return outputs[0]
+
+
+_STAGES = {1: 1, 2: 3}
+"""Their qk_output -> the standard's qk_matmul_output_mode: capped scores, which masks have not seen; weights."""
+
+
+def _scores(node: MicrosoftNode, scores: str, key: str, bias: str, before: str) -> None:
+    """Their output_qk, of total_sequence_length keys: scores with the bias, 0 where a query does not see a key, or
+    weights."""
+    total = node.write("Reshape", node.write("Cast", node.inputs[6], to=_INT64), node.ints(-1))
+    if node.attrs["qk_output"] == 1:
+        if bias:
+            scores = node.write("Add", scores, bias)
+        visible = _visible(node, key, before)
+        scores = node.write("Where", visible, scores, node.constant(0, node.dtype(node.inputs[0])))
+    node.write("Slice", scores, node.ints(0), total, node.ints(3), output=node.outputs[3])
+
+
+def _visible(node: MicrosoftNode, key: str, before: str) -> str:
+    """(B, 1, L, S): the keys up to a query's own, of a window if there is one."""
+    rows = node.write("Add", node.write("Unsqueeze", before, node.ints(1)), node.positions((node.inputs[0], 1)))
+    own, places = node.write("Unsqueeze", rows, node.ints(1, 3)), node.positions((key, 2))
+    visible = node.write("LessOrEqual", places, own)
+    if (window := node.attrs.get("local_window_size", -1)) <= 0:
+        return visible
+    return node.write("And", visible, node.write("Greater", places, node.write("Sub", own, node.ints(window))))
 
 
 def _as_scales(node: MicrosoftNode, name: str) -> str:
@@ -194,13 +233,47 @@ def _rotate_heads(node: MicrosoftNode, rows: str, positions: str, cos: str, sin:
     return node.write("RotaryEmbedding", rows, cos, sin, positions, **attrs)
 
 
-def _append(node: MicrosoftNode, new: str, past: str, before: str, present: str) -> str:
+def _append(node: MicrosoftNode, new: str, past: str, *, before: str, present: str) -> str:
     """The keys (or values) of this call behind those of the past, as `present`: where the past's buffer has room for
     them, in it; else in one that is longer by what is new."""
     if not past:
         return node.write("Identity", new, output=present)
     room = past if _is_buffer(node, past, present) else node.write("Concat", past, new, axis=2)
     return node.write("TensorScatter", room, new, before, output=present, axis=2)
+
+
+class _Window:
+    """A cache of C keys that holds the last ones of each row of the batch, at least those of the window, from its
+    first place on. Behind T tokens it holds L(T) = T up to T = C; then G = C - window + 1 leave at a time."""
+
+    def __init__(self, node: MicrosoftNode, whole: str, before: str, length: str) -> None:
+        self._node, self._length = node, length
+        self._capacity = node.write("Shape", node.inputs[3], start=2, end=3)
+        self._leaving = node.write("Sub", self._capacity, node.ints(node.attrs["local_window_size"] - 1))
+        self._before = self._held(before)
+        self.filled = node.write("Add", self._before, length)
+        first = node.write("Sub", self.filled, self._held(whole))
+        places = node.write("Add", node.write("Unsqueeze", first, node.ints(1)), node.positions((node.inputs[3], 2)))
+        last = node.write("Sub", node.write("Add", self._capacity, length), node.ints(1))
+        self._kept = node.write("Unsqueeze", node.write("Min", places, last), node.ints(2))
+
+    def _held(self, tokens: str) -> str:
+        """L(T) of each row."""
+        node, zero = self._node, self._node.ints(0)
+        beyond = node.write("Max", node.write("Sub", tokens, self._capacity), zero)
+        above = node.write("Sub", node.write("Add", beyond, self._leaving), node.ints(1))
+        times = node.write("Div", above, self._leaving)
+        return node.write("Sub", tokens, node.write("Mul", times, self._leaving))
+
+    def append(self, new: str, past: str, present: str) -> str:
+        """The keys (or values) that this call reads; those that are kept are `present`."""
+        node = self._node
+        room = node.write("Concat", past, new, axis=2)
+        rows = node.write("TensorScatter", room, new, self._before, axis=2)
+        by_place = node.write("Transpose", rows, perm=[0, 2, 1, 3])
+        kept = node.write("GatherND", by_place, self._kept, batch_dims=1)
+        node.write("Transpose", kept, output=present, perm=[0, 2, 1, 3])
+        return rows
 
 
 def _is_buffer(node: MicrosoftNode, past: str, present: str) -> bool:

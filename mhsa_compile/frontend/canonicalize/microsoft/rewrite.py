@@ -46,6 +46,7 @@ OPERATORS: dict[str, Callable[[MicrosoftNode], None]] = {
     "Gelu": layers.gelu,
     "LayerNormalization": layers.skip_layer_normalization,
     "MatMulIntegerToFloat": quantised.matmul_integer_to_float,
+    "MatMulBnb4": block_quantised.matmul_bnb4,
     "MatMulNBits": block_quantised.matmul_nbits,
     "QEmbedLayerNormalization": quantised.qembed_layer_normalization,
     "QGemm": quantised.gemm,

@@ -1,4 +1,4 @@
-"""exp, log, erf, sigmoid, tanh and what activations make of them, of float32, as arithmetic in TVM's expressions.
+"""exp, log, erf, sigmoid, tanh, arcs and what activations make of them, of float32, as arithmetic in TVM's expressions.
 
 TVM leaves them to the C library, one element at a time: 13 ns for an erf. As arithmetic LLVM computes as many at once
 as a vector holds, 0.3 ns each. No calls, no branches; NaN stays NaN. docs/lab/2026-11-23-fallbacks.md has the figures.
@@ -163,6 +163,56 @@ def tanh(x: Expr) -> Expr:
         return tirx.Select(e > two, _f32(1) - two / (e + two), e / (e + two))
 
     return let(x, of)
+
+
+_ASIN = (0.16666752422, 0.074953002686, 0.045470025998, 0.024181311049, 0.042163199048)
+_ATAN = (-0.333329491539, 0.199777106478, -0.138776856032, 0.0805374449538)
+"""(asin x - x) / x^3 up to 1 / 2 and (atan x - x) / x^3 up to tan(pi / 8), by powers of x^2 (Cephes' asinf, atanf)."""
+
+
+def atan(x: Expr) -> Expr:
+    """atan x with an error below 3 ulp: of a large x from pi / 2 on, of one around 1 from pi / 4 on."""
+    one = _f32(1)
+
+    def of(size: Expr) -> Expr:
+        is_large, is_middle = size > _f32(1 + 2**0.5), size > _f32(2**0.5 - 1)
+        above = tirx.Select(is_large, _f32(-1), tirx.Select(is_middle, size - one, size))
+        below = tirx.Select(is_large, size, tirx.Select(is_middle, size + one, one))
+        first = tirx.Select(is_large, _f32(math.pi / 2), tirx.Select(is_middle, _f32(math.pi / 4), _f32(0)))
+        return let(above / below, lambda t: first + (t + t * (t * t) * _horner(_ATAN, t * t)))
+
+    return let(x, lambda x: _signed(let(tirx.abs(x), of), x))
+
+
+def asin(x: Expr) -> Expr:
+    """asin x with an error below 3 ulp; NaN beyond 1."""
+
+    def of(t: Expr, is_large: Expr) -> Expr:
+        return tirx.Select(is_large, _f32(math.pi / 2) - _f32(2) * t, t)
+
+    return let(x, lambda x: _signed(_half_angle(x, of), x))
+
+
+def acos(x: Expr) -> Expr:
+    """acos x with an error below 3 ulp of the largest of its neighbourhood; NaN beyond 1."""
+
+    def of(x: Expr, t: Expr, is_large: Expr) -> Expr:
+        near = tirx.Select(x < _f32(0), _f32(math.pi) - _f32(2) * t, _f32(2) * t)
+        return tirx.Select(is_large, near, _f32(math.pi / 2) - _signed(t, x))
+
+    return let(x, lambda x: _half_angle(x, partial(of, x)))
+
+
+def _half_angle(x: Expr, body: Callable[[Expr, Expr], Expr]) -> Expr:
+    """body(t, whether |x| > 1 / 2) of t = asin |x|, or asin sqrt((1 - |x|) / 2), half of what is left to pi / 2."""
+
+    def of(size: Expr) -> Expr:
+        is_large = size > _f32(0.5)
+        root = let(tirx.sqrt(_f32(0.5) * (_f32(1) - size)), lambda root: tirx.Select(is_large, root, size))
+        angle = let(root, lambda s: s + s * (s * s) * _horner(_ASIN, s * s))
+        return let(angle, lambda t: body(t, is_large))
+
+    return let(tirx.abs(x), of)
 
 
 def gelu(x: Expr) -> Expr:
