@@ -82,7 +82,7 @@ def run(
 
 
 def _program() -> list[str]:
-    """The program of the package itself: to begin in Python, as the package's own way does, is half of a link's time."""
+    """The program in the package: `python -m ziglang` would start Python first, which is half of a link's time."""
     spec = find_spec("ziglang")
     folders = (spec and spec.submodule_search_locations) or ()
     programs = (Path(folder, name) for folder in folders for name in ("zig", "zig.exe"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import tvm
@@ -92,32 +92,33 @@ class _Iteration:
     allocates, and each view of one, the memory it lies in. What an inner loop's end stores its beginning reads, so the
     statements are gone through until nothing more follows.
 
-    Most stores are into arrays of the iteration's own, and what these hold hardly ever decides a place. So the
+    Most stores are of floats into arrays of the iteration's own, and floats hardly ever decide a place. So the
     statements are gone through without those first: what follows from less leaves no less shared.
     """
 
     def __init__(self, loop: Statement) -> None:
         self.home: dict[Variable, Variable] = {}
-        self.shared = self._shared(loop, with_own=False) and self._shared(loop, with_own=True)
+        self.shared = self._shared(loop, with_floats=False) and self._shared(loop, with_floats=True)
 
-    def _shared(self, loop: Statement, *, with_own: bool) -> list[str]:
-        """The arrays that are written to shared places; `with_own`: values that own arrays hold are followed, too."""
+    def _shared(self, loop: Statement, *, with_floats: bool) -> list[str]:
+        """The arrays that are written to shared places; `with_floats`: floats in own arrays are followed, too."""
         self.following: set[Variable] = {loop.loop_var}
-        steps = list(self._steps(loop.body, with_own))
+        steps = list(self._steps(loop.body, with_floats))
         count, shared = 0, list[str]()
         while count != len(self.following):
             count, shared = len(self.following), [name for step in steps for name in step()]
         return shared
 
-    def _steps(self, body: Statement, with_own: bool) -> Iterator[Callable[[], list[str]]]:
+    def _steps(self, body: Statement, with_floats: bool) -> Iterator[Callable[[], list[str]]]:
         """What the statements do that matters here, in order, with the variables in each looked up once. Each returns
         the arrays that it writes to shared places."""
+        is_float = cache(lambda array: str(array.dtype).startswith(("float", "bfloat")))
         for one in _statements(body):
             kind = type(one)
             if kind is tirx.BufferStore:
                 if (home := self.home.get(one.buffer)) is None:
                     yield partial(self._store, one.buffer, _variables_in(*one.indices))
-                elif with_own:
+                elif with_floats or not is_float(home):
                     yield partial(self._define, home, _variables_in(one.value, *one.indices))
             elif kind is tirx.Bind:
                 yield partial(self._define, one.var, _variables_in(one.value))
