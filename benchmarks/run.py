@@ -100,7 +100,7 @@ def measured(options: argparse.Namespace, console: Console) -> Figures:
 
 
 def measure(workload: Workload, threads: int, options: argparse.Namespace) -> BenchReport:
-    artifact = compile_workload(workload, symbolic=options.symbolic and workload.spec.static_mask is None)
+    artifact = compile_workload(workload, symbolic=options.symbolic and not workload.spec.needs_lengths)
     return bench(artifact, against=options.against, dims=workload.dims, threads=threads, seconds=options.seconds)
 
 

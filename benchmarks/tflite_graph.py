@@ -92,7 +92,7 @@ class Graph:
 def is_plain(problem: Problem) -> bool:
     """Whether `written` has a form for the problem."""
     spec = problem.spec
-    return not (problem.is_masked or spec.is_cross or spec.num_kv_heads != spec.num_heads)
+    return not (problem.spec.hides_keys or spec.is_cross or spec.num_kv_heads != spec.num_heads)
 
 
 def written(problem: Problem, schema: ModuleType) -> bytes:

@@ -43,12 +43,11 @@ def sdpa(problem: GpuProblem, backend: str | None = None) -> Core:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     spec = problem.workload.spec
-    causal_alone = spec.causal is not None and spec.window is None and spec.static_mask is None
-    mask = None if causal_alone else problem.visible
+    mask = None if spec.is_causal_alone else problem.visible
     attend = partial(
         scaled_dot_product_attention,
         attn_mask=mask,
-        is_causal=causal_alone,
+        is_causal=spec.is_causal_alone,
         scale=spec.scale,
         enable_gqa=spec.num_kv_heads != spec.num_heads,
     )
@@ -78,7 +77,7 @@ def flex(problem: GpuProblem, compile: Callable[..., Any] = torch.compile) -> Co
 
     spec, L, S = problem.workload.spec, problem.workload.L, problem.workload.S
     blocks = None
-    pairs = None if spec.static_mask is None else problem.visible
+    pairs = problem.visible if spec.needs_lengths else None
     if pairs is not None or spec.band is not None:
         blocks = create_block_mask(flex_rule(spec.band, L, S, pairs), None, None, L, S, device=problem.device)
     is_grouped = spec.num_kv_heads != spec.num_heads
@@ -95,7 +94,7 @@ def flash_package(module: str, problem: GpuProblem) -> list[Call]:
     except ImportError as error:
         raise ModelError("peer", f"the package {module.partition('.')[0]}", f"none ({error})") from None
     spec = problem.workload.spec
-    if spec.static_mask is not None:
+    if spec.needs_lengths:
         raise ModelError("peer", "causality or a window", "a constant mask, which it has no word for")
     words: dict[str, Any] = {"causal": spec.causal is not None, "softmax_scale": spec.scale}
     if spec.window is not None:

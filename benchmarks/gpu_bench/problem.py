@@ -45,10 +45,7 @@ class GpuProblem:
     def visible(self) -> Tensor | None:
         """(L, S) bool, True takes part: a band and a constant mask together; None where all see all."""
         spec, L, S = self.workload.spec, self.workload.L, self.workload.S
-        pairs = None if spec.band is None else spec.band.visible(range(L), L, S)
-        if spec.static_mask is not None:
-            constant = spec.static_mask.array(L, S)
-            pairs = constant if pairs is None else constant & pairs
+        pairs = spec.visible(range(L), L, S)
         return None if pairs is None else torch.from_numpy(pairs).to(self.device)
 
     def error_share(self, artifact: Artifact, output: Tensor) -> float:

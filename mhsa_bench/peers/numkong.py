@@ -78,7 +78,7 @@ class NumKongAttention:
     @contextmanager
     def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
         _require_bfloat16(problem)
-        if not problem.is_core or problem.is_masked:
+        if not problem.is_core or problem.spec.hides_keys:
             raise ModelError("numkong", "attention of q, k and v that sees all keys: it has no other", "something else")
         widths = problem.spec.head_dim, problem.spec.v_head_dim
         if widths[0] != widths[1] or widths[0] not in WIDTHS:

@@ -104,7 +104,7 @@ def standard(problem: Problem) -> onnx.ModelProto:
     queries = graph.node("Mul", q, graph.constant(np.array(_scale(problem), problem.dtype)))
     rows = queries if G == H else graph.reshaped(queries, B, G, H // G * L, E)
     scores = graph.node("MatMul", rows, graph.node("Transpose", k, perm=[0, 1, 3, 2]))
-    if problem.is_masked:
+    if problem.spec.hides_keys:
         apart = scores if G == H else graph.reshaped(scores, B, H, L, S)
         scores = graph.node("Add", apart, "mask")
         scores = scores if G == H else graph.reshaped(scores, B, G, H // G * L, S)
@@ -152,7 +152,7 @@ def fused_multi_head(problem: Problem) -> onnx.ModelProto:
 def fused_grouped(problem: Problem) -> onnx.ModelProto:
     """Microsoft's GroupQueryAttention: always causal, with a left window; k and v are the keys and values of x."""
     spec, (B, L, S) = problem.spec, _sizes(problem)
-    _require(spec.band is not None and spec.band.right == 0 and spec.static_mask is None, "causal attention")
+    _require(spec.band is not None and spec.band.right == 0 and not spec.needs_lengths, "causal attention")
     _require(spec.mask is None and L == S and spec.head_dim == spec.v_head_dim, "L = S, E = F and no mask of the call")
     graph = GraphBuilder(problem)
     q, k, v = _rows(graph)
@@ -213,9 +213,9 @@ def _scale(problem: Problem) -> float:
 
 def _causality(problem: Problem) -> tuple[int, str]:
     """(unidirectional, the name of the mask): plain causality is an attribute, all else is added."""
-    spec, (_, L, S) = problem.spec, _sizes(problem)
-    plain = spec.causal and L == S and not spec.window and not spec.static_mask and not spec.mask
-    return int(bool(plain)), "" if plain or not problem.is_masked else "mask"
+    _, L, S = _sizes(problem)
+    plain = problem.spec.is_causal_alone and L == S
+    return int(plain), "" if plain or not problem.spec.hides_keys else "mask"
 
 
 def _require(fits: bool, what: str) -> None:

@@ -95,20 +95,11 @@ class Problem:
         source = arrays["k"] if self.is_core else arrays.get("context", arrays.get("key", query))
         return {"B": query.shape[0], "L": query.shape[-2], "S": source.shape[-2]}
 
-    @property
-    def is_masked(self) -> bool:
-        """Whether some query may not see some key."""
-        return self.spec.band is not None or self.spec.static_mask is not None or self.spec.mask is not None
-
     @cached_property
     def visible(self) -> np.ndarray | None:
         """(L, S) bool, True takes part: what causality, a window and a constant mask leave together; None is all."""
         L, S = self.sizes["L"], self.sizes["S"]
-        band = None if self.spec.band is None else self.spec.band.visible(range(L), L, S)
-        if self.spec.static_mask is None:
-            return band
-        constant = self.spec.static_mask.array(L, S)
-        return constant if band is None else constant & band
+        return self.spec.visible(range(L), L, S)
 
     def joined_mask(self, arrays: Arrays) -> np.ndarray | None:
         """All masks as one, broadcastable to (B, H, L, S): bool, or additive where the call's own is; None is none."""

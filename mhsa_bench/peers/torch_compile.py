@@ -73,7 +73,7 @@ def flex_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     spec, (L, S) = problem.spec, (problem.sizes["L"], problem.sizes["S"])
     if problem.visible is None or spec.mask is not None:
         raise ModelError("peer", "a constant mask: FlexAttention is for those", "none, or one of the call")
-    pairs = None if spec.static_mask is None else to_torch(problem.visible)
+    pairs = to_torch(problem.visible) if spec.needs_lengths else None
     blocks = create_block_mask(flex_rule(spec.band, L, S, pairs), None, None, L, S, device="cpu")
     is_grouped = spec.num_kv_heads != spec.num_heads
     core = partial(flex_attention, block_mask=blocks, scale=spec.scale, enable_gqa=is_grouped)

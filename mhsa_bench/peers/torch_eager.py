@@ -70,8 +70,7 @@ def sdpa_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     from torch.nn.functional import scaled_dot_product_attention
 
     spec, (L, S) = problem.spec, (problem.sizes["L"], problem.sizes["S"])
-    plain = spec.window is None and spec.static_mask is None and spec.mask is None
-    is_causal = spec.causal is not None and plain and (spec.causal == "top_left" or L == S)
+    is_causal = spec.is_causal_alone and (spec.causal == "top_left" or L == S)
     mask = None if is_causal else problem.joined_mask(arrays)
     core = partial(
         scaled_dot_product_attention,
@@ -86,7 +85,7 @@ def sdpa_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
 def folded_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     """Attention for decoding that reads keys and values once: its queries are the query heads of a key/value head."""
     spec = problem.spec
-    if spec.num_kv_heads == spec.num_heads or problem.sizes["L"] != 1 or problem.is_masked:
+    if spec.num_kv_heads == spec.num_heads or problem.sizes["L"] != 1 or problem.spec.hides_keys:
         raise ModelError("peer", "one query, several heads on one key/value head, no mask", "something else")
 
     return with_projections(problem, partial(folded_core, spec))

@@ -136,11 +136,8 @@ def _visible_and_bias(
     spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int], L: int, S: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """What these queries see, bool, and what is added to their scores; broadcastable to (1, H, n, S)."""
-    masks = []
-    if spec.band is not None:
-        masks.append(spec.band.visible(rows, L, S))
-    if spec.static_mask is not None:
-        masks.append(np.concatenate([spec.static_mask.rows(row, row + 1, L, S) for row in rows]))
+    places = spec.visible(rows, L, S)
+    masks = [] if places is None else [places]
     bias, mask = None, arrays.get("mask")
     if mask is not None:
         mask = mask[:, np.newaxis, np.newaxis, :] if spec.mask == "key_padding" else mask

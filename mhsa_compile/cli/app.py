@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import warnings
 from collections.abc import Callable
@@ -96,6 +97,7 @@ app.add_typer(_cache, name="cache")
 def main() -> None:
     """The console script. Where a signal ends it, what is unfinished is removed first, and the exit code is the shell's
     for that signal."""
+    gc.set_threshold(20_000, 20, 20)  # importing PyTorch and TVM, and exporting, make many objects and hardly a cycle
     signals: list[int] = []
 
     def end(number: int, _: object) -> NoReturn:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,6 +120,7 @@ def nvidia_folders() -> list[Path]:
     return [Path(folder, "cu13") for folder in (spec and spec.submodule_search_locations) or ()]
 
 
+@cache  # what is imported stays what it was, whatever pip installs meanwhile
 def installed_version(distribution: str) -> str | None:
     """The version that pip installed or, where a packer dropped its notes (*.dist-info), the one that the package's own
     files say; UNKNOWN where they do not, None where there is no such package."""

@@ -383,6 +383,22 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownF
         """The same, with a constant mask that fits all lengths in place of one that may not."""
         return msgspec.structs.replace(self, static_mask=BlockDiagonal(block=3)) if self.needs_lengths else self
 
+    @property
+    def hides_keys(self) -> bool:
+        """Whether some query may not see some key, by its place or by the mask of a call."""
+        return any(one is not None for one in (self.band, self.static_mask, self.mask, self.mask_mod))
+
+    @property
+    def is_causal_alone(self) -> bool:
+        """Whether causality is all that hides keys."""
+        return self.causal is not None and self.window is None and self.static_mask is None and self.mask is None
+
+    def visible(self, rows: Sequence[int], L: int, S: int) -> NDArray[np.bool_] | None:
+        """(rows, S) bool: the keys that some of L queries see by their places, by a band and a constant mask together;
+        None where these hide none."""
+        masks = [one.visible(rows, L, S) for one in (self.band, self.static_mask) if one is not None]
+        return masks[0] if len(masks) == 1 else masks[0] & masks[1] if masks else None
+
     def constant_pairs(self, L: int, S: int) -> NDArray[np.bool_] | None:
         """What is visible whatever the call, (L, S). Raises SpecError for lengths that its mask does not fit."""
         return None if self.static_mask is None else self.static_mask.array(L, S)
@@ -404,15 +420,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownF
 
     def _visible_pairs(self, L: int, S: int) -> int:
         """Pairs that a band and a constant mask leave, counted without an L x S array."""
-        band = self.band
         if self.static_mask is None:
-            return L * S if band is None else band.pairs(L, S)
-        pairs = 0
-        for begin in range(0, L, _ROWS):
-            rows = range(begin, min(begin + _ROWS, L))
-            visible = self.static_mask.rows(rows.start, rows.stop, L, S)
-            pairs += int((visible if band is None else visible & band.visible(rows, L, S)).sum())
-        return pairs
+            return L * S if self.band is None else self.band.pairs(L, S)
+        blocks = (self.visible(range(begin, min(begin + _ROWS, L)), L, S) for begin in range(0, L, _ROWS))
+        return sum(int(visible.sum()) for visible in blocks if visible is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set, resolved, as plain values; None is left out. `from_dict` gives an equal spec.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,19 +28,19 @@ if TYPE_CHECKING:  # what only reads a spec does not load NumPy
 class Pattern(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
     """What a query sees by its place alone: a constant mask, laid out when the lengths are known.
 
-    >>> isinstance(BlockDiagonal(block=2), Pattern), BlockDiagonal(block=2).rows(2, 3, 3, 3).astype(int)
+    >>> isinstance(BlockDiagonal(block=2), Pattern), BlockDiagonal(block=2).visible([2], 3, 3).astype(int)
     (True, array([[0, 0, 1]]))
     """
 
     def array(self, L: int, S: int) -> BoolArray:
         """(L, S), True takes part. Raises InputError where the pattern does not fit the lengths."""
-        return self.rows(0, L, L, S)
+        return self.visible(range(L), L, S)
 
-    def rows(self, first: int, last: int, L: int, S: int) -> BoolArray:
-        """Rows `first` to `last` of `array(L, S)`: long masks can be looked at without being made whole."""
+    def visible(self, rows: Sequence[int], L: int, S: int) -> BoolArray:
+        """Some rows of `array(L, S)`: long masks can be looked at without being made whole."""
         import numpy as np
 
-        return self._sees(np.arange(first, last)[:, np.newaxis], np.arange(S), L, S)
+        return self._sees(np.asarray(rows, np.int64)[:, np.newaxis], np.arange(S), L, S)
 
     def _sees(self, i: Indices, j: Indices, L: int, S: int) -> BoolArray:
         """Whether queries i (n, 1) see keys j (S,)."""
@@ -232,8 +232,8 @@ class ArrayMask(Pattern, frozen=True):
             _check(self, "shape", size, 0)
         msgspec.structs.force_setattr(self, "shape", shape)
 
-    def rows(self, first: int, last: int, L: int, S: int) -> BoolArray:
-        """Rows `first` to `last`. Raises InputError for other lengths, SpecError for bits that are not as many."""
+    def visible(self, rows: Sequence[int], L: int, S: int) -> BoolArray:
+        """Some rows. Raises InputError for other lengths, SpecError for bits that are not as many."""
         import numpy as np
 
         if self.shape != (L, S):
@@ -241,7 +241,7 @@ class ArrayMask(Pattern, frozen=True):
         with reading(SpecError, "arraymask.bits", "base64 of zlib's bytes"):
             packed = np.frombuffer(zlib.decompress(base64.b64decode(self.bits)), np.uint8)
             visible = np.unpackbits(packed, count=L * S).reshape(L, S).astype(np.bool_)
-        return np.asarray(visible[first:last])
+        return np.asarray(visible[np.asarray(rows, np.int64)])
 
 
 AnyPattern = Longformer | BigBird | Strided | BlockDiagonal | Documents | ArrayMask

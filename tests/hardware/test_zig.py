@@ -12,11 +12,12 @@ from mhsa_compile.hardware import zig
 
 
 def pretended(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """A package `ziglang` that runs `program` instead."""
+    """A package `ziglang` that runs `program` instead, in Python, as one without a program of its own does."""
     (folder / "ziglang").mkdir()
     (folder / "ziglang" / "__main__.py").write_text(program)
     (folder / "ziglang" / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(folder)
 
 
 def test_one_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_patterns(text: str, L: int, S: int) -> None:
     array = pattern.array(L, S)
     assert array.dtype == np.bool_
     assert array.tolist() == expected
-    assert pattern.rows(2, 5, L, S).tolist() == expected[2:5]
+    assert pattern.visible([4, 2], L, S).tolist() == [expected[4], expected[2]]
 
 
 def test_bigbird_draws_blocks_that_were_not_visible() -> None:

@@ -170,7 +170,7 @@ def test_an_array_is_a_constant_mask() -> None:
     for again in (AttentionSpec.from_json(spec.to_json()), AttentionSpec.from_toml(spec.to_toml())):
         assert again == spec and again.static_mask is not None
         assert np.array_equal(again.static_mask.array(7, 5), array)
-        assert np.array_equal(again.static_mask.rows(2, 4, 7, 5), array[2:4])
+        assert np.array_equal(again.static_mask.visible([2, 3], 7, 5), array[2:4])
         with pytest.raises(InputError, match=r"dims: expected the lengths of the mask's array, \(7, 5\)"):
             again.static_mask.array(5, 7)
     spoiled = {"kind": "arraymask", "shape": [7, 5], "bits": "no zlib"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import tvm
@@ -91,58 +91,65 @@ class _Iteration:
     `following` are those variables, and the arrays that hold such values; `home` is for each array that the iteration
     allocates, and each view of one, the memory it lies in. What an inner loop's end stores its beginning reads, so the
     statements are gone through until nothing more follows.
+
+    Most stores are of floats into arrays of the iteration's own, and floats hardly ever decide a place. So the
+    statements are gone through without those first: what follows from less leaves no less shared.
     """
 
     def __init__(self, loop: Statement) -> None:
-        self.following: set[Variable] = {loop.loop_var}
         self.home: dict[Variable, Variable] = {}
-        steps = list(self._steps(loop.body))
-        count = 0
-        while count != len(self.following):
-            count, self.shared = len(self.following), list[str]()
-            for step in steps:
-                step()
+        self.shared = self._shared(loop, with_floats=False) and self._shared(loop, with_floats=True)
 
-    def _steps(self, body: Statement) -> Iterator[Callable[[], None]]:
-        """What the statements do that matters here, in order, with the variables in each looked up once."""
+    def _shared(self, loop: Statement, *, with_floats: bool) -> list[str]:
+        """The arrays that are written to shared places; `with_floats`: floats in own arrays are followed, too."""
+        self.following: set[Variable] = {loop.loop_var}
+        steps = list(self._steps(loop.body, with_floats))
+        count, shared = 0, list[str]()
+        while count != len(self.following):
+            count, shared = len(self.following), [name for step in steps for name in step()]
+        return shared
+
+    def _steps(self, body: Statement, with_floats: bool) -> Iterator[Callable[[], list[str]]]:
+        """What the statements do that matters here, in order, with the variables in each looked up once. Each returns
+        the arrays that it writes to shared places."""
+        is_float = cache(lambda array: str(array.dtype).startswith(("float", "bfloat")))
         for one in _statements(body):
             kind = type(one)
             if kind is tirx.BufferStore:
-                value, indices = _variables_in(one.value), _variables_in(*one.indices)
-                yield partial(self._store, one.buffer, value, indices)
+                if (home := self.home.get(one.buffer)) is None:
+                    yield partial(self._store, one.buffer, _variables_in(*one.indices))
+                elif with_floats or not is_float(home):
+                    yield partial(self._define, home, _variables_in(one.value, *one.indices))
             elif kind is tirx.Bind:
                 yield partial(self._define, one.var, _variables_in(one.value))
             elif kind is tirx.AllocBuffer:
-                yield partial(self.home.__setitem__, one.buffer, one.buffer)
+                self.home[one.buffer] = one.buffer
             elif kind is tirx.DeclBuffer:
-                yield partial(self._view, one.buffer, _variables_in(one.data))
+                self._view(one.buffer, _variables_in(one.data))
             elif kind is tirx.Evaluate:
                 yield partial(self._call, one.value, _variables_in(one.value))
             elif kind is tirx.For:  # where it ends is no place: what begins at 0 is shared from there on
                 yield partial(self._define, one.loop_var, _variables_in(one.min))
 
-    def _store(self, buffer: Variable, value: Variables, indices: Variables) -> None:
-        home = self.home.get(buffer)
-        if home is None:
-            if not self._follows(indices):
-                self.shared.append(str(buffer.name))
-        elif home not in self.following and (self._follows(value) or self._follows(indices)):
-            self.following.add(home)
+    def _store(self, buffer: Variable, indices: Variables) -> list[str]:
+        return [] if self._follows(indices) else [str(buffer.name)]
 
-    def _define(self, variable: Variable, value: Variables) -> None:
+    def _define(self, variable: Variable, value: Variables) -> list[str]:
         if self._follows(value):
             self.following.add(variable)
+        return []
 
     def _view(self, buffer: Variable, data: Variables) -> None:
         """Notes an array over memory that is there: it is the iteration's own, if that memory is."""
         if homes := [self.home[one] for one in data if one in self.home]:
             self.home[buffer] = homes[0]
 
-    def _call(self, call: Any, variables: Variables) -> None:
+    def _call(self, call: Any, variables: Variables) -> list[str]:
         """A call is taken to write into every array that it is told of, but for a prefetch."""
         arrays = [one for one in variables if one not in self.home and tirx.is_buffer_var(one)]
         if arrays and not self._follows(variables) and "llvm.prefetch" not in str(call):
-            self.shared += [str(one.name) for one in arrays]
+            return [str(one.name) for one in arrays]
+        return []
 
     def _follows(self, variables: Variables) -> bool:
         return any(self.home.get(one, one) in self.following for one in variables)
