@@ -25,7 +25,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app search-page browser windows test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits quantised-files kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles bench-ways accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release clean
+.PHONY: help demo search-app search-page browser windows test test-thorough test-all choose-tests test-arm test-tiles cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-caches fuzz-files fuzz-edits quantised-files kill-tuning races helgrind feature-files same-code fleet pictures site lint textbook bench bench-app bench-models bench-decoders bench-tiles bench-ways accuracy bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive release lock clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -240,6 +240,10 @@ cuda-compiler: $(CUDA)  ## The extra `cuda`: with it, `make test` compiles for G
 
 release: $(STAMP)  ## dist/*.whl: mhsa-runtime, which loads and runs artifacts, for x86-64 and aarch64, and mhsa-compile, the rest
 	@$(BIN)/python release/wheels.py
+
+lock: $(STAMP)  ## release/runtime-requirements.txt: what mhsa-runtime needs, with hashes, by uv
+	@$(PIP) uv
+	@$(BIN)/python -m release.lock
 
 clean:  ## Removes .venv, build, dist and caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ something in it has no code here, and where PyTorch is faster: a warning says wh
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +90,8 @@ def compile_graph(
     except MhsaError as error:
         if read.is_strict:
             raise
-        return _left(graph, f"{error.argument}: expected {error.expected}, got {error.got}", read)
+        why = f"{error.argument}: expected {error.expected}, got {error.got}"
+        return _left(graph, why + _way_out(program, error), read)
     if any(op.float32_reason for op in manifest.ops) and read.float32_products != "auto":
         warnings.warn(f"torch.compile: float32_products: {manifest.float32_outcome()}", stacklevel=2)
     inputs = program.with_numbers(example_inputs)
@@ -98,6 +100,14 @@ def compile_graph(
     if (ratio := _time_by_eager(graph, bound, inputs)) > _SLOWER:
         return _left(graph, f"it takes {ratio:.2f} of PyTorch's time", read)
     return bound
+
+
+def _way_out(program: CapturedGraph, error: MhsaError) -> str:
+    """What to do where an error names a size that Dynamo left free, and that may be one that never changes."""
+    symbols = {symbol for axes in program.free_dims().values() for symbol in axes.values()}
+    if symbols.isdisjoint(re.findall(r"\w+", error.expected)):
+        return ""
+    return "; fix a size that never changes by torch._dynamo.mark_static(x, axis), or leave out dynamic=True"
 
 
 def _left(graph: fx.GraphModule, why: str, options: BackendOptions) -> RunGraph:

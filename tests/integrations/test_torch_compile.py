@@ -275,6 +275,31 @@ def test_what_stays_with_pytorch_is_said(module: nn.Module, why: str) -> None:
             assert torch.equal(compiled(module)(x.clone()), expected)
 
 
+class Boxes(nn.Module):
+    """Reads places on an axis of four, which dynamic=True leaves free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 32)
+
+    def forward(self, x: Tensor, box: Tensor) -> Tensor:
+        x = x + self.linear(box[:, :, 3:4] - box[:, :, 1:2])
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.thorough
+def test_a_size_that_cannot_be_free_can_be_fixed_as_the_warning_says() -> None:
+    boxes, x, box = Boxes().eval(), torch.randn(2, 7, 32), torch.randn(2, 7, 4)
+    with torch.inference_mode():
+        expected = boxes(x, box)
+        with pytest.warns(UserWarning, match=r"free, got one that takes at least 4 there; fix .*mark_static"):
+            assert torch.equal(compiled(boxes)(x, box), expected)
+        torch._dynamo.mark_static(box, 2)
+        torch._dynamo.reset()
+        strict = compiled(boxes, options={"strict": True})
+        assert torch.allclose(strict(x, box), expected, atol=1e-5)
+
+
 @pytest.mark.thorough
 def test_gradients_are_pytorchs() -> None:
     layer, x = Layer().eval(), torch.randn(2, 7, 32)

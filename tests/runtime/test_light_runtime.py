@@ -22,13 +22,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.utils import canonicalize_name
 from support import light_runtime
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.hardware import environment
 from mhsa_compile.runtime import tvm_runtime
-from release import wheels
+from release import lock, wheels
 
 MACHINE = platform.machine()
 EXAMPLE = light_runtime.REPOSITORY / "examples" / "light_runtime"
@@ -288,3 +289,15 @@ def test_an_empty_environment(wheel: Path, artifact: Path, tmp_path: Path, name:
     pip(python, "uninstall", "--yes", "mhsa-compile")
     assert not (folder / "mhsa_compile/compiler/pipeline.py").exists()
     run([str(python)], variables, artifact, tmp_path)
+
+
+def test_the_lock_has_a_hash_for_all_that_the_wheel_needs() -> None:
+    text = lock.LOCK.read_text()
+    pins = dict(line.split("==") for line in re.findall(r"^[^#\s]+==\S+", text, re.MULTILINE))
+    hashes = re.split(r"^[^#\s]+==.*$", text, flags=re.MULTILINE)[1:]
+    assert pins.keys() == {canonicalize_name(name) for name in light_runtime.DEPENDENCIES}
+    constraints = (light_runtime.REPOSITORY / "constraints.txt").read_text().splitlines()
+    tested = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in constraints)}
+    assert {name: tested[name] for name in pins} == pins
+    assert all(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", listed) for listed in hashes)
+    assert "://" not in text  # whichever index pip is set up with
