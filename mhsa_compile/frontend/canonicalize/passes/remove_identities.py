@@ -1,5 +1,5 @@
-"""Nodes that pass a value on as it is: Identity of a weight that layers share, Dropout at inference, idle views, casts to
-the dtype that there is."""
+"""Nodes that pass a value on as it is: Identity of a weight that layers share, Dropout at inference, views and casts
+that leave shape and dtype as they are."""
 
 from __future__ import annotations
 
