@@ -314,8 +314,7 @@ def _blocks(schedule: s_tir.Schedule) -> list[Any]:
 
 
 def _inline(schedule: s_tir.Schedule) -> None:
-    """Computes what only elements of the same place read where they are read, and what a last sum alone reads, and copies.
-    """
+    """Computes where it is read what only elements of the same place read, or a last sum alone; and what is a copy."""
     for block in _blocks(schedule):
         own, consumers = schedule.get(block), schedule.get_consumers(block)
         readers = [schedule.get(consumer) for consumer in consumers]
