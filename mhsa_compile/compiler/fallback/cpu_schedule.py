@@ -20,6 +20,7 @@ import tvm_ffi
 from tvm import relax, s_tir, te, tirx, topi
 from tvm.ir import Expr
 from tvm.s_tir.schedule import ScheduleError
+from tvm_ffi import structural_equal
 
 from mhsa_compile.compiler.calls import with_calls
 from mhsa_compile.compiler.fallback import running_sums, top_k, traces
@@ -348,7 +349,9 @@ def _elements_read(body: Any) -> list[Any]:
 def _is_copy(block: Any) -> bool:
     """Whether a block writes each element as it reads it, as a cast to the dtype that it has does."""
     value = block.body.value if isinstance(block.body, tirx.BufferStore) else None
-    return isinstance(value, tvm.ir.TensorLoad) and list(value.indices) == list(block.body.indices)
+    if not isinstance(value, tvm.ir.TensorLoad) or len(value.indices) != len(block.body.indices):
+        return False
+    return all(map(structural_equal, value.indices, block.body.indices))
 
 
 def _same_elements(block: Any, reader: Any, is_last: bool) -> bool:
