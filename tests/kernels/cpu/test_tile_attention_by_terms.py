@@ -124,7 +124,7 @@ SOME = ("causal", "window from the end", "bool mask", "additive mask", "lengths,
         "one key wins", "static, heads", "F more", "fused")  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough_but("causal-bf16x3")
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("name", SOME)
 def test_features_of_scores(name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.rewriting.model_edges import refuse_at_edges
 from mhsa_compile.frontend.onnx_graph import (
     GraphView,
     all_nodes,
@@ -44,13 +44,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
 
     Raises ModelError for one that takes or gives them, and for a Cast to them.
     """
-    constants = {tensor.name for tensor in model.graph.initializer}
-    for role, values in (("input", model.graph.input), ("output", model.graph.output)):
-        for value in values:
-            if value.type.tensor_type.elem_type in _KINDS and value.name not in constants:
-                got = f"one of {helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)}"
-                hint = "Put the DequantizeLinear beside it into the file, so that floats cross the edge."
-                raise ModelError(f"{role} {value.name!r}", "a tensor of a dtype that NumPy has", got, hint)
+    refuse_at_edges(model, _KINDS, "Put the DequantizeLinear beside it into the file, so that floats cross the edge.")
     stated = (attribute.i for node in all_nodes(model.graph) for attribute in node.attribute if _is_dtype(attribute))
     if not any(code in _KINDS for code in (*stated, *(tensor.data_type for tensor in tensors_of(model)))):
         return model

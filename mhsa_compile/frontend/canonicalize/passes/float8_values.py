@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.rewriting.model_edges import refuse_at_edges
 from mhsa_compile.frontend.detach_weights import LARGE
 from mhsa_compile.frontend.onnx_graph import (
     GraphView,
@@ -44,22 +45,12 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises ModelError for one that takes or gives them, and for a QuantizeLinear or a Cast that does not saturate
     or gives powers of two.
     """
-    _check_edges(model)
+    refuse_at_edges(model, _KINDS, _FLOATS_AT_EDGES)
     _check_powers(model)
     if not any(True for _ in _mentions(model.graph)):
         return model
     result = copy.deepcopy(model)
     return _Floats(model, result.graph).written(result)
-
-
-def _check_edges(model: onnx.ModelProto) -> None:
-    constants = {tensor.name for tensor in model.graph.initializer}
-    for role, values in (("input", model.graph.input), ("output", model.graph.output)):
-        for value in values:
-            if value.type.tensor_type.elem_type in _KINDS and value.name not in constants:
-                got = f"one of {helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)}"
-                hint = "Put the Cast or the DequantizeLinear beside it into the file, so that floats cross the edge."
-                raise ModelError(f"{role} {value.name!r}", "a tensor of a dtype that NumPy has", got, hint)
 
 
 def _check_powers(model: onnx.ModelProto) -> None:
@@ -73,6 +64,7 @@ def _check_powers(model: onnx.ModelProto) -> None:
             raise ModelError(f"weight {tensor.name!r}", "a dtype that is understood", "float8_e8m0", _AS_FLOATS)
 
 
+_FLOATS_AT_EDGES = "Put the Cast or the DequantizeLinear beside it into the file, so that floats cross the edge."
 _AS_FLOATS = "Write the scales that it holds as float32."
 
 
