@@ -107,6 +107,12 @@ def add_import(model: onnx.ModelProto, domain: str) -> None:
         model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
 
 
+def names_in(model: onnx.ModelProto) -> set[str]:
+    """The names of a model's nodes, values and weights, in branches, too."""
+    names = {name for node in all_nodes(model.graph) for name in (*reads(node), *node.output, node.name)}
+    return names | {tensor.name for tensor in model.graph.initializer}
+
+
 def fresh_name(hint: str, names: set[str]) -> str:
     """A name that begins with `hint`, and is in `names` from now on."""
     name, count = hint, 0

@@ -391,7 +391,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, metaclass=_KnownF
     @property
     def is_causal_alone(self) -> bool:
         """Whether causality is all that hides keys."""
-        return self.causal is not None and self.window is None and self.static_mask is None and self.mask is None
+        others = self.window, self.static_mask, self.mask, self.mask_mod
+        return self.causal is not None and all(one is None for one in others)
 
     def visible(self, rows: Sequence[int], L: int, S: int) -> NDArray[np.bool_] | None:
         """(rows, S) bool: the keys that some of L queries see by their places, by a band and a constant mask together;

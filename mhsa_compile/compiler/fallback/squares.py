@@ -6,6 +6,7 @@ Notation: (B, M, N) becomes (B, N, M), each of them some axes side by side.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from tvm import tirx
@@ -48,17 +49,14 @@ def _places(block: Any) -> list[int] | None:
     is_copy = len(read) == len(written) == len(variables) and str(body.value.ty.dtype) == "float32"
     if not is_copy or not all(index.same_as(variable) for index, variable in zip(written, variables, strict=True)):
         return None
-    found = [next((k for k, variable in enumerate(variables) if index.same_as(variable)), -1) for index in read]
-    return found if sorted(found) == list(range(len(variables))) else None
+    places = [next((k for k, variable in enumerate(variables) if index.same_as(variable)), -1) for index in read]
+    return places if sorted(places) == list(range(len(variables))) else None
 
 
 def _is_less(sizes: list[Expr], lanes: int) -> bool:
     """Whether axes are known to have fewer elements together than a vector."""
     known = [int(size) for size in sizes if isinstance(size, tirx.IntImm)]
-    total = 1
-    for size in known:
-        total *= size
-    return len(known) == len(sizes) and total < lanes
+    return len(known) == len(sizes) and prod(known) < lanes
 
 
 def _function(shape: list[Expr], begin: int, second: int, lanes: int) -> tirx.PrimFunc:

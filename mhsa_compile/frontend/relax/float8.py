@@ -43,8 +43,8 @@ def cast_to_float8(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> An
 
 
 def _rounded(x: Any, kind: _Kind) -> Any:
-    """Of a normal number the bits behind its mantissa are rounded away as those of a whole number; what is smaller is a
-    multiple of the least step."""
+    """The nearest number of a kind: bits behind its mantissa are rounded away as a whole number's are; what is smaller
+    than a normal number becomes a multiple of the least step."""
     bits = tirx.reinterpret("int32", x)
     size = tirx.min(bits & _whole(~_SIGN), _bits_of(kind.largest))
     cut, step = 23 - kind.mantissa, 2.0 ** (kind.least - kind.mantissa)

@@ -23,8 +23,8 @@ from mhsa_compile.frontend.onnx_graph import (
     branches,
     fresh_name,
     is_standard,
+    names_in,
     node_error,
-    reads,
     replace,
     tensors_of,
 )
@@ -61,8 +61,7 @@ class _Bytes:
 
     def __init__(self, model: onnx.ModelProto, result: onnx.ModelProto) -> None:
         self._view, self._result = GraphView(model), result
-        self._names = {name for node in all_nodes(model.graph) for name in (*reads(node), *node.output, node.name)}
-        self._names |= {tensor.name for tensor in model.graph.initializer}
+        self._names = names_in(model)
 
     def written(self) -> onnx.ModelProto:
         self._rewrite(self._result.graph)

@@ -24,8 +24,8 @@ from mhsa_compile.frontend.onnx_graph import (
     branches,
     fresh_name,
     is_standard,
+    names_in,
     node_error,
-    reads,
     replace,
     tensors_of,
 )
@@ -87,8 +87,7 @@ class _Floats:
 
     def __init__(self, model: onnx.ModelProto, graph: onnx.GraphProto) -> None:
         self._graph, self._view = graph, GraphView(model)
-        self._names = {name for node in all_nodes(model.graph) for name in (*reads(node), *node.output, node.name)}
-        self._names |= {tensor.name for tensor in model.graph.initializer}
+        self._names = names_in(model)
         self._inner = {t.name: t.data_type for node in all_nodes(graph) for g in branches(node) for t in g.initializer}
         self._nodes: list[onnx.NodeProto] = []
 
