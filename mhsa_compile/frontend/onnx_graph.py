@@ -54,6 +54,10 @@ class GraphView:
     def consumers(self, name: str) -> list[onnx.NodeProto]:
         return self._consumers[name]
 
+    def is_read_once(self, name: str) -> bool:
+        """Whether one input of one node is all that reads a value."""
+        return len(self._consumers[name]) == 1 and name not in self.outputs
+
     def shape(self, name: str) -> tuple[GraphDim, ...] | None:
         """The dims of a value, or None where its rank is unknown."""
         if name in self.initializers:

@@ -1,11 +1,11 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Eighteen steps, each from a whole model to a whole model: weights become initializers, values of eight-bit floats
+Nineteen steps, each from a whole model to a whole model: weights become initializers, values of eight-bit floats
 float32, blocks whose columns are in another order those in order, weights in blocks or of four bits floats that are
 made of bytes, other numbers of so few bits bytes, loops their steps, the opset is raised, operators that ONNX defines
 by others are written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get the length
-of the sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, norms that are
-written out become one operator, convolutions of one pixel linears and sequences the parts of a Split, what is known of
+of the sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, norms and GELUs
+that are written out become one operator each, convolutions of one pixel linears and sequences the parts of a Split, what is known of
 shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes that change nothing disappear,
 and decomposed attention becomes one node.
 Then outputs are added that say what attentions do inside, where they are asked for.
@@ -33,6 +33,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     few_bit_values,
     float8_values,
     gather,
+    gelus,
     loops,
     max_pools,
     norms,
@@ -116,7 +117,7 @@ def _in_standard_words(
     loops.refuse(small)
     standard = _standard(small)
     small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
-    plain = norms.rewrite(without_aliases(max_pools.rewrite(value_blocks.rewrite(small))))
+    plain = norms.rewrite(gelus.rewrite(without_aliases(max_pools.rewrite(value_blocks.rewrite(small)))))
     if (plain := sequences.rewrite(pointwise_conv.rewrite(plain))) is not small:
         small = propagate_shapes(without_aliases(plain), limits)
     small, theirs = microsoft.rewrite(small, tensors, limits)

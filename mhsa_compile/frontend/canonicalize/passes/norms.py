@@ -55,7 +55,7 @@ def _scaled(graph: KnownGraph, node: onnx.NodeProto) -> tuple[_Norm, str] | None
     for normed in node.input:
         rows = graph.dims(normed)
         weight = _other(graph, node, normed, rows[-1:]) if rows and isinstance(rows[-1], int) else None
-        if weight is not None and _read_once(graph, normed) and (norm := _norm(graph, normed)) is not None:
+        if weight is not None and graph.is_read_once(normed) and (norm := _norm(graph, normed)) is not None:
             return norm, weight
     return None
 
@@ -98,7 +98,7 @@ def _epsilon(graph: KnownGraph, name: str, c: str) -> float | None:
 
 def _is_square(graph: KnownGraph, name: str, c: str) -> bool:
     node = graph.producer(name)
-    if node is None or not _read_once(graph, name):
+    if node is None or not graph.is_read_once(name):
         return False
     power = is_standard(node, "Pow") and node.input[0] == c and graph.scalar(node.input[1]) == 2
     return power or (is_standard(node, "Mul") and list(node.input) == [c, c])
@@ -125,7 +125,3 @@ def _other(graph: KnownGraph, node: onnx.NodeProto, name: str, dims: tuple[objec
     first, second = node.input
     other = str(second if first == name else first)
     return other if first != second and graph.dims(other) == dims and graph.dtype(other) == "float32" else None
-
-
-def _read_once(graph: KnownGraph, name: str) -> bool:
-    return len(graph.consumers(name)) == 1 and name not in graph.outputs

@@ -38,6 +38,22 @@ ERF_LARGE = (
 )
 
 
+# log2 of the share of a normal distribution beyond a, weighted minimax by Lawson's iteration: up to 6.5 the share has an
+# error of 1.5e-9, from there on it falls as fast as the share itself, to 2^-66000 at 20.
+NORMAL_TAIL = (
+    -1.0,
+    -1.1511043310165405,
+    -0.4592211842536926,
+    -0.05243486911058426,
+    0.006927981041371822,
+    2.3997710741241463e-05,
+    -0.000295389472739771,
+    8.211359818233177e-05,
+    -1.2083240108040627e-05,
+    9.711612847240758e-07,
+    -3.3312055336409685e-08,
+)
+
 EXP_END, EXP_FLOOR = 89.0, -104.0
 """exp is infinite from the first on, and 0 below the second."""
 LN2_HIGH = 0.693145751953125
@@ -216,13 +232,19 @@ def _half_angle(x: Expr, body: Callable[[Expr, Expr], Expr]) -> Expr:
 
 
 def gelu(x: Expr) -> Expr:
-    return x * (_f32(0.5) + erf(x * _f32(0.5**0.5)) * _f32(0.5))
+    """x times the share of a normal distribution below x, of which what lies beyond |x| is a single power of two."""
+
+    def of(x: Expr) -> Expr:
+        beyond = let(let(tirx.abs(x), partial(_horner, NORMAL_TAIL)), _exp2)
+        return let(beyond, lambda p: x * tirx.Select(x < _f32(0), p, _f32(1) - p))
+
+    return let(x, of)
 
 
 def gelu_tanh(x: Expr) -> Expr:
-    """GELU by tanh, as GPT-2 has it."""
-    inner = (x + cube(x) * _f32(0.044715)) * _f32((2 / math.pi) ** 0.5)
-    return x * _f32(0.5) * (_f32(1) + tanh(inner))
+    """GELU by tanh, as GPT-2 has it: (1 + tanh u) / 2 is the sigmoid of 2 u."""
+    scale = _f32(2 * (2 / math.pi) ** 0.5)
+    return let(x, lambda x: x * let((x + cube(x) * _f32(0.044715)) * scale, sigmoid))
 
 
 def silu(x: Expr) -> Expr:
