@@ -22,7 +22,7 @@ from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files.foreign_errors import entry_point, reading, refusal_of
 from mhsa_compile.files.opened_once import HashedFile
 from mhsa_compile.hardware import host
-from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
+from mhsa_compile.runtime import cuda_devices, kv_cache, large_pages, tvm_runtime
 from mhsa_compile.runtime.array_memory import is_torch
 from mhsa_compile.runtime.artifact.artifact import Artifact, open_artifact, stored_weights
 from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
@@ -466,7 +466,10 @@ class _Threads(threading.local):
     def bind(self, weights: list[Any], shared: SharedWeights | None) -> tuple[Any, ...]:
         """Packs the weights, and takes them out of their list; all threads share the result."""
         self._prepare({})
-        return bound(self._vm.machine, weights, self._bind, shared)
+        packed = bound(self._vm.machine, weights, self._bind, shared)
+        if shared is not None:  # who binds other weights to the same code may do so again and again
+            large_pages.collapse(packed)
+        return packed
 
     def _bind(self, function: Callable[..., Any], weights: list[Any]) -> Any:
         packed = function(*map(self.runtime.ffi.from_dlpack, weights))
