@@ -22,6 +22,7 @@ import numpy as np
 
 from mhsa_compile.runtime.array_memory import address
 
+_END = 1 << 64  # of the address space
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 COLLAPSE = 25
 """MADV_COLLAPSE, of Linux 6.1; older kernels refuse it."""
@@ -51,7 +52,7 @@ def page_size() -> int | None:
 def pages(arrays: Sequence[Any], size: int) -> Iterator[int]:
     """Where large pages begin that are full of arrays, next to each other or nearly so."""
     first = end = 0
-    for begin, after in [*sorted(map(_extent, arrays)), (math.inf, math.inf)]:
+    for begin, after in [*sorted(map(_extent, arrays)), (_END, _END)]:
         if begin - end > GAP:
             yield from range(-(-first // size) * size, end // size * size, size)
             first = begin

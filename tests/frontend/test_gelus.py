@@ -50,7 +50,7 @@ PRODUCTS = {
 
 
 def written_out(argument: str, product: str, **changed: str) -> onnx.ModelProto:
-    """x (B, 5, 7) -> y; `changed` puts other values in the place of those that nodes read, and lists further outputs."""
+    """x (B, 5, 7) -> y; `changed` puts other values in the place of those that nodes read, and has one more output."""
     kind = "Erf" if argument in ("divided", "multiplied") else "Tanh"
     more = changed.pop("output", "")
     nodes = [*ARGUMENTS[argument], N(kind, ["z"], ["e"]), N("Add", ["e", "one"], ["gate"]), *PRODUCTS[product]]

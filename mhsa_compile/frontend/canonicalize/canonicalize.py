@@ -5,9 +5,9 @@ float32, blocks whose columns are in another order those in order, weights in bl
 made of bytes, other numbers of so few bits bytes, loops their steps, the opset is raised, operators that ONNX defines
 by others are written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get the length
 of the sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, norms and GELUs
-that are written out become one operator each, convolutions of one pixel linears and sequences the parts of a Split, what is known of
-shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes that change nothing disappear,
-and decomposed attention becomes one node.
+that are written out become one operator each, convolutions of one pixel linears and sequences the parts of a Split,
+what is known of shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes that change
+nothing disappear, and decomposed attention becomes one node.
 Then outputs are added that say what attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.

@@ -25,7 +25,7 @@ CUBIC = 0.044715
 
 
 @dataclass(frozen=True)
-class _Product:
+class _Factors:
     """A number times values, by their names, sorted."""
 
     number: float
@@ -92,36 +92,36 @@ def _terms(graph: KnownGraph, name: str) -> list[tuple[float, str]]:
     return [(number, other) for number, other in numbers if number is not None]
 
 
-def _power(graph: KnownGraph, name: str) -> _Product:
+def _power(graph: KnownGraph, name: str) -> _Factors:
     """What a value is the product of, powers as what they multiply."""
     product = _product(graph, name)
     values: list[str] = []
     for value in product.values:
-        node = graph.producer(value, "Pow")
-        exponent = None if node is None or not graph.is_read_once(value) else graph.scalar(node.input[1])
-        whole = exponent in (2, 3)
-        values += [node.input[0]] * int(exponent or 0) if node is not None and whole else [value]
-    return _Product(product.number, tuple(sorted(values)))
+        node = graph.producer(value, "Pow") if graph.is_read_once(value) else None
+        count = {2: 2, 3: 3}.get(graph.scalar(node.input[1]) or 0) if node is not None else None
+        values += [value] if node is None or count is None else [node.input[0]] * count
+    return _Factors(product.number, tuple(sorted(values)))
 
 
-def _product(graph: KnownGraph, name: str) -> _Product:
+def _product(graph: KnownGraph, name: str) -> _Factors:
     """What a value is the product of; itself where something else reads it."""
     node = graph.producer(name)
     if node is None or not is_standard(node, "Mul", "Div") or not graph.is_read_once(name):
-        return _Product(1.0, (name,))
+        return _Factors(1.0, (name,))
     return _factors(graph, node)
 
 
-def _factors(graph: KnownGraph, node: onnx.NodeProto) -> _Product:
+def _factors(graph: KnownGraph, node: onnx.NodeProto) -> _Factors:
     """What a Mul, or a Div by a constant, computes, products of its operands included."""
     first, second = node.input
     divisor = graph.scalar(second) if node.op_type == "Div" else None
     if node.op_type == "Div" and not divisor:
-        return _Product(1.0, (str(node.output[0]),))
-    number, values = (1.0, []) if divisor is None else (1 / divisor, [])
-    for name in (first,) if divisor is not None else (first, second):
+        return _Factors(1.0, (str(node.output[0]),))
+    number = 1.0 if divisor is None else 1 / divisor
+    values: tuple[str, ...] = ()
+    for name in (first, second) if divisor is None else (first,):
         constant = graph.scalar(name)
-        part = _Product(constant, ()) if constant is not None else _product(graph, name)
+        part = _Factors(constant, ()) if constant is not None else _product(graph, name)
         number *= part.number
         values += part.values
-    return _Product(number, tuple(sorted(values)))
+    return _Factors(number, tuple(sorted(values)))

@@ -387,7 +387,8 @@ class StripProduct:
                 self.sums.add(tile.total, tile.part, row)
 
     def _write(self, tile: Unsettled, rows: list[Expr]) -> None:
-        """y[these rows of a tile, strip p]. Of the last strip only its real columns are written."""
+        """y[these rows of a tile, strip p], one behind the other; and the epilogue, if this pass is the only one. Of
+        the last strip only its real columns are written."""
         task, number = self.task, self.of.number
         places = (tile.part,) if task.parts == 1 else (tile.total, tile.part)
 
@@ -406,6 +407,8 @@ class StripProduct:
                     self._write_piece(at, piece, size)
 
         task.real_columns(self.p, columns)
+        if task.passes == 1:
+            task.apply_epilogue(self.p, tile.row + rows[0], tile.row + rows[-1] + 1)
 
     def _write_piece(self, at: list[Expr], piece: Expr, size: int) -> None:
         """Some of y, where the sums of the passes before are added; these wait where y has too few bits for them."""
@@ -466,7 +469,8 @@ def _by_terms(task: TermProduct, cores: int) -> None:
             tiles.configure(T.min(task.count, T.int64(tiles.ROWS)))
             strip.multiply()
             tiles.release()
-            with T.If(number == task.passes - 1), T.Then():
-                task.apply_epilogue(p, (start + first) * tiles.ROWS, (start + end) * tiles.ROWS)
+            if task.passes > 1:
+                with T.If(number == task.passes - 1), T.Then():
+                    task.apply_epilogue(p, (start + first) * tiles.ROWS, (start + end) * tiles.ROWS)
 
         each_panel(layout.panels, count, task.config["block"], cores, body)

@@ -182,7 +182,8 @@ class TileProduct(Product):
         """What the sums of a tile of rows need before they are written, where they are whole: nothing."""
 
     def write(self, p: Expr, start: Expr, sums: Sums, place: Expr, rows: Sequence[Expr]) -> None:
-        """y[start + row, panel p] of `rows` of a tile. Of the last panel only its real columns are written."""
+        """y[start + row, panel p] of `rows` of a tile, one behind the other, and the epilogue. Of the last panel only
+        its real columns are written."""
 
         def columns(width: int, column: Expr) -> None:
             for i in rows:
@@ -198,6 +199,7 @@ class TileProduct(Product):
                     self.write_vector(row, column, c, value, width)
 
         self.real_columns(p, columns)
+        self.apply_epilogue(p, start + rows[0], start + rows[-1] + 1)
 
     def store_whole(self, row: Expr, column: Expr, values: list[Expr]) -> None:
         """Two vectors of float32, side by side in y."""
@@ -258,5 +260,4 @@ def _task(task: TileProduct, config: Config, p: Expr, first: Expr, end: Expr) ->
         start = materialize(task.start(own))
         with T.serial(materialize(own - start), materialize(T.min(T.int64(tiles.ROWS), task.count - start))) as row:
             task.write(p, start, sums, full - 1, [row])
-        task.apply_epilogue(p, begin * tiles.ROWS, (begin + full) * tiles.ROWS)
     tiles.release()

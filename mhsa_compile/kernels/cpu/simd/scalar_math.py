@@ -38,8 +38,8 @@ ERF_LARGE = (
 )
 
 
-# log2 of the share of a normal distribution beyond a, weighted minimax by Lawson's iteration: up to 6.5 the share has an
-# error of 1.5e-9, from there on it falls as fast as the share itself, to 2^-66000 at 20.
+# log2 of the share of a normal distribution beyond a, minimax by Lawson's iteration: up to 6.5 the share has an error
+# of 1.5e-9 at most, from there on it falls as fast as it should, to 2^-66000 at 20.
 NORMAL_TAIL = (
     -1.0,
     -1.1511043310165405,
