@@ -98,7 +98,7 @@ def _power(graph: KnownGraph, name: str) -> _Factors:
     values: list[str] = []
     for value in product.values:
         node = graph.producer(value, "Pow") if graph.is_read_once(value) else None
-        count = {2: 2, 3: 3}.get(graph.scalar(node.input[1]) or 0) if node is not None else None
+        count = {2.0: 2, 3.0: 3}.get(graph.scalar(node.input[1]) or 0) if node is not None else None
         values += [value] if node is None or count is None else [node.input[0]] * count
     return _Factors(product.number, tuple(sorted(values)))
 
