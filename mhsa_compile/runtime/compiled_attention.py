@@ -468,7 +468,7 @@ class _Threads(threading.local):
         self._prepare({})
         packed = bound(self._vm.machine, weights, self._bind, shared)
         if shared is not None:  # who binds other weights to the same code may do so again and again
-            large_pages.collapse(packed)
+            large_pages.collapse(self.runtime.calls, packed)
         return packed
 
     def _bind(self, function: Callable[..., Any], weights: list[Any]) -> Any:

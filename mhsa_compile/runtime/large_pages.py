@@ -21,6 +21,7 @@ import ml_dtypes  # noqa: F401  # NumPy knows bfloat16 by name from then on
 import numpy as np
 
 from mhsa_compile.runtime.array_memory import address
+from mhsa_compile.runtime.tvm_runtime import CallsAtExit
 
 _END = 1 << 64  # of the address space
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
@@ -30,14 +31,15 @@ GAP = 1 << 16
 """Bytes between two arrays that count as theirs: heads of an allocator's blocks, and small arrays."""
 
 
-def collapse(arrays: Sequence[Any]) -> None:
+def collapse(calls: CallsAtExit, arrays: Sequence[Any]) -> None:
     """Has the kernel put TVM's arrays on large pages, by a thread that ends when this is done. Where it does not, or
-    whoever runs the machine wants none, they stay on small ones."""
+    whoever runs the machine wants none, they stay on small ones; so does what is left when the process forks, as parent
+    and child share it."""
     size = page_size()
     pieces = [] if size is None else list(pages(arrays, size))
     if pieces:
         with suppress(RuntimeError):  # no thread more
-            threading.Thread(target=_collapse, args=(arrays, pieces, size), daemon=True).start()
+            threading.Thread(target=_collapse, args=(calls, calls.forks, arrays, pieces, size), daemon=True).start()
 
 
 @functools.cache
@@ -64,9 +66,11 @@ def _extent(array: Any) -> tuple[int, int]:
     return begin, begin + math.prod(array.shape) * int(np.dtype(str(array.dtype)).itemsize)
 
 
-def _collapse(arrays: Sequence[Any], pieces: Sequence[int], size: int) -> None:
-    """`arrays` are there as long as this runs."""
+def _collapse(calls: CallsAtExit, forks: int, arrays: Sequence[Any], pieces: Sequence[int], size: int) -> None:
+    """`arrays` are there as long as this runs, unless the process ends, which waits for one piece."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
     for piece in pieces:
-        madvise(piece, size, COLLAPSE)
+        with calls.lock:
+            if calls.forks == forks:
+                madvise(piece, size, COLLAPSE)

@@ -68,9 +68,12 @@ class CallsAtExit:
         self._locks: weakref.WeakSet[Lock] = weakref.WeakSet()
         self._own = threading.local()
         self._held: list[Lock] = []
+        self.forks = 0  # so many have begun
         atexit.register(self._finish)
         if not system.IS_WINDOWS:  # which has no forks
-            os.register_at_fork(before=self._acquire, after_in_parent=self._release, after_in_child=self._release)
+            os.register_at_fork(
+                before=self._acquire_for_fork, after_in_parent=self._release, after_in_child=self._release
+            )
 
     @property
     def lock(self) -> Lock:
@@ -86,6 +89,10 @@ class CallsAtExit:
         if os.getpid() != self._process:
             return  # a fork: the threads that hold these locks do not exist in it
         self._acquire()
+
+    def _acquire_for_fork(self) -> None:
+        self._acquire()
+        self.forks += 1
 
     def _acquire(self) -> None:
         self._registry.acquire()

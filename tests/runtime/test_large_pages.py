@@ -52,6 +52,30 @@ def test_whoever_runs_the_machine_decides(
     assert large_pages.page_size.__wrapped__() is None
 
 
+class Calls:
+    """As many forks as have begun; one begins behind each piece."""
+
+    def __init__(self) -> None:
+        self.forks, self.lock = 0, self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.forks += 1
+
+
+def test_a_fork_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+
+    def madvise(piece: int, size: int, advice: int) -> None:
+        pieces.append(piece)
+
+    monkeypatch.setattr(large_pages.ctypes, "CDLL", lambda name: SimpleNamespace(madvise=madvise))
+    large_pages._collapse(Calls(), 0, [], [1, 2, 3], 1 << 21)
+    assert pieces == [1]
+
+
 def test_a_loaded_artifact_is_on_large_pages_in_the_end() -> None:
     """And computes the same while they are collapsed."""
     size = large_pages.page_size()
