@@ -47,8 +47,8 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
         factors = _factors(graph, node)
         if math.isclose(factors.number, 0.5, rel_tol=TOLERANCE) and len(factors.values) == 2:
             for x, gate in (factors.values, factors.values[::-1]):
-                approximate = _approximate(graph, x, gate)
-                if approximate is not None and graph.shape(x) == graph.shape(node.output[0]):
+                approximate, shape = _approximate(graph, x, gate), graph.shape(x)
+                if approximate is not None and shape is not None and shape == graph.shape(node.output[0]):
                     rewriter.node("Gelu", x, output=node.output[0], approximate=approximate)
                     rewriter.place(node)
                     break
