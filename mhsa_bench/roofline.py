@@ -53,8 +53,8 @@ def last_level_cache() -> int:
 def read_bytes(cache: int, free: int | None) -> int:
     """How many bytes the bandwidth is measured on, by a last-level cache of `cache` bytes and `free` bytes of memory.
     A server's cache of 480 MB is that of a socket: a process of few CPUs on it needs no 4 GB to see memory."""
-    wanted = min(TIMES_CACHE * cache, max(MOST_READ, 2 * cache))
-    return wanted if free is None else min(wanted, free // 4)
+    size = min(TIMES_CACHE * cache, max(MOST_READ, 2 * cache))
+    return size if free is None else min(size, free // 4)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def resolve(op: Op, request: Float32Request, profile: TargetProfile) -> Resoluti
 
 
 def resolutions(ops: Mapping[str, Op], request: Float32Request, profile: TargetProfile) -> dict[str, Resolution]:
-    """Those of a model's operations, by their names."""
+    """How each of a model's operations multiplies float32, by their names."""
     decide = functools.cache(functools.partial(resolve, request=request, profile=profile))
     return {name: decide(op) for name, op in ops.items()}
 

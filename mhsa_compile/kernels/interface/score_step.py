@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 
 def first(answers: Iterable[Answer | None]) -> Answer | None:
-    """The first answer that there is."""
+    """The first answer that is not None; None where there is none."""
     return next((answer for answer in answers if answer is not None), None)
 
 
@@ -69,7 +69,7 @@ class NodeScores:
     window: WindowSpec | None = None
 
     def mistake_of_heads(self, role: str) -> tuple[str, str] | None:
-        """Where an input of one number for each head is none."""
+        """(expected, got) where the input in a role is not one number for each head; None where it is."""
         ((dtype, dims),) = self.inputs.get(role, ((self.dtype, (self.heads,)),))
         if (dtype, dims) == (self.dtype, (self.heads,)):
             return None
@@ -203,7 +203,7 @@ class ScoreStep:
     # Words.
 
     def summary(self) -> str:
-        """Its words in a report."""
+        """The step in words, for a report."""
         return ""
 
     def semantics(self) -> dict[str, Any]:

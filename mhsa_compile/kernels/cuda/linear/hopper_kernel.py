@@ -230,8 +230,8 @@ class HopperLinearKernel:
         if config["columns"] % PANEL or config["columns"] > WIDEST or config["stages"] < 2:
             return f"columns in multiples of {PANEL} up to {WIDEST} and two stages at least, not {dict(config)}"
         if not self._fits(config, profile):
-            needed, most = HopperShape(**config).shared_bytes, 1024 * profile.hardware.shared_kib_per_block
-            return f"{needed} bytes of shared memory of {most}"
+            size, most = HopperShape(**config).shared_bytes, 1024 * profile.hardware.shared_kib_per_block
+            return f"{size} bytes of shared memory of {most}"
         return None
 
     def emit(self, op: LinearOp, profile: CudaProfile, config: Config) -> Emitted:
