@@ -114,7 +114,7 @@ class ScoreStep:
     window       the keys that it leaves a query by its place
     pairs        the pairs that it leaves, (1 or H, L, S), where they are known when the attention is compiled
     not_beside   of families of kernels: what the step is called that cannot stand beside pairs known in advance there
-    extra        its word in a tuner's key, where it has no more to say there
+    extra        its word in a report and in a tuner's key, where it has no more to say there
     absent_key   what a tuner's key says where the step is missing
 
     Its parts of tasks are classes of what each family of kernels has them do; None: nothing but what `score` says.
@@ -204,7 +204,7 @@ class ScoreStep:
 
     def summary(self) -> str:
         """The step in words, for a report."""
-        return ""
+        return self.extra
 
     def semantics(self) -> dict[str, Any]:
         """Its words in a manifest: fields of `Semantics`, or words of its own, which stand in its `steps`."""
