@@ -275,8 +275,8 @@ def spread(ids: np.ndarray, count: int, length: int) -> np.ndarray:
 
 def trained_decoder(text: str) -> tuple[nn.Module, np.ndarray]:
     """The decoder in float32, and a text's tokens. Raises ValueError where something is not installed."""
-    needed = (DECODER, "gguf", "accelerate")
-    if missing := [name for name in needed if find_spec(name) is None]:
+    packages = (DECODER, "gguf", "accelerate")
+    if missing := [name for name in packages if find_spec(name) is None]:
         raise ValueError(f"not installed: {', '.join(missing)}. Run: make accuracy")
     (folder,) = find_spec(DECODER).submodule_search_locations  # located, never imported: llama.cpp is not needed here
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported

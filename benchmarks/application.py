@@ -275,7 +275,7 @@ def callers_table(figures: Figures) -> Table:
     """A line for each workload and number of callers: calls a second, the median and the 99th percentile."""
     rows = [row for row in figures.rows if row.situation == "alone"]
     names = list(dict.fromkeys(name for row in rows for name in row.seconds))
-    shown = Table("workload", "callers", *(f"{name}, calls/s, p50 and p99 ms" for name in names))
+    table = Table("workload", "callers", *(f"{name}, calls/s, p50 and p99 ms" for name in names))
     for row in rows:
         cells = [
             f"{median(row.rate[name]):.5g}  {row.of(name) * 1e3:.3g}  {median(row.slowest[name]) * 1e3:.3g}"
@@ -283,8 +283,8 @@ def callers_table(figures: Figures) -> Table:
             else "-"
             for name in names
         ]
-        shown.add_row(row.workload, str(row.callers), *cells)
-    return shown
+        table.add_row(row.workload, str(row.callers), *cells)
+    return table
 
 
 _TICKS = (1, 2, 5, 10, 20)

@@ -117,12 +117,12 @@ def _onnxruntime(model: str, folder: Path, sets: list[Any], threads: int, fused:
         if (known := MODELS[model].optimizer) is None:
             raise ValueError("its transformer optimizer has no word for this model")
         kind, heads, width = known
-        made = optimizer.optimize_model(str(path), kind, num_heads=heads, hidden_size=width)
-        counts = {name: n for name, n in made.get_fused_operator_statistics().items() if n}
+        fused_model = optimizer.optimize_model(str(path), kind, num_heads=heads, hidden_size=width)
+        counts = {name: n for name, n in fused_model.get_fused_operator_statistics().items() if n}
         if not counts:
             raise ValueError("its transformer optimizer finds nothing to fuse")
         path = folder / "fused.onnx"
-        made.save_model_to_file(str(path), use_external_data_format=True)
+        fused_model.save_model_to_file(str(path), use_external_data_format=True)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -176,8 +176,8 @@ def prepare(model: str, folder: Path, candidates: Sequence[str]) -> None:
 
     import mhsa_compile as mhsa
 
-    known = MODELS[model]
-    module, inputs = known.build("sdpa", None), known.inputs(0)
+    entry = MODELS[model]
+    module, inputs = entry.build("sdpa", None), entry.inputs(0)
     with torch.inference_mode():
         np.save(folder / FIRST_RESULT, module(*map(torch.from_numpy, inputs.values())).numpy())
     export(module, inputs, folder / MODEL)

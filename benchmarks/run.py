@@ -139,8 +139,8 @@ def draw(reports: dict[str, BenchReport], threads: int, folder: Path) -> None:
     """Draws shares-DTYPE-Nt.svg for each dtype, growth-Nt.svg for float32, and roofline-Nt.svg for all."""
     folder.mkdir(parents=True, exist_ok=True)
     for dtype in dict.fromkeys(report.dtype for report in reports.values()):
-        chosen = {name: report for name, report in reports.items() if report.dtype == dtype}
-        bench_plots.shares(chosen, folder / f"shares-{dtype}-{threads}t.svg")
+        own = {name: report for name, report in reports.items() if report.dtype == dtype}
+        bench_plots.shares(own, folder / f"shares-{dtype}-{threads}t.svg")
     exact = {name: report for name, report in reports.items() if report.dtype == "float32"}
     if any(name in exact for name in (*bench_plots.DENSE, *bench_plots.WINDOW)):
         bench_plots.growth(exact, folder / f"growth-{threads}t.svg")

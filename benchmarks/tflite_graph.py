@@ -46,12 +46,12 @@ class Graph:
         code = getattr(self.schema.BuiltinOperator, name)
         if code not in self.codes:
             self.codes.append(code)
-        made, output = self.schema.OperatorT(), self.tensor(shape)
-        made.opcodeIndex, made.inputs, made.outputs = self.codes.index(code), list(inputs), [output]
-        made.builtinOptionsType = getattr(self.schema.BuiltinOptions, options)
-        made.builtinOptions = getattr(self.schema, f"{options}T")()
-        vars(made.builtinOptions).update(stated)
-        self.operators.append(made)
+        operator, output = self.schema.OperatorT(), self.tensor(shape)
+        operator.opcodeIndex, operator.inputs, operator.outputs = self.codes.index(code), list(inputs), [output]
+        operator.builtinOptionsType = getattr(self.schema.BuiltinOptions, options)
+        operator.builtinOptions = getattr(self.schema, f"{options}T")()
+        vars(operator.builtinOptions).update(stated)
+        self.operators.append(operator)
         return output
 
     def linear(self, x: int, rows: int, weight: np.ndarray, bias: np.ndarray | None) -> int:
@@ -65,8 +65,8 @@ class Graph:
         return self.apply("TRANSPOSE", "TransposeOptions", [apart, order], (B, H, length, E))
 
     def reshape(self, x: int, shape: Sequence[int]) -> int:
-        wanted = self.constant(np.array(shape, np.int32))
-        return self.apply("RESHAPE", "ReshapeOptions", [x, wanted], shape, newShape=list(shape))
+        size = self.constant(np.array(shape, np.int32))
+        return self.apply("RESHAPE", "ReshapeOptions", [x, size], shape, newShape=list(shape))
 
     def attention(self, q: int, k: int, v: int, scale: float, sizes: tuple[int, int, int, int, int]) -> int:
         B, H, L, S, E = sizes

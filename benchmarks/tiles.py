@@ -35,6 +35,8 @@ import application
 import figures as published
 import models
 import msgspec
+import numkong_peers
+import torch_linear_peers
 from processes import Turn, rounds, started
 from rich import box
 from rich.console import Console
@@ -43,7 +45,7 @@ from rich.table import Table
 import mhsa_compile as mhsa
 from mhsa_bench import roofline, tile_peak
 from mhsa_bench.bench import BenchCandidate, attempt, open_candidate
-from mhsa_bench.peers import numkong, openvino, registry, torch_linear
+from mhsa_bench.peers import openvino, registry
 from mhsa_bench.peers.onnxruntime import OnnxRuntimeOwnGraph
 from mhsa_bench.peers.peer import Peer, Problem
 from mhsa_bench.peers.registry import Compiled, Fastest
@@ -215,10 +217,10 @@ def peers(case: Case, against: Sequence[str], sources: Path | None) -> list[Peer
     every: dict[str, Peer]
     if case.linear is not None:
         own_graph = Fastest("openvino", [openvino.OpenVinoOwnGraph()])
-        every = {"torch": Fastest("torch", torch_linear.FORMS), "onnxruntime": OnnxRuntimeOwnGraph()}
-        every |= {"openvino": own_graph, "numkong": numkong.NumKongLinear()}
+        every = {"torch": Fastest("torch", torch_linear_peers.FORMS), "onnxruntime": OnnxRuntimeOwnGraph()}
+        every |= {"openvino": own_graph, "numkong": numkong_peers.NumKongLinear()}
     else:
-        every = {peer.name: peer for peer in registry.PEERS} | {"numkong": numkong.attention(sources)}
+        every = {peer.name: peer for peer in registry.PEERS} | {"numkong": numkong_peers.attention(sources)}
     if case.section == "float32":
         del every["numkong"]
     return [every[name] for name in against if name in every]
@@ -333,8 +335,8 @@ def each_in_its_process(case: Case, folders: Mapping[str, Path], threads: int, o
     """Each candidate asleep but for its turns; the peaks are this process's own turns."""
     assert case.workload is not None
     row = Row(case.section, case.name, threads, "applications", case.flops)
-    known = {peer.name for peer in registry.PEERS}
-    of = dict(folders) | {name: folders[OWN] for name in options.against if name in known}
+    names = {peer.name for peer in registry.PEERS}
+    of = dict(folders) | {name: folders[OWN] for name in options.against if name in names}
     sizes = msgspec.json.encode(case.dims).decode()
     program = [application.__file__, "--serve"]
     words = {name: [*program, name, str(folder), sizes, str(threads)] for name, folder in of.items()}

@@ -45,8 +45,8 @@ class _Called(nn.Module):
         self.model, self.names, self.more = model.eval(), names, more
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        made: Tensor = self.model(**dict(zip(self.names, tensors, strict=True)), **self.more).last_hidden_state
-        return made
+        state: Tensor = self.model(**dict(zip(self.names, tensors, strict=True)), **self.more).last_hidden_state
+        return state
 
 
 class _Step(nn.Module):
@@ -62,8 +62,8 @@ class _Step(nn.Module):
         cache = DynamicCache()
         for layer in range(self.layers):
             cache.update(past[2 * layer], past[2 * layer + 1], layer)
-        made: Tensor = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True).last_hidden_state
-        return made
+        state: Tensor = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True).last_hidden_state
+        return state
 
 
 def _made(kind: str, attention: str, layers: int | None, layers_field: str = "num_hidden_layers", **fields: Any) -> Any:

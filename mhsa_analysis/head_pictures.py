@@ -108,8 +108,8 @@ def draw_subspaces(path: Path, layer: Any, projection: str) -> None:
         above, below = whole.subplots(2, 1, height_ratios=(1.25, 1))
         between = overlap[~np.eye(len(overlap), dtype=bool)]
         largest = float(between.max()) if between.size else 1.0
-        shown = np.where(np.eye(len(overlap), dtype=bool), np.nan, overlap)
-        _cells(above, shown, _PLAIN, largest, aspect="equal")
+        angles_apart = np.where(np.eye(len(overlap), dtype=bool), np.nan, overlap)
+        _cells(above, angles_apart, _PLAIN, largest, aspect="equal")
         above.set_facecolor(_NOTHING)
         above.set_title(f"Overlap of what heads {'write' if projection == 'out' else 'read'}", fontsize=10)
         above.set_xlabel(

@@ -53,7 +53,7 @@ class Moments:
 
 
 class ShuffledMoments(Moments):
-    """Also the same with rows shuffled."""
+    """Moments of rows, and how rows go along with other rows of their batch."""
 
     def __init__(self, width: int, seed: int = 0) -> None:
         super().__init__(width)

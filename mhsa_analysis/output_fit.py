@@ -141,9 +141,9 @@ def _held_out(parts: Sequence[HeadMoments], columns: np.ndarray, ridges: np.ndar
     summed from second moments alone: |p|^2, which no ridge changes, -2 gain . (z p target), and gain Q gain.
     """
     missed = np.zeros(len(ridges))
-    for held in range(len(parts)):
-        others = joined([part for number, part in enumerate(parts) if number != held])
-        fit, part = _Directions(others, columns), parts[held]
+    for fold in range(len(parts)):
+        others = joined([part for number, part in enumerate(parts) if number != fold])
+        fit, part = _Directions(others, columns), parts[fold]
         off = part.mean - others.mean
         second = part.covariance + np.outer(off, off)
         rows = second[np.ix_(columns, columns)]

@@ -12,6 +12,8 @@ from torch import Tensor
 from mhsa_analysis.pruning import HeadSet, PruningPlan, checked_heads
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.nn.modules import MultiHeadAttention
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.field_notes import fields_with_notes
 
 
 def pruned(layer: MultiHeadAttention, heads: Sequence[int], *, refit: bool = False) -> MultiHeadAttention:
@@ -85,7 +87,7 @@ def _plan_of(layer: MultiHeadAttention, heads: Sequence[int], refit: bool) -> Pr
 def _projections(
     state: dict[str, Tensor], heads: Sequence[int], group: int, widths: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """The rows of the kept heads in what makes queries, keys and values, and their sinks."""
+    """The rows of the kept heads in what makes queries, keys and values, and their numbers in what holds one a head."""
     shared = [head // group for head in heads[::group]]
     rows = {"q": _columns(heads, widths[0]), "k": _columns(shared, widths[0]), "v": _columns(shared, widths[1])}
     projections = {
@@ -94,7 +96,9 @@ def _projections(
         for name in (f"{part}_proj.weight", f"{part}_proj.bias")
         if name in state
     }
-    return projections | ({"sinks": state["sinks"][list(heads)]} if "sinks" in state else {})
+    fields = fields_with_notes(AttentionSpec).items()
+    of_heads = [name for name, field in fields if field.note.parameters == "num_heads" and name in state]
+    return projections | {name: state[name][list(heads)] for name in of_heads}
 
 
 def _columns(heads: Sequence[int], width: int) -> Tensor:

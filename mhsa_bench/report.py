@@ -90,7 +90,7 @@ class BenchReport:
 
     @property
     def unsteady(self) -> list[BenchRow]:
-        """Whose times spread so much that their medians say little."""
+        """The rows whose times spread so much that their medians say little."""
         return [row for row in self.rows if (row.spread or 0.0) > UNSTEADY]
 
     @property

@@ -53,8 +53,8 @@ def last_level_cache() -> int:
 def read_bytes(cache: int, free: int | None) -> int:
     """How many bytes the bandwidth is measured on, by a last-level cache of `cache` bytes and `free` bytes of memory.
     A server's cache of 480 MB is that of a socket: a process of few CPUs on it needs no 4 GB to see memory."""
-    wanted = min(TIMES_CACHE * cache, max(MOST_READ, 2 * cache))
-    return wanted if free is None else min(wanted, free // 4)
+    size = min(TIMES_CACHE * cache, max(MOST_READ, 2 * cache))
+    return size if free is None else min(size, free // 4)
 
 
 @contextmanager
@@ -64,7 +64,8 @@ def multiply_adds(profile: CpuProfile, threads: int, dtype: str = "float32") -> 
     float32 on vectors; bfloat16 on matrix or dot products where the CPU has them. Elsewhere, and for float16, which is
     storage only, the arithmetic is that of float32, and so is the rate.
     """
-    accumulators = _accumulators(profile)
+    # Enough chains to hide the latency of every FMA unit (4 cycles x 2 units), with registers left for the factors.
+    accumulators = profile.hardware.vector_registers * 3 // 4
     unit = units(profile, "bfloat16" if dtype == "bfloat16" else "float32")[0]
     lanes, accumulators = unit.rows * unit.lanes, accumulators // unit.rows
     if unit.dtype == "float32":
@@ -96,11 +97,6 @@ def _compiled(profile: CpuProfile, function: Expr) -> Callable[..., None]:
     module = tvm.IRModule({"limit": function.with_attr("global_symbol", "limit")})
     loop: Callable[..., None] = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))["limit"]
     return loop
-
-
-def _accumulators(profile: CpuProfile) -> int:
-    """Enough chains to hide the latency of every FMA unit (4 cycles x 2 units), with registers left for the factors."""
-    return profile.hardware.vector_registers * 3 // 4
 
 
 def _fma_loop(lanes: int, accumulators: int) -> Expr:

@@ -74,8 +74,8 @@ class GraphBuilder:
         """The checked model; `result` is its output."""
         problem, (B, L) = self.problem, (self.problem.sizes["B"], self.problem.sizes["L"])
         kind = helper.np_dtype_to_tensor_dtype(problem.dtype)
-        read = {name for node in self.nodes for name in node.input}
-        feeds = inputs(problem, problem.inputs[0], [name for name in INPUTS if name in read])
+        inputs_of_nodes = {name for node in self.nodes for name in node.input}
+        feeds = inputs(problem, problem.inputs[0], [name for name in INPUTS if name in inputs_of_nodes])
         shape = (B, self.spec.num_heads, L, self.spec.v_head_dim) if problem.is_core else (B, L, self.spec.embed_dim)
         self.nodes.append(helper.make_node("Identity", [result], ["y"]))
         graph = helper.make_graph(

@@ -35,7 +35,7 @@ class OpenVinoOwnGraph:
 def _compiled(model: Any, threads: int, problem: Problem, feed: Feed) -> Opened:
     """A compiled model, with a request of its own for each set of inputs, which it reads in place."""
     core = _openvino().Core()
-    read = core.read_model(model)
+    graph = core.read_model(model)
     dtype = problem.artifact.manifest.inputs[0].dtype
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
@@ -44,7 +44,7 @@ def _compiled(model: Any, threads: int, problem: Problem, feed: Feed) -> Opened:
         "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
         "ENABLE_CPU_PINNING": False,  # the benchmark places every pool's threads itself
     }
-    compiled = core.compile_model(read, "CPU", settings)
+    compiled = core.compile_model(graph, "CPU", settings)
     names = [port.get_any_name() for port in compiled.inputs]
     calls = []
     for arrays in problem.inputs:

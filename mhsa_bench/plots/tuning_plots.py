@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,10 +43,10 @@ def searches(reports: Mapping[str, TuningReport], path: Path) -> None:
 
 def _search(axes: Any, op: TaskResult, colour: str, prefix: str) -> None:
     scores = [(number, score) for number, score in enumerate(op.history, 1) if score is not None]
-    inside = [(number, score) for number, score in scores if score <= SLOWEST]
+    inside = [[pair[axis] for pair in scores if pair[1] <= SLOWEST] for axis in (0, 1)]
     beyond = [number for number, score in scores if score > SLOWEST]
     failures_at = [number for number, score in enumerate(op.history, 1) if score is None]
-    axes.plot(*_columns(inside), "o", color=colour, markersize=3, alpha=0.45, markeredgewidth=0)
+    axes.plot(*inside, "o", color=colour, markersize=3, alpha=0.45, markeredgewidth=0)
     axes.plot(beyond, [SLOWEST * 1.08] * len(beyond), "^", color=colour, markersize=3.5, alpha=0.45, markeredgewidth=0)
     axes.plot(failures_at, [SLOWEST * 1.22] * len(failures_at), "x", color=colour, markersize=5)
     sizes = " ".join(f"{name}={size}" for name, size in op.sizes.items())
@@ -62,7 +62,3 @@ def _search(axes: Any, op: TaskResult, colour: str, prefix: str) -> None:
 def _best_so_far(op: TaskResult) -> Iterator[float]:
     """The best score after each trial, and 1 before the first."""
     return accumulate((1.0, *(float("inf") if score is None else score for score in op.history)), min)
-
-
-def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [x for x, _ in pairs], [y for _, y in pairs]

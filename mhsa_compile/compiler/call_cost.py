@@ -22,7 +22,7 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 from tvm.ir import Expr
 
-from mhsa_compile.compiler.calls import calls, symbol_of
+from mhsa_compile.compiler.calls import calls, element_bytes, symbol_of
 from mhsa_compile.compiler.kernel_work import flops_a_cycle, kernel_flops, kernel_flops_a_cycle, weight_bytes
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile
@@ -73,16 +73,16 @@ def predicted_call(
             all_.predicted, all_.limit = all_.predicted + one.predicted, all_.limit + one.limit
             runs[name] += 1
     rows = _slow_rows(times, kernels, runs, sizes, functions)
-    read = sum(map(weight_bytes, imported.ops.values())) + _edge_bytes(imported, sizes)
+    moved_bytes = sum(map(weight_bytes, imported.ops.values())) + _edge_bytes(imported, sizes)
     gbs = _BYTES * profile.hardware.cores * CLOCK_GHZ
     cost = CallCost(
         sizes=sizes,
         flops=flops,
         kernels_us=_us(kernels),
         loops_us=_us(sum(time.predicted for time in times.values())),
-        bytes=read,
+        bytes=moved_bytes,
         gbs=gbs,
-        memory_us=round(read / gbs / 1e3, 1),
+        memory_us=round(moved_bytes / gbs / 1e3, 1),
         cores=profile.hardware.cores,
         clock_ghz=CLOCK_GHZ,
     )
@@ -146,8 +146,8 @@ def _narrow(body: Any, functions: Mapping[str, Any]) -> dict[Any, str]:
         call = binding.value
         if isinstance(call, relax.Call) and isinstance(call.op, tvm.ir.Op) and call.op.name in _CALLS:
             buffers = _buffers(functions[str(call.args[0].name_hint)])
-            read = [dtypes.get(value, str(b.dtype)) for value, b in zip(call.args[1].fields, buffers, strict=False)]
-            whole = [dtype for dtype in read if "int" in dtype]
+            inputs = [dtypes.get(value, str(b.dtype)) for value, b in zip(call.args[1].fields, buffers, strict=False)]
+            whole = [dtype for dtype in inputs if "int" in dtype]
             if whole and "int" in str(buffers[-1].dtype):
                 dtypes[binding.var] = min(whole, key=lambda dtype: tvm.DataType(dtype).bits)
     return dtypes
@@ -160,7 +160,7 @@ def _edge_bytes(imported: ImportedModule, sizes: Mapping[str, int]) -> int:
     types = [*(p.ty for p in main.params if p.name not in weights), *results]
     arrays = [one for one in types if isinstance(getattr(one, "shape", None), relax.ShapeExpr)]
     return sum(
-        math.prod(_number(size, {}, sizes) for size in array.shape.values) * -(-tvm.DataType(array.dtype).bits // 8)
+        math.prod(_number(size, {}, sizes) for size in array.shape.values) * element_bytes(array.dtype)
         for array in arrays
     )
 
@@ -173,8 +173,7 @@ def _loops_time(
     loops = _Loops(profile, values, {buffer: narrow[value] for buffer, value in pairs if value in narrow})
     loops.visit(function.body, 1.0, 1.0)
     size = sum(
-        min(math.prod(loops.number(dim) for dim in buffer.shape), loops.statements)
-        * -(-tvm.DataType(str(buffer.dtype)).bits // 8)
+        min(math.prod(loops.number(dim) for dim in buffer.shape), loops.statements) * element_bytes(buffer.dtype)
         for buffer in _buffers(function)
     )
     return _Time(loops.cycles + _START, max(loops.at_limit, size / _BYTES) + _START)
@@ -245,9 +244,9 @@ class _Loops:
             self.visit(body, times, at_once)
 
     def _store(self, node: Any, times: float, at_once: float) -> None:
-        read = _read(node)
-        is_sum = any(load.source.same_as(node.buffer) for load in read)
-        factors = [self._narrow.get(load.source, str(load.source.dtype)) for load in read if is_sum]
+        loads = _read(node)
+        is_sum = any(load.source.same_as(node.buffer) for load in loads)
+        factors = [self._narrow.get(load.source, str(load.source.dtype)) for load in loads if is_sum]
         self.statements += times
         self.cycles += times * (_CHAIN if is_sum else _STATEMENT) / at_once
         narrowest = min([*factors, str(node.buffer.dtype)], key=lambda dtype: tvm.DataType(dtype).bits)
@@ -256,9 +255,9 @@ class _Loops:
 
 def _read(store: Any) -> list[Any]:
     """What a statement reads: what lies where it writes, too, where it adds to that, or the like."""
-    read: list[Any] = []
-    tvm_ffi.structural_walk(store.value, (tvm.ir.TensorLoad, read.append))
-    return read
+    loads: list[Any] = []
+    tvm_ffi.structural_walk(store.value, (tvm.ir.TensorLoad, loads.append))
+    return loads
 
 
 def _is_of_integers(function: Any) -> bool:

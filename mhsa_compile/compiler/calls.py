@@ -1,10 +1,11 @@
-"""The calls of a Relax function's body, one after another, and other values in their places."""
+"""The calls of a Relax function's body, one after another, and other values in their places; and what these take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
@@ -40,3 +41,8 @@ def symbol_of(call: Any) -> str:
     if name == "relax.call_dps_packed":
         return str(call.args[0].global_symbol)
     return str(call.args[0].name_hint) if name in ("relax.call_tir", "relax.call_tir_inplace") else ""
+
+
+def element_bytes(dtype: Any) -> int:
+    """The bytes of an element, as it lies in an array."""
+    return -(-int(tvm.DataType(str(dtype)).bits) // 8)

@@ -19,6 +19,7 @@ from tvm import relax, tirx
 from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from mhsa_compile.compiler.calls import element_bytes
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 
 DERIVE = "derive_weights"
@@ -38,8 +39,8 @@ def with_derived_weights(imported: ImportedModule) -> ImportedModule:
     weights = [p for p in main.params if p.name in imported.weights]
     bindings = [binding for block in main.body.blocks for binding in block.bindings]
     variables = _derived_variables(bindings, weights, main.body.body)
-    read = {v for b in bindings if b.var not in variables for v in relax.analysis.free_vars(b.value)}
-    results = [b.var for b in bindings if b.var in variables and b.var in read]
+    live = {v for b in bindings if b.var not in variables for v in relax.analysis.free_vars(b.value)}
+    results = [b.var for b in bindings if b.var in variables and b.var in live]
     if not results:
         return imported
     names = [f"derived_{i}" for i in range(len(results))]
@@ -110,8 +111,7 @@ def _bytes(kind: Expr) -> int | None:
     shape = getattr(kind, "shape", None)
     if not isinstance(shape, relax.ShapeExpr) or not all(isinstance(size, tirx.IntImm) for size in shape.values):
         return None
-    bits = int(tvm.DataType(str(kind.dtype)).bits)
-    return math.prod(int(size) for size in shape.values) * -(-bits // 8)
+    return math.prod(int(size) for size in shape.values) * element_bytes(kind.dtype)
 
 
 def _without(main: Expr, variables: set[Expr], parameters: dict[Expr, Expr]) -> Expr:

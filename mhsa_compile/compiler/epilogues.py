@@ -140,8 +140,8 @@ class _Chain:
     def take(self, binding: Expr) -> bool:
         """Adds the steps of a binding; whether that could be."""
         value = binding.value
-        if (taken := self._rounded(binding)) is not None:
-            return taken
+        if (rounding := self._rounded(binding)) is not None:
+            return rounding
         steps = _STEPS.get(value.op.name) if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) else None
         if steps is None or not _alike(binding.var.ty, self._type):
             return False

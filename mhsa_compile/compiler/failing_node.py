@@ -55,8 +55,8 @@ def _beginning(model: onnx.ModelProto, last: int) -> onnx.ModelProto:
     nodes = list(model.graph.node)[: last + 1]
     del result.graph.node[:], result.graph.output[:]
     result.graph.node.extend(nodes)
-    read = {name for node in nodes for name in node.input}
-    outputs = [name for node in nodes for name in node.output if name and (name not in read or node is nodes[-1])]
+    inputs = {name for node in nodes for name in node.input}
+    outputs = [name for node in nodes for name in node.output if name and (name not in inputs or node is nodes[-1])]
     result.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in outputs)
     return result
 

@@ -125,14 +125,14 @@ def compile(
         is_bare = example_inputs is None and dynamic_shapes is None
         if is_bare and (entry := before.of_module(source, dims)) is not None:
             return entry
-        read = read_source(source, dims, example_inputs, dynamic_shapes)
-        entry = before.of_model(read.original, dims)
+        origin = read_source(source, dims, example_inputs, dynamic_shapes)
+        entry = before.of_model(origin.original, dims)
         if entry is not None and (entry.manifest.attention or without_attention == "accept"):
             return entry
         tell("import")
-        canonical = _canonical(read, extra_outputs, without_attention)
+        canonical = _canonical(origin, extra_outputs, without_attention)
         if entry is None:
-            entry = _artifact(read, canonical, request, tell, None if dump is None else Path(dump))
+            entry = _artifact(origin, canonical, request, tell, None if dump is None else Path(dump))
             before.keep(entry)
         return entry
 
@@ -170,33 +170,33 @@ def _able_target(target: str | TargetProfile) -> TargetProfile:
 
 
 def _artifact(
-    read: Source, canonical: Canonical, request: CacheRequest, tell: Callable[[str], None], dump: Path | None
+    origin: Source, canonical: Canonical, request: CacheRequest, tell: Callable[[str], None], dump: Path | None
 ) -> Artifact:
     """The stages behind the canonical model: its operations, their code, the files, and what they compute."""
     weights = request.weights
     if (few_bits := block_form(weights)) is not None:
         # From here on this is the model: what it is held against, and what the artifact has.
         canonical = _with_block_weights(canonical, few_bits)
-        read, weights = replace(read, original=canonical.model), None
-    read, imported = _import(read, canonical, weights)
+        origin, weights = replace(origin, original=canonical.model), None
+    origin, imported = _import(origin, canonical, weights)
     tell("schedule")
     profile, products = request.profile, request.float32_products
     code = _Code(canonical.model, profile, RecordSet(request.records, profile), weights, products)
     scheduled = code.scheduled(imported)
     if dump is not None:
-        _dump(dump, read, imported, scheduled, profile)
-    manifest = _manifest(read, canonical, imported, scheduled, profile, products)
+        _dump(dump, origin, imported, scheduled, profile)
+    manifest = _manifest(origin, canonical, imported, scheduled, profile, products)
     with _temporary_folder() as owner:
         tell("build")
         with ThreadPoolExecutor(1) as beside:  # both take a second, and LLVM runs on one thread
             with_source = not request.outputs
-            files = beside.submit(_write_weights, owner.path, read, scheduled.weights, with_source=with_source)
+            files = beside.submit(_write_weights, owner.path, origin, scheduled.weights, with_source=with_source)
             code.build(scheduled, owner.path / MODULE)
             files.result()
         unchecked, outcome = Artifact.assemble(owner.path, manifest), proof.OFF
         if request.check:
             tell("check")
-            outcome = proof.check_source(read, unchecked, _again(request, weights), dump)
+            outcome = proof.check_source(origin, unchecked, _again(request, weights), dump)
         return unchecked.with_check(outcome, owner)
 
 
@@ -218,11 +218,11 @@ def import_source(
     few_bits = block_form(weights)
     environment.check_compiler()
     user_folders.let_tvm_load()
-    read = read_source(source, dims, None)
-    canonical = _canonical(read)
+    origin = read_source(source, dims, None)
+    canonical = _canonical(origin)
     if few_bits is not None:
         canonical, weights = _with_block_weights(canonical, few_bits), None
-    return _import(read, canonical, weights)[1]
+    return _import(origin, canonical, weights)[1]
 
 
 def _in_place(source: Any) -> onnx.ModelProto:
@@ -245,11 +245,11 @@ def _with_block_weights(canonical: Canonical, few_bits: BlockForm) -> Canonical:
     return replace(canonical, model=with_block_weights(canonical.model, few_bits))
 
 
-def _import(read: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
+def _import(origin: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
     """The source as it became canonical, and what it asks for in Relax."""
     with _stage(ModelError, _READ):
         imported = _parsed(canonical.model, weights)
-    return replace(read, model=canonical.model), imported
+    return replace(origin, model=canonical.model), imported
 
 
 def _parsed(model: onnx.ModelProto, weights: str | None) -> ImportedModule:
@@ -329,17 +329,17 @@ def _stage(kind: type[MhsaError], expected: str) -> Iterator[None]:
             raise
 
 
-def _write_weights(folder: Path, read: Source, weights: Sequence[str], *, with_source: bool) -> None:
+def _write_weights(folder: Path, origin: Source, weights: Sequence[str], *, with_source: bool) -> None:
     """The weights and the graph; of somebody else's model, its own graph as well, with the same weights."""
     from mhsa_compile.compiler import package
 
-    package.write(read.model, weights, folder / WEIGHTS, folder / MODEL)
-    if read.spec is None and with_source:
-        package.write_source(read.original, read.model, folder / WEIGHTS, folder / SOURCE)
+    package.write(origin.model, weights, folder / WEIGHTS, folder / MODEL)
+    if origin.spec is None and with_source:
+        package.write_source(origin.original, origin.model, folder / WEIGHTS, folder / SOURCE)
 
 
 def _canonical(
-    read: Source, outputs: Sequence[LayerWord] = (), without_attention: WithoutAttention = "warn"
+    origin: Source, outputs: Sequence[LayerWord] = (), without_attention: WithoutAttention = "warn"
 ) -> Canonical:
     """The source's model with standard attention. Of one without any it warns, or raises ModelError, as is asked."""
     from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
@@ -347,9 +347,9 @@ def _canonical(
 
     with _stage(ModelError, _READ):
         try:
-            canonical = canonicalize(read.model, outputs)
+            canonical = canonicalize(origin.model, outputs)
         except InferenceError as error:
-            raise contradiction(read.model, error) from error
+            raise contradiction(origin.model, error) from error
     if canonical.instead and without_attention == "refuse":
         hint = "Attention is an Attention operator, or a Softmax between two products of activations."
         raise ModelError("model", "at least one attention", canonical.instead, hint)
@@ -390,7 +390,7 @@ def _temporary_folder() -> Iterator[Unfinished]:
 
 
 def _manifest(
-    read: Source,
+    origin: Source,
     canonical: Canonical,
     imported: Any,
     scheduled: Any,
@@ -400,7 +400,7 @@ def _manifest(
     from mhsa_compile.compiler.package import signature, weight_infos
     from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
 
-    inputs, outputs = signature(read.model, imported)
+    inputs, outputs = signature(origin.model, imported)
     semantics = [op.semantics(name) for name, op in imported.ops.items() if isinstance(op, AttentionOp)]
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -408,11 +408,11 @@ def _manifest(
         inputs=inputs,
         outputs=outputs,
         in_place=imported.in_place,
-        weights=weight_infos(read.model, scheduled.weights),
+        weights=weight_infos(origin.model, scheduled.weights),
         int8_weights=any(isinstance(op, LinearOp) and op.int8_weights for op in imported.ops.values()),
         float32_products=float32_products,
         semantics=tuple(semantics),
-        spec=read.spec,
+        spec=origin.spec,
         target=profile,
         versions=_versions(profile),
         ops=tuple(scheduled.reports),
@@ -432,13 +432,13 @@ def _versions(profile: TargetProfile) -> dict[str, str]:
     return numbers | cuda_compiler.versions(profile)
 
 
-def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:
+def _dump(folder: Path, origin: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:
     """Writes what passes between the stages into a folder, in order, each file whole or not at all. Raises
     OutputError."""
     import onnx
 
     with atomic_write.atomic_file(folder / "1_exported.onnx", "dump") as file:
-        onnx.save(read.model, file)
+        onnx.save(origin.model, file)
     for name, text in (
         ("2_imported.py", imported.module.script()),
         ("3_scheduled.py", scheduled.module.script()),

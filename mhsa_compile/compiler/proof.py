@@ -33,9 +33,9 @@ def is_on(check: bool | None) -> bool:
 
 
 def check_source(
-    read: Source, artifact: Artifact, compile: Callable[[onnx.ModelProto], Artifact], dump: Path | None
+    origin: Source, artifact: Artifact, compile: Callable[[onnx.ModelProto], Artifact], dump: Path | None
 ) -> Check:
-    """The outcome. `read` is the source as it became canonical; `compile` compiles a part of it again.
+    """The outcome. `origin` is the source as it became canonical; `compile` compiles a part of it again.
 
     Raises MismatchError.
     """
@@ -46,7 +46,7 @@ def check_source(
     from mhsa_compile.verification.stored_model import stored_model
 
     manifest = artifact.manifest
-    if read.spec is not None:
+    if origin.spec is not None:
         return _OURS
     if manifest.target.family != "cpu":
         return Check(note=f"it was compiled for {manifest.target.name}")
@@ -58,7 +58,7 @@ def check_source(
         return Check(note=f"it does not run here ({error})")
     file = artifact.path / SOURCE
     beside = file if file.exists() else None
-    evaluators = Evaluators(read.original, read.model, beside, Precision.of(manifest))
+    evaluators = Evaluators(origin.original, origin.model, beside, Precision.of(manifest))
     with reading(BuildError, "model", "code that takes what the model takes", _REPORT):
         outcome = check_file(evaluators, run, [info.name for info in manifest.outputs])
     if isinstance(outcome, Check):
@@ -70,7 +70,7 @@ def check_source(
         part = compile(model)
         return stored_model(part), _runner(part), Precision.of(part.manifest)
 
-    place = first_difference.first_difference(read.original, outcome.name, again)
+    place = first_difference.first_difference(origin.original, outcome.name, again)
     if place is None:
         name = f"output {outcome.name!r} differs from {' and '.join(outcome.against)}"
         return Check(note=f"{name}; ONNX Runtime, which refuses the whole file, agrees with ours about its parts")

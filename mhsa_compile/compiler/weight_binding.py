@@ -24,6 +24,7 @@ from tvm import relax
 from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from mhsa_compile.compiler.calls import element_bytes
 from mhsa_compile.compiler.derived_weights import DERIVE
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.hardware.profile import CpuProfile
@@ -72,9 +73,9 @@ def packings(module: Any, profile: CpuProfile) -> tuple[Packing, ...]:
     for number in count():
         if (function := functions.get(f"{BIND}_{number}")) is None:
             return tuple(steps)
-        called: list[Any] = []
-        tvm_ffi.structural_walk(function, (tvm.ir.GlobalVar, called.append))
-        names = sorted({str(variable.name_hint) for variable in called})
+        callees: list[Any] = []
+        tvm_ffi.structural_walk(function, (tvm.ir.GlobalVar, callees.append))
+        names = sorted({str(variable.name_hint) for variable in callees})
         words = [tvm.ir.save_json(one) for one in (function, *(functions[name] for name in names))]
         places = tuple(int(param.name.removeprefix(WEIGHT)) for param in function.params)
         steps.append(Packing(places, hashlib.sha256(" ".join((target, *words)).encode()).hexdigest()))
@@ -114,7 +115,7 @@ def _steps(bound: list[Bound], values: _Values) -> list[list[Bound]]:
 
 
 def _bytes(weight: Expr) -> int:
-    return math.prod(map(int, weight.ty.shape.values)) * -(-int(tvm.DataType(str(weight.ty.dtype)).bits) // 8)
+    return math.prod(map(int, weight.ty.shape.values)) * element_bytes(weight.ty.dtype)
 
 
 class _Values:

@@ -118,7 +118,7 @@ class HashedFile:
         return count
 
     def read(self) -> bytes:
-        """The rest of it."""
+        """Reads the rest of the file."""
         data = self._file.read()
         self._settle()
         self._sha256.update(data)

@@ -22,7 +22,7 @@ def is_file(path: AnyPath) -> bool:
 
 
 def is_there(path: AnyPath) -> bool:
-    """Whether anything is."""
+    """Whether there is anything at a path: a file or a folder, through links."""
     return os.path.exists(path)
 
 

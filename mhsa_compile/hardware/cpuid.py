@@ -106,13 +106,13 @@ class CpuId:
 
     @property
     def vendor(self) -> str:
-        """Such as GenuineIntel."""
+        """The maker's name, such as GenuineIntel."""
         _, ebx, ecx, edx = self.leaves[_VENDOR]
         return _text(ebx, edx, ecx)
 
     @property
     def hypervisor(self) -> str:
-        """Such as KVMKVMKVM; empty on the hardware itself."""
+        """The hypervisor's name, such as KVMKVMKVM; empty on the hardware itself."""
         present = self._register(_BASIC, _ECX) >> 31 & 1
         return _text(*self.leaves.get((_HYPERVISOR, 0), (0, 0, 0, 0))[1:]) if present else ""
 
@@ -139,7 +139,7 @@ class CpuId:
 
     @property
     def features(self) -> frozenset[str]:
-        """Those that the CPU has and the system lets programs use."""
+        """The features that the CPU has and the system lets programs use."""
         return frozenset(
             name
             for leaf, registers in _BITS.items()

@@ -129,16 +129,16 @@ def installed_version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return _written_version(distribution)
+        return _version_in_files(distribution)
 
 
 def stated_version(distribution: str) -> str | None:
     """The version that a package's own files say, which are what an import takes; else as `installed_version`."""
-    written = _written_version(distribution)
-    return installed_version(distribution) if written in (None, UNKNOWN) else written
+    own = _version_in_files(distribution)
+    return installed_version(distribution) if own in (None, UNKNOWN) else own
 
 
-def _written_version(distribution: str) -> str | None:
+def _version_in_files(distribution: str) -> str | None:
     """The version in the files of a package, which is not imported: TVM's loads its compiler."""
     spec = find_spec(_MODULES.get(distribution, distribution.replace("-", "_")))
     if spec is None or spec.origin is None:  # a folder of that name without code is no package

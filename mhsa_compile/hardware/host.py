@@ -59,7 +59,7 @@ def usable_features(root: Path = ROOT) -> frozenset[str]:
 
 
 def tiles(features: frozenset[str]) -> frozenset[str]:
-    """Those features of a CPU that are of its matrix tiles."""
+    """The features that are of matrix tiles, among a CPU's."""
     return frozenset(feature for feature in features if feature.startswith("amx"))
 
 

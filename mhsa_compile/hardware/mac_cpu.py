@@ -40,7 +40,7 @@ _TEXTS = ("machdep.cpu.brand_string",)
 
 
 def sysctl(name: str) -> int | str | None:
-    """This machine's answer."""
+    """What macOS answers to a name of sysctl's: a number, or a text of _TEXTS; None where it has none."""
     call: Any = getattr(ctypes.CDLL(None), "sysctlbyname", None)
     if call is None:
         return None

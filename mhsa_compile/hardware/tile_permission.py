@@ -52,5 +52,5 @@ def _arch_prctl(option: int, argument: object) -> int:
     """0, or the number of the error."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    done: int = libc.syscall(ctypes.c_long(_ARCH_PRCTL), ctypes.c_long(option), argument)
-    return 0 if done == 0 else ctypes.get_errno()
+    code: int = libc.syscall(ctypes.c_long(_ARCH_PRCTL), ctypes.c_long(option), argument)
+    return 0 if code == 0 else ctypes.get_errno()

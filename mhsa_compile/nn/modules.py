@@ -55,7 +55,7 @@ class _Past:
         return *wide, (key, value, key_steps, value_steps)
 
     def written_in_operators(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The same as ONNX operators."""
+        """What `written` does, as operators of ONNX in a graph that is traced."""
         rows = (k, v)
         if len(self.arrays) == 2:
             pairs = zip(self.arrays, rows, strict=True)
@@ -364,16 +364,16 @@ def _check_rows(name: str, length: str, width: int, rows: Tensor) -> None:
 def _checked_cache(
     spec: AttentionSpec, x: Tensor, past: dict[str, Tensor | None], length: Tensor | None
 ) -> _Past | None:
-    needed = [f"past_{name}" for name in spec.cache_arrays]
+    names = [f"past_{name}" for name in spec.cache_arrays]
     for name, value in past.items() | {"length": length}.items():
-        if value is not None and name not in (*needed, "length" if needed else ""):
-            hint = 'It belongs to kv_cache={"dtype": "int8"}.' if needed else "Set kv_cache=True in the spec."
+        if value is not None and name not in (*names, "length" if names else ""):
+            hint = 'It belongs to kv_cache={"dtype": "int8"}.' if names else "Set kv_cache=True in the spec."
             raise InputError(name, "None", "a tensor", hint)
-    if not needed:
+    if not names:
         return None
-    arrays = {name: tensor for name in needed if (tensor := past[name]) is not None}
-    if length is None or len(arrays) < len(needed):
-        name = next((name for name in needed if name not in arrays), "length")
+    arrays = {name: tensor for name in names if (tensor := past[name]) is not None}
+    if length is None or len(arrays) < len(names):
+        name = next((name for name in names if name not in arrays), "length")
         raise InputError(name, "a tensor: the spec has kv_cache", "None")
     B, G, C = x.shape[0], spec.num_kv_heads, arrays["past_key"].shape[2:3]
     for name, cache in arrays.items():

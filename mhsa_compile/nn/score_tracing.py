@@ -141,9 +141,9 @@ class GraphReader:
         if result_kind == "bool" and self._kind(number) != "bool":
             raise SpecError(self.name, "a function whose result is bool, True takes part", self._kind(number))
         number = self._as(number, result_kind)
-        used = _used(self._steps, number)
-        again = {old: new for new, old in enumerate(used)}
-        steps = [self._steps[old] for old in used]
+        live = _live_steps(self._steps, number)
+        again = {old: new for new, old in enumerate(live)}
+        steps = [self._steps[old] for old in live]
         loaded = sorted({int(step.value) for step in steps if step.op == "load"})
         self.tensors = [self.tensors[i] for i in loaded]
         new_steps = tuple(
@@ -443,13 +443,13 @@ _SPECIAL: Mapping[str, Callable[..., int]] = {
 }
 
 
-def _used(steps: Sequence[Step], last: int) -> list[int]:
+def _live_steps(steps: Sequence[Step], last: int) -> list[int]:
     """The steps that the last one needs, in their order."""
-    needed = {last}
+    live = {last}
     for number in range(last, -1, -1):
-        if number in needed:
-            needed.update(steps[number].args)
-    return sorted(needed)
+        if number in live:
+            live.update(steps[number].args)
+    return sorted(live)
 
 
 def _tensor_of(value: Any) -> Any:

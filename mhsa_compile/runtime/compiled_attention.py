@@ -436,7 +436,7 @@ class _Threads(threading.local):
 
     @property
     def pool(self) -> str:
-        """Whose threads ran this thread's last parallel loop."""
+        """The pool whose threads ran this thread's last parallel loop."""
         return "tvm" if self._call_threads is None else self._call_threads.ran_on
 
     def captured(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> list[KernelRun]:

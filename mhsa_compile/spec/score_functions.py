@@ -78,8 +78,8 @@ class ScoreFunction(msgspec.Struct, frozen=True):
         """Raises SpecError for steps that nobody here wrote."""
         for number, step in enumerate(self.steps):
             loads = step.op == "load"
-            known = step.op in OPS and (not loads or step.value in range(len(self.tensors)))
-            if not known or any(not 0 <= arg < number for arg in step.args):
+            valid = step.op in OPS and (not loads or step.value in range(len(self.tensors)))
+            if not valid or any(not 0 <= arg < number for arg in step.args):
                 raise SpecError("score function", "steps that use those before them", f"step {number}: {step.op!r}")
             if step.op == "cast" and step.kind == "int" and step.value not in ("", *WHOLE):
                 got = f"step {number}: a cast to {value_text(step.value)}"

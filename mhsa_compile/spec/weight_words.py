@@ -39,7 +39,7 @@ class BlockForm:
     rounds_x: bool = True
 
     def __str__(self) -> str:
-        """The word for it."""
+        """The word of `weights` that asks for this form."""
         zeros = {"": [], "bytes": ["zeros"], "floats": ["zeros=float"]}[self.zeros]
         options = [f"block={self.block}", *zeros, *["activations=float"] * (not self.rounds_x)]
         return f"int{self.bits}:{','.join(options)}"

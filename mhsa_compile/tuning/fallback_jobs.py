@@ -54,18 +54,14 @@ def _unfit(function: tirx.PrimFunc, exact: tirx.PrimFunc | None) -> str:
     if not traces.is_static(function):
         return "its lengths are symbols, which MetaSchedule cannot tune: fix them, such as with --batch and --length"
     arrays = traces.buffers(function)
-    if exact is None or len(arrays) != len(function.params) or not _writes_last_only(function):
+    is_of_arrays = exact is not None and len(arrays) == len(function.params)
+    if not is_of_arrays or len(tvm.s_tir.Schedule(function).get_output_blocks("root")) != 1:
         return "it is not a function of arrays that gives one"
     if any(str(array.dtype) not in ("float32", "bool") for array in arrays) or str(arrays[-1].dtype) != "float32":
         return "it has numbers that are not float32, whose meaning nobody knows"
     if prod(int(dim) for dim in arrays[-1].shape) < LEAST_ELEMENTS:
         return "it is too small to be worth it"
     return ""
-
-
-def _writes_last_only(function: tirx.PrimFunc) -> bool:
-    outputs = tvm.s_tir.Schedule(function).get_output_blocks("root")
-    return len(outputs) == 1
 
 
 def job_of(task: FallbackTask, seed: int = 0) -> MeasureJob:

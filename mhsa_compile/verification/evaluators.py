@@ -66,8 +66,8 @@ class Evaluators:
         """The dtype of floats that has as many digits as the model's coarsest values: bfloat16 also where it rounds
         them to bytes, by steps that it states, or ONNX Runtime does so; "" where it has none of 16 bits."""
         nodes = list(_nodes(self.canonical))
-        read = {name for node in nodes if node.op_type != "Cast" for name in node.input}  # not only to be widened
-        kinds = {tensor.data_type for tensor in self.canonical.graph.initializer if tensor.name in read}
+        inputs = {name for node in nodes if node.op_type != "Cast" for name in node.input}  # not only to be widened
+        kinds = {tensor.data_type for tensor in self.canonical.graph.initializer if tensor.name in inputs}
         kinds |= {a.i for node in nodes if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
         rounding = {"QuantizeLinear"} & {node.op_type for node in nodes}
         rounding |= {"DynamicQuantizeLSTM"} & {node.op_type for node in _nodes(self.original)}  # its states

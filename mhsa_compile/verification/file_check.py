@@ -177,8 +177,7 @@ class _FileCheck:
         if drawn_elements(model, sizes) > _MOST_ELEMENTS:
             raise _Refused("its inputs are too large for an evaluation in Python")
         try:
-            inputs = sensible_inputs(model, sizes, 0)
-            _place_in_caches(self.evaluators, inputs, 0)
+            inputs = self._inputs(sizes, 0)
         except (MhsaError, ValueError, TypeError) as error:
             raise _Refused(f"no inputs could be drawn ({error})") from error
         rounded = self.evaluators.rounded(inputs)
@@ -220,9 +219,13 @@ class _FileCheck:
         kind = str(rounded.dtype)
         return coarse_budget(_wide(rounded), self.evaluators.narrow or kind if kind in _FLOATS else kind)
 
-    def _draws(self, sizes: dict[str, int], turn: int, *, lenient: bool) -> list[Draw]:
+    def _inputs(self, sizes: dict[str, int], turn: int) -> dict[str, np.ndarray]:
         inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)
         _place_in_caches(self.evaluators, inputs, turn)
+        return inputs
+
+    def _draws(self, sizes: dict[str, int], turn: int, *, lenient: bool) -> list[Draw]:
+        inputs = self._inputs(sizes, turn)
         actual, rounded = self._outputs_of(inputs), self.evaluators.rounded(inputs)
         exact = self._exact(inputs, rounded)
         yardstick = rounded if rounded is not None and not lenient else self._wider(exact, rounded, inputs)
@@ -288,11 +291,11 @@ class _FileCheck:
             rng = np.random.default_rng(seed)
             word = self.evaluators.precision.float32_products
             neighbours = {name: _neighbour(array, rng, word) for name, array in inputs.items()}
-            moved = self.evaluators.exact(neighbours)
-            moved = self.evaluators.exact_of_canonical(neighbours) if moved is None else moved
-            if moved is None or any(m.shape != p.shape for m, p in zip(moved, places, strict=True)):
+            nearby = self.evaluators.exact(neighbours)
+            nearby = self.evaluators.exact_of_canonical(neighbours) if nearby is None else nearby
+            if nearby is None or any(m.shape != p.shape for m, p in zip(nearby, places, strict=True)):
                 continue
-            for place, other, (truth, _, _), limit in zip(places, moved, draws, budgets, strict=True):
+            for place, other, (truth, _, _), limit in zip(places, nearby, draws, budgets, strict=True):
                 with np.errstate(invalid="ignore"):
                     place |= np.abs(_wide(other) - _wide(truth)) > limit
         return places
@@ -315,10 +318,8 @@ class _FileCheck:
     def _difference(self, sizes: dict[str, int]) -> Difference | None:
         """The output that is off by most of its budget, of the first draw in which one is."""
         for turn in range(8):
-            inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)
-            _place_in_caches(self.evaluators, inputs, turn)
-            actual, rounded = self._outputs_of(inputs), self.evaluators.rounded(inputs)
-            exact = self._exact(inputs, rounded)
+            inputs = self._inputs(sizes, turn)
+            actual, exact = self._outputs_of(inputs), self._exact(inputs, self.evaluators.rounded(inputs))
             if exact is None:
                 continue
             draws = self._draws(sizes, turn, lenient=True)

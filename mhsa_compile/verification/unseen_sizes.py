@@ -6,7 +6,8 @@ Notation: B batch, L query length, S key length.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -55,20 +56,12 @@ def check_unseen_sizes(
             sizes["C"] = new + unseen["C"] - unseen["L"]
         inputs = random_inputs(model, sizes, seed)
         at = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
-        try:
+        hint = "Fix in dims what has one size only, or leave it out of dynamic_shapes."
+        with _taking(f"a forward that takes {at or 'its examples'}", hint):
             actual = _outputs(module, inputs, forward)
-        except Exception as error:  # it is the user's code
-            hint = "Fix in dims what has one size only, or leave it out of dynamic_shapes."
-            raise ModelError(
-                "module", f"a forward that takes {at or 'its examples'}", first_line(error), hint
-            ) from error
-        try:
+        hint = "Name dims that are always equal alike in dynamic_shapes, or fix them in dims."
+        with _taking(f"an exported graph that takes {at or 'its examples'}", hint):
             expected = graph.oracle(inputs)
-        except Exception as error:  # sizes that do not fit each other, which the module did not mind
-            hint = "Name dims that are always equal alike in dynamic_shapes, or fix them in dims."
-            raise ModelError(
-                "module", f"an exported graph that takes {at or 'its examples'}", first_line(error), hint
-            ) from error
         try:
             exact = _outputs(wide, {name: in_float64(array) for name, array in inputs.items()}, forward)
         except RuntimeError:
@@ -87,6 +80,15 @@ def check_unseen_sizes(
             if off <= limit:
                 continue
             raise ModelError("module", f"the exported graph to agree within {limit:.1e} at {at}", f"{off:.1e}")
+
+
+@contextmanager
+def _taking(expected: str, hint: str) -> Iterator[None]:
+    """Raises ModelError for whatever is raised inside: the module is not as expected."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError("module", expected, first_line(error), hint) from error
 
 
 def _misfit(exact: Sequence[np.ndarray], claims: Sequence[np.ndarray], yardsticks: Sequence[np.ndarray]) -> bool:

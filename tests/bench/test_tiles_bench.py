@@ -19,7 +19,6 @@ import mhsa_compile as mhsa
 from mhsa_bench import tile_peak
 from mhsa_bench.bench import attempt
 from mhsa_bench.native_threads import together
-from mhsa_bench.peers import numkong, torch_linear
 from mhsa_bench.peers.peer import Problem
 from mhsa_compile.bench import accuracy
 from mhsa_compile.errors import InputError, ModelError
@@ -28,7 +27,9 @@ from mhsa_compile.verification.random_inputs import random_inputs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import models
+import numkong_peers
 import tiles
+import torch_linear_peers
 
 
 def test_words_are_read() -> None:
@@ -134,8 +135,8 @@ def linear() -> Problem:
 @pytest.mark.thorough
 def test_peers_of_a_linear_are_right(linear: Problem) -> None:
     with ExitStack() as stack:
-        assert attempt(stack, torch_linear.FORMS[0], linear, 1).missing is None
-        product = attempt(stack, numkong.NumKongLinear(), linear, 2)
+        assert attempt(stack, torch_linear_peers.FORMS[0], linear, 1).missing is None
+        product = attempt(stack, numkong_peers.NumKongLinear(), linear, 2)
         assert product.missing is None or "numkong" in product.missing
 
 
@@ -144,20 +145,23 @@ def test_numkong_says_what_it_cannot(tmp_path: Path) -> None:
     spec = mhsa.AttentionSpec(embed_dim=64, num_heads=2, dtype="bfloat16", causal=True)
     artifact = mhsa.compile(mhsa.ScaledDotProductAttention(spec), dims={"B": 1, "L": 5, "S": 5})
     problem = Problem(artifact, [random_inputs(artifact.manifest, {}, 0)])
-    with pytest.raises(ModelError, match="sees all keys"), numkong.NumKongAttention("tiles", "", None).open(problem, 1):
+    with (
+        pytest.raises(ModelError, match="sees all keys"),
+        numkong_peers.NumKongAttention("tiles", "", None).open(problem, 1),
+    ):
         pass
     full = mhsa.compile(mhsa.ScaledDotProductAttention(msgspec.structs.replace(spec, causal=None)), dims={"B": 1})
     problem = Problem(full, [random_inputs(full.manifest, {"L": 5, "S": 5}, 0)])
     for folder in (None, tmp_path):
-        peer = numkong.NumKongAttention("tiles", "", folder)
+        peer = numkong_peers.NumKongAttention("tiles", "", folder)
         with pytest.raises(ModelError, match="a folder of its sources"), peer.open(problem, 1):
             pass
 
 
 def test_parts_cover_all() -> None:
-    assert numkong._parts(5, 2) == [(0, 2), (2, 5)]
-    assert numkong._parts(1, 4) == [(0, 1)]
-    assert numkong._aligned(10).ctypes.data % 64 == 0 and not np.any(numkong._aligned(10))
+    assert numkong_peers._parts(5, 2) == [(0, 2), (2, 5)]
+    assert numkong_peers._parts(1, 4) == [(0, 1)]
+    assert numkong_peers._aligned(10).ctypes.data % 64 == 0 and not np.any(numkong_peers._aligned(10))
 
 
 def test_a_choice_of_products_is_an_argument_or_a_reason() -> None:

@@ -1,7 +1,9 @@
-"""A linear kernel that multiplies float32 by bfloat16 terms, slowly, on any CPU, and one of attention that says so."""
+"""A linear kernel that multiplies float32 by bfloat16 terms, slowly, on any CPU, and one of attention that says so; and
+such products in NumPy."""
 
 from __future__ import annotations
 
+import numpy as np
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -12,6 +14,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import materialize, store
 from mhsa_compile.kernels.interface.kernel import Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.spec.float32_products import TERM_PRODUCTS, Float32Products
+from mhsa_compile.verification.oracle.float32_terms import term_factors
 
 WORDS: tuple[Float32Products, ...] = ("bf16x6", "bf16x3", "bf16")
 
@@ -84,3 +87,11 @@ def _terms(x):
         terms.append(materialize(T.reinterpret("float32", rounded), "float32"))
         x = materialize(x - terms[-1], "float32")
     return terms
+
+
+def products_of_terms(a: np.ndarray, b: np.ndarray, word: Float32Products) -> np.ndarray:
+    """a (..., M, K) times b (..., K, N), float32, with the products that a word has; sums are float64."""
+    pairs = [(a, b)] if word == "ieee" else term_factors(a, b, word)
+    with np.errstate(invalid="ignore", over="ignore"):
+        products = [np.matmul(left.astype(np.float64), right.astype(np.float64)) for left, right in pairs]
+        return np.asarray(sum(products))

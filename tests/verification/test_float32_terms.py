@@ -11,10 +11,11 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from support.onnx_models import model_of
+from support.term_products import products_of_terms
 
 from mhsa_compile.spec.float32_products import FACTOR_BITS, TERM_PRODUCTS, coarsest, is_coarse
 from mhsa_compile.verification.error_budget import budget, coarse_budget, max_error
-from mhsa_compile.verification.oracle.float32_terms import factor_of_terms, products_of_terms, split_terms, term_count
+from mhsa_compile.verification.oracle.float32_terms import factor_of_terms, split_terms, term_count
 from mhsa_compile.verification.oracle.products_by_terms import products_by_terms
 from mhsa_compile.verification.precision import Precision
 from mhsa_compile.verification.verify import eager, oracle

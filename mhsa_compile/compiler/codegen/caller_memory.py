@@ -16,12 +16,12 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from mhsa_compile.compiler.calls import element_bytes
 from mhsa_compile.errors import ModelError
 
 MAIN, PLAN = "main", "plan"
 ALIGNMENT = 256  # bytes, as of every allocation of CUDA's
 _STORAGE, _TENSOR, _FRESH = "relax.memory.alloc_storage", "relax.memory.alloc_tensor", "relax.builtin.alloc_tensor"
-_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 
 
 def from_caller(module: Any, inputs: int) -> Any:
@@ -129,7 +129,7 @@ def _alias_of(value: Any, values: dict[Any, Any]) -> Any:
 
 
 def _bytes(sizes: Any, dtype: str) -> Any:
-    total = tirx.const(_BYTES.get(str(dtype), 1), "int64")
+    total = tirx.const(element_bytes(dtype), "int64")
     for size in sizes:
         total = total * size
     return total

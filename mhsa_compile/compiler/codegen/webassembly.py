@@ -48,9 +48,9 @@ def export(executable: Any, library: Path, profile: CpuProfile) -> None:
     parts = dict(packed_parts(pack_imports(executable.mod).numpy().tobytes()))
     program = vm_program.read_program(parts[_PROGRAM] or b"")
     compiled = [part for part in executable.mod.imports if part.kind == "llvm"]
-    called = _called(program)
-    kernels = [name for name in called if any(part.implements_function(name) for part in compiled)]
-    if absent := sorted(set(called) - set(kernels) - BUILTINS):
+    external = _external(program)
+    kernels = [name for name in external if any(part.implements_function(name) for part in compiled)]
+    if absent := sorted(set(external) - set(kernels) - BUILTINS):
         raise AbsentFunctions(absent)
     with atomic_write.temporary() as folder, ObjectFiles(folder) as objects:
         paths = [str(folder / f"lib{number}.o") for number in range(len(compiled))]
@@ -66,7 +66,7 @@ def export(executable: Any, library: Path, profile: CpuProfile) -> None:
         file.write(_section(SECTION, msgspec.json.encode(program)))
 
 
-def _called(program: vm_program.VmProgram) -> list[str]:
+def _external(program: vm_program.VmProgram) -> list[str]:
     """The names of all functions that are no part of the program, in their order."""
     return [function.name for function in program.functions if not function.code]
 
@@ -95,8 +95,8 @@ def _read_number(code: bytes, at: int) -> tuple[int, int]:
 
 def _section(name: str, content: bytes) -> bytes:
     """A section of a file of WebAssembly that says nothing to a machine: readers of the file find it by its name."""
-    named = _number(len(name)) + name.encode() + content
-    return b"\0" + _number(len(named)) + named
+    body = _number(len(name)) + name.encode() + content
+    return b"\0" + _number(len(body)) + body
 
 
 def _number(value: int) -> bytes:

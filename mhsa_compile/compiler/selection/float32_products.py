@@ -40,7 +40,7 @@ def resolve(op: Op, request: Float32Request, profile: TargetProfile) -> Resoluti
 
 
 def resolutions(ops: Mapping[str, Op], request: Float32Request, profile: TargetProfile) -> dict[str, Resolution]:
-    """Those of a model's operations, by their names."""
+    """How each of a model's operations multiplies float32, by their names."""
     decide = functools.cache(functools.partial(resolve, request=request, profile=profile))
     return {name: decide(op) for name, op in ops.items()}
 
@@ -68,11 +68,8 @@ def offers_products(op: Op, profile: TargetProfile) -> tuple[Float32Products, ..
 def exact_products(op: Op, profile: TargetProfile) -> tuple[Float32Products, ...]:
     """Those of `offers_products` that are known to stay inside float32's error budget, and to take no longer."""
     kernels = _kernels(op, profile)
-    return tuple(word for word, kernel in kernels.items() if word in _exact(kernel, op, profile))
-
-
-def _exact(kernel: Kernel[Any], op: Op, profile: TargetProfile) -> tuple[Float32Products, ...]:
-    return kernel.exact_products(op, profile) if isinstance(kernel, TermProducts) else ()
+    by_terms = ((word, kernel) for word, kernel in kernels.items() if isinstance(kernel, TermProducts))
+    return tuple(word for word, kernel in by_terms if word in kernel.exact_products(op, profile))
 
 
 def _kernels(op: Op, profile: TargetProfile) -> dict[Float32Products, Kernel[Any]]:

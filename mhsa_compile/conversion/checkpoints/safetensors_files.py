@@ -47,7 +47,7 @@ class _Format:
 
     @property
     def numbers(self) -> int:
-        """Those of a word."""
+        """How many numbers a word of 32 bits packs."""
         return _WORD // self.bits
 
 

@@ -15,7 +15,16 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
-from mhsa_compile.kernels.cpu.simd.vectors import constant, each_run, load, materialize, splat, store, vector_type
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    constant,
+    each_run,
+    halved,
+    load,
+    materialize,
+    splat,
+    store,
+    vector_type,
+)
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import QuantiseOp
 
@@ -101,10 +110,7 @@ class _Extreme:
 
     def joined(self) -> Expr:
         values = [self._wide[i, j] for i in range(_AT_ONCE) for j in range(self._lanes)]
-        while len(values) > 1:
-            half = len(values) // 2
-            values = [self._combine(values[i], values[i + half]) for i in range(half)]
-        return self._combine(values[0], self._single[0])
+        return self._combine(halved(values, self._combine), self._single[0])
 
 
 def _step_and_zero(ranges: Expr, shares: Expr, count: Expr) -> tuple[Expr, Expr]:

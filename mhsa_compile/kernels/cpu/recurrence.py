@@ -180,9 +180,9 @@ class _Layer:
         inputs = {name: argument(name, shape, "float32") for name, shape in shapes.items()}
         if op.lengths:
             inputs["lengths"] = argument("lengths", [batch], "int32")
-        written = {"y": [steps, both, batch, units], "last_state": state_shape}
-        written |= {"last_memory": state_shape} if op.cell == "LSTM" else {}
-        outputs = {name: argument(name, shape, "float32") for name, shape in written.items()}
+        output_shapes = {"y": [steps, both, batch, units], "last_state": state_shape}
+        output_shapes |= {"last_memory": state_shape} if op.cell == "LSTM" else {}
+        outputs = {name: argument(name, shape, "float32") for name, shape in output_shapes.items()}
         return _Layer(op, lanes, steps, batch, inputs, outputs)
 
     def check_lengths(self) -> None:
@@ -413,7 +413,7 @@ class _Cell:
     products: dict[int, Expr]
 
     def load(self, array: Expr) -> Expr:
-        """Theirs of a scratch (rows, U)."""
+        """The numbers of this row and these units in a scratch (rows, U)."""
         return load(array, [self.row, self.unit], self.n)
 
     def store(self, array: Expr, value: Expr) -> None:

@@ -17,7 +17,7 @@ from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import SizeVars, argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cpu.simd.vector_math import exp2
-from mhsa_compile.kernels.cpu.simd.vectors import constant, each_run, load, materialize, splat, store
+from mhsa_compile.kernels.cpu.simd.vectors import constant, each_run, halved, load, materialize, splat, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import SoftmaxOp
 
@@ -119,8 +119,4 @@ class _Fold:
 
     def joined(self, combine: Expr) -> Expr:
         """All lanes and the single elements, combined in halves."""
-        values = [self._wide[i] for i in range(self._lanes)]
-        while len(values) > 1:
-            half = len(values) // 2
-            values = [combine(values[i], values[i + half]) for i in range(half)]
-        return combine(values[0], self._single[0])
+        return combine(halved([self._wide[i] for i in range(self._lanes)], combine), self._single[0])

@@ -57,7 +57,7 @@ def _piece(op: KvScatterOp) -> int:
 
 
 class _CudaScatter(Scatter):
-    """By pieces of `lanes` elements."""
+    """A scatter of which each thread copies a piece of `lanes` elements."""
 
     def write_rows(self) -> None:
         def piece(number: Expr) -> None:

@@ -80,8 +80,12 @@ class LinearOp:
 
     def summary(self) -> str:
         then = "" if self.epilogue is None else f", then {self.epilogue.summary()}"
-        how = products_summary(self.float32_products)
+        how = products_summary(self.float32_products) + self._storage_summary()
         return f"{self.in_features} -> {' + '.join(map(str, self.widths))}{how}{then}"
+
+    def _storage_summary(self) -> str:
+        """In what the weights are stored, where that is not the dtype of y."""
+        return ""
 
 
 Byte = Literal["int8", "uint8"]
@@ -106,9 +110,8 @@ class QuantisedLinearOp(LinearOp):
     stored: tuple[Byte, ...] = ()
     centred: bool = False
 
-    def summary(self) -> str:
-        head, then, rest = super().summary().partition(", then ")
-        return f"{head} of {' and '.join(dict.fromkeys((self.x_dtype, *self.stored)))}{then}{rest}"
+    def _storage_summary(self) -> str:
+        return f" of {' and '.join(dict.fromkeys((self.x_dtype, *self.stored)))}"
 
 
 @dataclass(frozen=True)
@@ -131,18 +134,16 @@ class BlockLinearOp(LinearOp):
 
     @property
     def blocks(self) -> int:
-        """Those of a row."""
+        """The blocks of a row of the weight."""
         return -(-self.in_features // self.block)
 
     @property
     def zero_bytes(self) -> int:
-        """Those of a row of zeros in bytes."""
+        """Bytes of the packed zero points of a row."""
         return -(-self.blocks * self.bits // 8)
 
-    def summary(self) -> str:
-        head, then, rest = super().summary().partition(", then ")
-        rounded = ", x of 8" if self.rounds_x else ""
-        return f"{head} of {self.bits} bits by blocks of {self.block}{rounded}{then}{rest}"
+    def _storage_summary(self) -> str:
+        return f" of {self.bits} bits by blocks of {self.block}{', x of 8' if self.rounds_x else ''}"
 
 
 @dataclass(frozen=True)

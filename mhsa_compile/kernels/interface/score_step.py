@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 
 def first(answers: Iterable[Answer | None]) -> Answer | None:
-    """The first answer that there is."""
+    """The first answer that is not None; None where there is none."""
     return next((answer for answer in answers if answer is not None), None)
 
 
@@ -69,7 +69,7 @@ class NodeScores:
     window: WindowSpec | None = None
 
     def mistake_of_heads(self, role: str) -> tuple[str, str] | None:
-        """Where an input of one number for each head is none."""
+        """(expected, got) where the input in a role is not one number for each head; None where it is."""
         ((dtype, dims),) = self.inputs.get(role, ((self.dtype, (self.heads,)),))
         if (dtype, dims) == (self.dtype, (self.heads,)):
             return None
@@ -114,7 +114,7 @@ class ScoreStep:
     window       the keys that it leaves a query by its place
     pairs        the pairs that it leaves, (1 or H, L, S), where they are known when the attention is compiled
     not_beside   of families of kernels: what the step is called that cannot stand beside pairs known in advance there
-    extra        its word in a tuner's key, where it has no more to say there
+    extra        its word in a report and in a tuner's key, where it has no more to say there
     absent_key   what a tuner's key says where the step is missing
 
     Its parts of tasks are classes of what each family of kernels has them do; None: nothing but what `score` says.
@@ -203,8 +203,8 @@ class ScoreStep:
     # Words.
 
     def summary(self) -> str:
-        """Its words in a report."""
-        return ""
+        """The step in words, for a report."""
+        return self.extra
 
     def semantics(self) -> dict[str, Any]:
         """Its words in a manifest: fields of `Semantics`, or words of its own, which stand in its `steps`."""

@@ -32,7 +32,7 @@ class Band(ScoreStep):
 
     @classmethod
     def sides(cls, words: Mapping[str, Any]) -> tuple[int, int]:
-        """With causality in it; -1 is all."""
+        """(left, right): how many keys before and behind its place a query sees, causality in it; -1 is all."""
         sizes = (words.get(name, -1) for name in ("left_window_size", "right_window_size"))
         left, right = (-1 if size >= LONGEST else size for size in sizes)  # no key lies so far away
         return left, 0 if words.get("is_causal") else right

@@ -53,8 +53,5 @@ class Lengths(ScoreStep):
         ((dtype, shape),) = kinds
         return [np.full(shape, np.iinfo(np.int32).max, dtype)]
 
-    def summary(self) -> str:
-        return "lengths"
-
     def semantics(self) -> dict[str, Any]:
         return {"lengths": "a number of keys for each batch entry"}

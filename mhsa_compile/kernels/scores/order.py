@@ -27,10 +27,10 @@ STEPS: tuple[type[ScoreStep], ...] = (
 
 
 def steps_of(node: NodeScores) -> tuple[ScoreStep, ...]:
-    """The steps that a node says."""
+    """The steps that a node's attributes and inputs ask for, in the order of STEPS."""
     return in_order(*(kind.read(node) for kind in STEPS))
 
 
 def in_order(*steps: ScoreStep | None) -> tuple[ScoreStep, ...]:
-    """Those that there are, in the order of STEPS."""
+    """The steps that are not None, in the order of STEPS."""
     return tuple(sorted((step for step in steps if step is not None), key=lambda step: STEPS.index(type(step))))

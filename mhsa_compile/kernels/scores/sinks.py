@@ -83,8 +83,5 @@ class Sinks(ScoreStep):
     def meaning(self, own: Sequence[np.ndarray], rows: SomeRows) -> RowMeaning:
         return RowMeaning(no_key=own[0])
 
-    def summary(self) -> str:
-        return "sinks"
-
     def semantics(self) -> dict[str, Any]:
         return {"sinks": True}

@@ -79,7 +79,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="timin
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failure"):
-    """A candidate that is out: `reason` is one of REASONS, `detail` what is known beside it."""
+    """A candidate that is out: `reason` is one of those below, `detail` what is known beside it."""
 
     reason: str
     detail: str = ""
@@ -88,6 +88,5 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fail
 Outcome = Timing | Failure
 
 BUILD, CRASH, TIMEOUT, WRONG, LOST = "did not build", "crashed", "timed out", "over the error budget", "device lost"
-REASONS = (BUILD, CRASH, TIMEOUT, WRONG, LOST)
 """Why candidates fail. LOST is no fault of theirs: the device, or the way to it, went away; one may be asked for
 again."""

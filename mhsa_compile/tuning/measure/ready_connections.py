@@ -111,7 +111,7 @@ class Nobody:
     """A connection whose first words are nobody's: the server closes it, tells its tracker that it lives, and waits."""
 
     def recv(self, size: int) -> bytes:
-        """Zeros."""
+        """As many zeros as are asked for, which are no first words of a client of TVM's."""
         return bytes(size)
 
     def close(self) -> None:

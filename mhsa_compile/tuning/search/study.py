@@ -166,7 +166,7 @@ class Study:
         with named(self._url):
             return _rest(self.space, _points_of(self._all()))
 
-    def tell(self, drawn: OpenTrial, outcome: Outcome, incumbent: Timing) -> None:
+    def tell(self, trial: OpenTrial, outcome: Outcome, incumbent: Timing) -> None:
         """Writes down what became of a draw. `incumbent` is the default, timed in the same rounds. What was lost is
         drawn again."""
         from optuna.exceptions import UpdateFinishedTrialError
@@ -174,14 +174,14 @@ class Study:
         result = TrialResult.of(outcome, incumbent) if isinstance(outcome, Timing) else None
         with named(self._url):
             try:
-                self._storage.set_trial_user_attr(self._open[drawn.number], *_attribute(outcome, result))
-                self._finish(drawn.number, None if result is None else result.score)
+                self._storage.set_trial_user_attr(self._open[trial.number], *_attribute(outcome, result))
+                self._finish(trial.number, None if result is None else result.score)
             except UpdateFinishedTrialError:
                 return  # it was taken from this process, which was thought to be dead
             finally:
-                self._heart.remove(self._open.pop(drawn.number))
+                self._heart.remove(self._open.pop(trial.number))
             if isinstance(outcome, Failure) and outcome.reason == LOST:
-                self._enqueue(drawn.point)
+                self._enqueue(trial.point)
 
     def add(self, point: Point, outcome: Outcome, incumbent: Timing) -> None:
         """Writes down what was measured elsewhere, without a draw; nothing where it is known, or was lost."""

@@ -84,7 +84,8 @@ class Reference:
         if results is None:
             self._filled = False
             with np.errstate(all="ignore"):  # NaN and Inf may come, and are carried as IEEE says
-                outputs = self._run_exact(inputs) if which == "oracle" else self._run_rounded(inputs)
+                exact = which == "oracle"
+                outputs = self._exact.run(None, self._feeds(inputs)) if exact else self._run_rounded(inputs)
             results = [np.asarray(output) for output in outputs]
             if self._filled:
                 self._with_filled.add(digest)
@@ -123,9 +124,6 @@ class Reference:
         attention = attention_operators(Arithmetic(attend, look_exactly))
         operators = [*_EXACT, *quantised_operators(self.model), *attention]
         return ReferenceEvaluator(self._wide_graph[0], new_ops=operators)
-
-    def _run_exact(self, inputs: Arrays) -> list[Any]:
-        return list(self._exact.run(None, self._feeds(inputs)))
 
     def _run_rounded(self, inputs: Arrays) -> list[Any]:
         from mhsa_compile.verification.oracle.products_by_terms import products_by_terms

@@ -27,14 +27,6 @@ def split_terms(x: np.ndarray, count: int) -> list[np.ndarray]:
     return terms
 
 
-def products_of_terms(a: np.ndarray, b: np.ndarray, word: Float32Products) -> np.ndarray:
-    """a (..., M, K) times b (..., K, N), float32, with the products that a word has; sums are float64."""
-    pairs = [(a, b)] if word == "ieee" else term_factors(a, b, word)
-    with np.errstate(invalid="ignore", over="ignore"):
-        products = [np.matmul(left.astype(np.float64), right.astype(np.float64)) for left, right in pairs]
-        return np.asarray(sum(products))
-
-
 def term_factors(a: np.ndarray, b: np.ndarray, word: Float32Products) -> list[tuple[np.ndarray, np.ndarray]]:
     """The factors, by terms, of the products whose sum is that of a and b; that of the first terms comes first."""
     left, right = (split_terms(x, term_count(word)) for x in (a, b))

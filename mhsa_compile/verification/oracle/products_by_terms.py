@@ -60,8 +60,10 @@ def operators_by_terms(
     if not is_coarse(word):
         return list(operators)
     opsets = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
-    known = {operator.__name__ for operator in operators}
-    others = [name for name in _FACTORS if name not in known and any(node.op_type == name for node in model.graph.node)]
+    own_names = {operator.__name__ for operator in operators}
+    others = [
+        name for name in _FACTORS if name not in own_names and any(node.op_type == name for node in model.graph.node)
+    ]
     own = [load_op("", name, opsets.get("ai.onnx")) for name in others]
     names = [*(operator.__name__ for operator in operators), *others]
     pairs = zip(names, [*operators, *own], strict=True)

@@ -131,7 +131,8 @@ class View:
         biases = [array for adds in ADDING if (array := adds(pairs)) is not None]
         limits = {name: self.attributes[name] for name in FORMULAS if self.attributes.get(name)}
         bias = functools.reduce(np.add, biases) if biases else None
-        return Scoring(functools.reduce(np.logical_and, masks), bias, scale, limits, _no_key(self), _score_mod(pairs))
+        visible, no_key = functools.reduce(np.logical_and, masks), self.inputs.get("sinks")
+        return Scoring(visible, bias, scale, limits, no_key, _score_mod(pairs))
 
     def function(self, name: str) -> ScoreFunction | None:
         text = self.attributes.get(name)
@@ -216,10 +217,6 @@ HIDING: Sequence[Callable[[Pairs], np.ndarray | None]] = (
 """What hides keys: each says which pairs it leaves, bool; None is all."""
 ADDING: Sequence[Callable[[Pairs], np.ndarray | None]] = (partial(_call_mask, bool_mask=False), _slopes)
 """What is added to scores; None is nothing."""
-
-
-def _no_key(view: View) -> np.ndarray | None:
-    return view.inputs.get("sinks")
 
 
 def _score_mod(pairs: Pairs) -> ScoreModOfPairs | None:

@@ -12,6 +12,7 @@ import torch
 import tvm
 from support import this_cpu
 from support.kernel_runs import assembly, call, compiled, inner_loops, stack_stores
+from support.term_products import products_of_terms
 
 from mhsa_compile.compiler.selection.float32_products import offers_products
 from mhsa_compile.hardware.profile import load_profile
@@ -23,7 +24,6 @@ from mhsa_compile.kernels.interface.epilogue import Epilogue, EpilogueStep
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.spec.float32_products import TERM_PRODUCTS
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.float32_terms import products_of_terms
 
 KERNEL, ROUNDED = CpuFloat32TileLinearKernel(), CpuRoundedTileLinearKernel()
 KERNELS = {"bf16x6": KERNEL, "bf16x3": KERNEL, "bf16": ROUNDED}

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from support import this_cpu
 from support.kernel_runs import call, compiled
 from support.product_ops import NARROW, ORDERS, matrices, operation
+from support.term_products import products_of_terms
 from support.this_cpu import with_tiles
 
 import mhsa_compile as mhsa
@@ -26,7 +27,6 @@ from mhsa_compile.kernels.cpu.products.on_tiles import CpuTileProductKernel
 from mhsa_compile.kernels.interface.ops import ProductOp
 from mhsa_compile.spec.float32_products import TERM_PRODUCTS
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.float32_terms import products_of_terms
 
 KERNEL = CpuTileProductKernel()
 PROFILE, WITH_FLOAT16 = load_profile("sapphirerapids"), load_profile("graniterapids")

@@ -192,18 +192,18 @@ class OnlineSoftmax:
 
         A group has a sum of its own: of a row of equal probs each addition to a long sum is rounded the same way.
         """
-        taken = self.products.unit.group
-        first, last = step == 0, (step + 1) * taken == self.key_tile
+        size = self.products.unit.group
+        first, last = step == 0, (step + 1) * size == self.key_tile
         # One more than the group's number, which is -1 for what is pending at first.
         group = None if self.constants is None else materialize(T.truncdiv(base, T.int64(self.key_tile)) + 1)
         for c, (lane, lanes) in enumerate(self.query_columns):
             at = [T.int64(lane)]
             reference = let(self.reference.load((lane, lanes)))
             probs = []
-            for r in range(step * taken, (step + 1) * taken):
+            for r in range(step * size, (step + 1) * size):
                 score = load(self.pending, [T.int64(r), *at], lanes)
                 probs.append(let(self._exp2(score - reference, lanes, group, r * len(self.query_columns) + c)))
-            self.products.keep_probs(base + step * taken, (lane, lanes), probs)
+            self.products.keep_probs(base + step * size, (lane, lanes), probs)
             total = reduce(add, probs if first else [load(self.group_sum, at, lanes), *probs])
             if last:
                 store(self.block_sum, at, load(self.block_sum, at, lanes) + total, lanes)

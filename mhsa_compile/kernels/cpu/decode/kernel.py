@@ -21,7 +21,6 @@ from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, prim_func
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, why_not_few_queries
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.cpu.decode import tile_scores
-from mhsa_compile.kernels.cpu.decode.output_accumulator import each_vector
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.decode.split_kv import SplitKv, SplitKvByLength
 from mhsa_compile.kernels.cpu.decode.task import DecodeTask, zero_if_unseen
@@ -29,7 +28,7 @@ from mhsa_compile.kernels.cpu.decode.work import Heads, KeyRange
 from mhsa_compile.kernels.cpu.formats.choice import store_narrow
 from mhsa_compile.kernels.cpu.score_parts import CpuMath
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
-from mhsa_compile.kernels.cpu.simd.vectors import constant, let, load, materialize, splat, store
+from mhsa_compile.kernels.cpu.simd.vectors import constant, each_vector, let, load, materialize, splat, store
 from mhsa_compile.kernels.cpu.units import tiles
 from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs, why_not_tile

@@ -19,6 +19,7 @@ from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
     constant,
+    each_vector,
     let,
     load,
     materialize,
@@ -172,12 +173,3 @@ class ValueSums:
                 # By its bits: as numbers -0.0 and 0.0 are equal.
                 with T.If(T.reinterpret("int32", prob) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
                     self.each_vector(lambda at, n: add(row, begin + j, prob, at, n))
-
-
-def each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
-    whole = width // lanes
-    if whole:
-        with T.serial(T.int64(whole)) as index:
-            body(materialize(index * lanes), lanes)
-    for offset, narrow in vectors.chunks(width, lanes)[whole:]:
-        body(T.int64(offset), narrow)

@@ -35,7 +35,7 @@ class ScoreLayout:
         return -(-keys // self.group) * self.group
 
     def asked_for(self, number: Expr, count: int) -> Expr:
-        """Which one of `count` is asked for as number `number`."""
+        """The row that is fetched ahead as number `number`, of `count`: runs of them take turns."""
         if self.runs == 1 or count % self.runs:
             return number
         return vectors.in_turn(number, self.runs, count // self.runs)

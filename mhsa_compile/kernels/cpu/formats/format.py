@@ -41,11 +41,11 @@ class Format:
         raise NotImplementedError
 
     def bits(self, value: Expr, lanes: int, factor: Expr | None = None) -> Expr:
-        """Those of `narrowed`, in the lower bits of int32."""
+        """The bits of the elements of `narrowed`, the lower ones of int32."""
         return self.bits_of(self.narrowed(value, lanes, factor), lanes)
 
     def bits_of(self, elements: Expr, lanes: int) -> Expr:
-        """Those of elements."""
+        """The bits of elements, the lower ones of int32."""
         unsigned = T.reinterpret(vector_type(f"uint{8 * self.bytes}", lanes), elements)
         return T.cast(unsigned, vector_type("int32", lanes))
 

@@ -27,7 +27,7 @@ class PackedRows:
     scales: Expr | None = None
 
     def of(self, lines: list[Expr]) -> Joined:
-        """Those of a tile."""
+        """The words of a tile's lines."""
         return Joined(self.data, lambda line, k: [line, k], lines)
 
     def at(self, row: Expr, k: Expr) -> list[Expr]:

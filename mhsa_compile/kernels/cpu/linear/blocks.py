@@ -111,7 +111,7 @@ class BlockLayout(PackedLayout):
 
     @property
     def numbers(self) -> int:
-        """Those of a word."""
+        """How many numbers a word packs."""
         return WORD // self.op_of_blocks.bits
 
     @property
@@ -360,16 +360,16 @@ class _BlockProduct(Product):
     def _wide(self, words: Expr, number: int, scale: Expr, offset: Expr, lanes: int) -> Expr:
         """A number of each word as the weight that it is."""
         bits, place = self._layout.op_of_blocks.bits, self._layout.place(number)
-        moved = words >> splat(T.int32(place), lanes) if place else words
-        plain = moved & splat(T.int32((1 << bits) - 1), lanes)
+        low_bits = words >> splat(T.int32(place), lanes) if place else words
+        plain = low_bits & splat(T.int32((1 << bits) - 1), lanes)
         return T.cast(plain, vector_type("float32", lanes)) * scale + offset
 
     def _plane(self, words: Expr, plane: int, lanes: int) -> Expr:
         """Four numbers of each word, in bytes, as the dot product takes them."""
         bits = self._layout.op_of_blocks.bits
         if bits < 8:
-            moved = words >> splat(T.int32(bits * plane), lanes) if plane else words
-            words = moved & splat(T.int32(0x01010101 * ((1 << bits) - 1)), lanes)
+            low_bits = words >> splat(T.int32(bits * plane), lanes) if plane else words
+            words = low_bits & splat(T.int32(0x01010101 * ((1 << bits) - 1)), lanes)
         if self._layout.lost:
             words = words ^ splat(T.int32(0x80808080 - (1 << WORD)), lanes)
         return let(words)

@@ -65,7 +65,7 @@ class CpuTileInt8LinearKernel:
 
 
 class CpuTileQuantisedLinearKernel(CpuTileInt8LinearKernel):
-    """The same of bytes that a file stores."""
+    """A linear of bytes that a file stores, on the same tiles."""
 
     name = "cpu.linear_of_bytes_on_tiles"
     op_type = QuantisedLinearOp
@@ -144,8 +144,8 @@ def _tasks(task: _OverlappedProduct, cores: int, config: Config) -> None:
     count, panels = task.count, task.layout.panels
     heights = materialize(ceil_div(count, tiles.ROWS))
     fair = cores // gcd(cores, panels)
-    wanted = materialize(ceil_div(ceil_div(heights, config["height"]), fair) * fair)
-    parts = materialize(T.min(heights, wanted))  # none of no rows
+    tasks = materialize(ceil_div(ceil_div(heights, config["height"]), fair) * fair)
+    parts = materialize(T.min(heights, tasks))  # none of no rows
     high = T.truncdiv(heights, T.max(T.int64(1), parts))
     width = materialize(ceil_div(T.int64(config["blocks"]), T.max(T.int64(1), high)))
     shared = materialize(ceil_div(ceil_div(T.int64(panels), width), cores) * cores)

@@ -169,8 +169,8 @@ def each_panel(panels: int, tiles: Expr, block: int, cores: int, body: Callable[
     one at most."""
     # With a multiple of so many blocks, blocks * panels is a multiple of the cores.
     fair = cores // gcd(cores, panels)
-    wanted = materialize(ceil_div(ceil_div(tiles, block), fair) * fair)
-    blocks = materialize(T.max(T.int64(1), T.min(tiles, wanted)))
+    count = materialize(ceil_div(ceil_div(tiles, block), fair) * fair)
+    blocks = materialize(T.max(T.int64(1), T.min(tiles, count)))
     with T.parallel(blocks * panels) as index:
         # Panel after panel: a thread goes on with the same rows of x, which its cache still has.
         p = materialize(T.truncmod(index, T.int64(panels)))
@@ -257,8 +257,8 @@ def _depth_parts(task: Product, most: int, rows: int) -> _DepthParts:
     steps, turn, count = task.layout.steps, task.layout.turn(rows), task.layout.op.row_count
 
     def parts(most: int) -> tuple[int, int]:
-        wanted = -(-steps // most)
-        return wanted, -(-steps // wanted // turn) * turn
+        pieces = -(-steps // most)
+        return pieces, -(-steps // pieces // turn) * turn
 
     many = few = parts(most)
     if task.sums_few_apart and task.layout.unit.group == 1 and (count is None or count <= FEW_ROWS):
@@ -298,7 +298,7 @@ class DepthPart:
     wide: Expr | None = None
 
     def weights(self, columns: Sequence[vectors.Chunk]) -> Columns:
-        """Those of `wide`."""
+        """Columns of the weights in `wide`."""
         return Columns(self.wide, lambda step, column: [step - self.first, column], columns)
 
 

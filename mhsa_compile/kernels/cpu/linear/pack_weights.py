@@ -102,7 +102,7 @@ def each_column(layout: PackedLayout, write: Callable[[int | None, Expr, Expr, E
 
 
 def write_zeros(packed: list[Expr], panel: Expr, column: Expr) -> None:
-    """All of a column."""
+    """Fills a column of a panel with zeros, in each of the packed arrays."""
     for array in packed:
         zero = T.cast(T.int32(0), array.dtype)
         if len(array.shape) == 2:

@@ -88,7 +88,7 @@ class PackedLayout:
 
     @property
     def words(self) -> int:
-        """Those of a feature, each in an element of the packed weights."""
+        """Words of a feature's weights, each an element of the packed weights."""
         return self.steps
 
     @property

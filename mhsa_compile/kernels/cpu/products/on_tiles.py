@@ -314,7 +314,7 @@ class ProductTask:
         return TileFactor(self.matrices, of_left, count, self.K, terms, self.scratch.factors)
 
     def _flag(self, height: _Height) -> Expr:
-        """Not 0 where float32 is asked for."""
+        """A word of which a bit is set where a factor of the tile asks for products in float32."""
         flag = self.scratch.right_flag[T.int64(0)]
         for r in range(height.tall):
             flag = flag | self.scratch.left_flags[height.place + r]
@@ -405,13 +405,13 @@ class ProductTask:
     def _step(self, tile: Expr, tall: int, left: Callable[[int, int], tuple[Expr, list[Expr], Expr | int]]) -> None:
         """The sums += all products of a tile of K, the part's `tile`. left(r, term) is where a tile of A lies, its
         first row and its pitch. A tile that the next product needs too stays where it is."""
-        held: dict[int, tuple[int, int]] = {}
+        resident: dict[int, tuple[int, int]] = {}
         lefts, rights = tiles.LEFTS if tall > 1 else (tiles.LEFT,), self.plan.rights
 
         def hold(register: int, what: tuple[int, int], buffer: Expr, at: list[Expr], pitch: Expr | int) -> None:
-            if held.get(register) != what:
+            if resident.get(register) != what:
                 tiles.load_tile(register, buffer, at, pitch)
-            held[register] = what
+            resident[register] = what
 
         for i, j in self.plan.pairs:
             for r, c in itertools.product(range(tall), range(COLUMNS)):
@@ -421,7 +421,7 @@ class ProductTask:
                 tiles.unit_of(self.plan.op.dtype).product(r + tall * c, lefts[r], rights[c])
 
     def _in_float32(self, part: _Part, height: _Height, column: Expr) -> None:
-        """The same, by the vector kernel's steps."""
+        """What `_by_tiles` adds, by the vector kernel's steps in float32."""
         unit, plain = Float32Lanes.of(self.plan.profile), self.scratch.plain
         if not tile_factors.is_along(self.plan.op, of_left=True):
             unit = replace(unit, run=1)

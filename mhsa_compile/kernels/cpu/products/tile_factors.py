@@ -59,7 +59,7 @@ class FactorScratch:
 
     @staticmethod
     def allocated(terms: int, together: int) -> FactorScratch:
-        """For so many times 16 lines."""
+        """The scratch for `together` times 16 lines, in `terms` terms each."""
         turned = vectors.scratch((terms * LINES, DEPTH), "uint16")
         return FactorScratch(vectors.scratch((together * LINES, LINES), "uint32"), turned)
 

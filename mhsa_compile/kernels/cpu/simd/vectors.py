@@ -105,6 +105,14 @@ def vector_type(dtype: str, lanes: int) -> str:
     return dtype if lanes == 1 else f"{dtype}x{lanes}"
 
 
+def halved(values: list[Expr], combine: Callable[[Expr, Expr], Expr]) -> Expr:
+    """All of so many values as a power of two, combined in halves: no chain is longer than their number's logarithm."""
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [combine(values[i], values[i + half]) for i in range(half)]
+    return values[0]
+
+
 def splat(value: Expr, lanes: int) -> Expr:
     """A vector of `lanes` copies; a plain scalar where one lane is asked for."""
     return value if lanes == 1 else T.Broadcast(value, lanes)

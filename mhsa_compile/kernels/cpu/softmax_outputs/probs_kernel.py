@@ -20,7 +20,7 @@ from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.common.pair_plan import constant_arguments, plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import split_pairs, tile_and_runs
+from mhsa_compile.kernels.cpu.attention.kernel import split_pairs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
@@ -121,19 +121,14 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, sparsity
         count = attention.num_heads if op.heads is None else len(op.heads)
         heads, numbers = T.int64(count), argument("heads", [T.int64(count)], "int32")
         y = argument("weights", [call.batch, heads, call.q_length, call.kv_length], attention.dtype)
-        queries = config["queries"]
-        tiles = materialize(ceil_div(call.q_length, queries))
-        total = materialize(call.batch * heads * tiles)
-        with call.unit.imported(), T.parallel(total) as index:
-            head_index = materialize(T.truncdiv(index, tiles))
-            b, place = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
-            h = materialize(T.cast(numbers[place], "int64"))
-            tile, runs = tile_and_runs(attention, materialize(T.truncmod(index, tiles)), tiles, h, views)
-            first_query = materialize(tile * queries)
+
+        def tile(b: Expr, place: Expr, h: Expr, first_query: Expr, runs: Runs | None) -> None:
             products, visibility = call.task(b, h, first_query)
-            rows = materialize(T.min(T.int64(queries), call.q_length - first_query))
+            rows = materialize(T.min(T.int64(config["queries"]), call.q_length - first_query))
             view = HeadView(y, lambda row, key: [b, place, first_query + row, key])
             _write_weights(call, products, visibility, runs, view, rows)
+
+        call.each_tile(heads, lambda place: materialize(T.cast(numbers[place], "int64")), views, tile)
     return builder.get()
 
 
@@ -150,19 +145,22 @@ def _weights_of_rows(
     with prim_func("chosen_weights") as builder:
         call = call_arguments(attention, profile, config)
         count = attention.num_heads if op.heads is None else len(op.heads)
-        heads, chosen = T.int64(count), argument("heads", [T.int64(count)], "int32")
+        heads, numbers = T.int64(count), argument("heads", [T.int64(count)], "int32")
         rows, chosen_rows = T.int64(len(op.rows or ())), argument("rows", [T.int64(len(op.rows or ()))], "int32")
         arrays = [array for _, array in of_rows if array is not None]
         constants = iter(constant_arguments({f"constant{i}": array for i, array in enumerate(arrays)}))
         own = zip(of_rows, call.of_steps, strict=True)
         call = replace(
-            call, of_steps=tuple((*known, *([] if array is None else [next(constants)])) for (_, array), known in own)
+            call,
+            of_steps=tuple(
+                (*arguments, *([] if array is None else [next(constants)])) for (_, array), arguments in own
+            ),
         )
         y = argument("weights", [call.batch, heads, rows, call.kv_length], attention.dtype)
         with T.parallel(materialize(call.batch * heads * rows)) as index:
             head_index, place = materialize(T.truncdiv(index, rows)), materialize(T.truncmod(index, rows))
             b, head = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
-            h, row = (materialize(T.cast(number, "int64")) for number in (chosen[head], chosen_rows[place]))
+            h, row = (materialize(T.cast(number, "int64")) for number in (numbers[head], chosen_rows[place]))
             row = materialize(T.Select(row < 0, row + call.q_length, row))
             view = HeadView(y, lambda _, key: [b, head, place, key])
             products, visibility = call.task(b, h, row, place)

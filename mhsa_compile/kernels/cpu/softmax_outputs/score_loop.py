@@ -6,7 +6,7 @@ which keys are visited. Whoever wants something of the scores is a `Taker`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
-from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
+from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel, tile_and_runs
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup, KeyLoop, Route, Runs, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products, TaskOperands, unit_for
@@ -25,6 +26,8 @@ from mhsa_compile.kernels.cpu.units.choice import units
 from mhsa_compile.kernels.cpu.units.unit import Unit
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
+
+TileBody = Callable[[Expr, Expr, Expr, Expr, "Runs | None"], None]
 
 
 class SoftmaxOutputKernel:
@@ -53,6 +56,19 @@ class SoftmaxCall(AttentionArguments):
     profile: CpuProfile
     config: Config
     unit: Unit
+
+    def each_tile(self, heads: Expr, head: Callable[[Expr], Expr], views: list[Expr] | None, body: TileBody) -> None:
+        """body(b, place, h, first query, runs) of each tile of query rows of so many heads, in parallel: `head(place)`
+        is the number of the one at a place. `views` are those of a plan."""
+        queries = self.config["queries"]
+        tiles = materialize(ceil_div(self.q_length, queries))
+        total = materialize(self.batch * heads * tiles)
+        with self.unit.imported(), T.parallel(total) as index:
+            number = materialize(T.truncdiv(index, tiles))
+            b, place = materialize(T.truncdiv(number, heads)), materialize(T.truncmod(number, heads))
+            h = head(place)
+            tile, runs = tile_and_runs(self.op, materialize(T.truncmod(index, tiles)), tiles, h, views)
+            body(b, place, h, materialize(tile * queries), runs)
 
     def task(self, b: Expr, h: Expr, first_query: Expr, place: Expr = None) -> tuple[Products, TileMask]:
         """Allocates the scratch of one tile of query rows; `place` is that of a chosen row among those asked for."""

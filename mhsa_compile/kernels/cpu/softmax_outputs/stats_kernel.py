@@ -14,10 +14,10 @@ from tvm.ir import Expr
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.hardware.profile import CpuProfile
-from mhsa_compile.kernels.common.buffers import argument, ceil_div, prim_func
+from mhsa_compile.kernels.common.buffers import argument, prim_func
 from mhsa_compile.kernels.common.pair_plan import plan_arguments, plan_constants
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
-from mhsa_compile.kernels.cpu.attention.kernel import split_pairs, tile_and_runs
+from mhsa_compile.kernels.cpu.attention.kernel import split_pairs
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
@@ -52,15 +52,8 @@ def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, sparsit
         top = [T.int64(op.top_k)]
         weights = argument("top_k_weights", rows + top, "float32") if op.top_k else None
         keys = argument("top_k_keys", rows + top, "int64") if op.top_k else None
-        queries = config["queries"]
-        tiles = materialize(ceil_div(call.q_length, queries))
-        heads = T.int64(attention.num_heads)
-        total = materialize(call.batch * heads * tiles)
-        with call.unit.imported(), T.parallel(total) as index:
-            head_index = materialize(T.truncdiv(index, tiles))
-            b, h = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
-            tile, runs = tile_and_runs(attention, materialize(T.truncmod(index, tiles)), tiles, h, views)
-            first_query = materialize(tile * queries)
+
+        def tile(b: Expr, _: Expr, h: Expr, first_query: Expr, runs: Runs | None) -> None:
             products, visibility = call.task(b, h, first_query)
             gathered = _Gathered(op, products, visibility, call, runs)
             gathered.gather()
@@ -69,6 +62,8 @@ def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, sparsit
                     gathered.write_rows(buffer, [b, h], value)
             if weights is not None:
                 gathered.write_largest(weights, keys, [b, h])
+
+        call.each_tile(T.int64(attention.num_heads), lambda place: place, views, tile)
     return builder.get()
 
 

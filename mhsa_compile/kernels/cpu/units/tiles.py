@@ -45,8 +45,8 @@ class Tiles(Unit):
     instruction: str = ""
 
     def is_on(self, profile: CpuProfile) -> bool:
-        needed = {"amx_tile", "avx512_bf16"}  # the second rounds what tiles leave
-        return needed <= set(profile.hardware.features) and super().is_on(profile)
+        features = {"amx_tile", "avx512_bf16"}  # the second rounds what tiles leave
+        return features <= set(profile.hardware.features) and super().is_on(profile)
 
     @property
     def word(self) -> str:

@@ -66,8 +66,8 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
 
     def why_not_shape(self, op: AttentionOp, shape: Shape, most: int = MOST_REGISTERS) -> str | None:
         """Why the threads of a block have too few registers: those that they need, of so many."""
-        needed = self.registers(op, shape)
-        return f"{needed} registers of {most}" if needed > most else None
+        count = self.registers(op, shape)
+        return f"{count} registers of {most}" if count > most else None
 
     def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if op.dtype not in self.dtypes:
@@ -124,12 +124,12 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
         return super().why_not_shape(op, shape, most)
 
     def registers(self, op: AttentionOp, shape: MmaBlockShape) -> int:
-        needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
+        own = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
         of_steps: dict[str, int] = {}
         for step in op.scores:
             for purpose, count in step.cuda_registers(shape.row_tiles, shape.keys, shape.stages).items():
                 of_steps[purpose] = max(count, of_steps.get(purpose, 0))
-        return needed + sum(of_steps.values())
+        return own + sum(of_steps.values())
 
     def launched(
         self, op: AttentionOp, shape: MmaBlockShape, plan: CudaBlockSparsity | None, profile: CudaProfile

@@ -59,12 +59,12 @@ class Schedule:
         asked by one thread of a block."""
         if self.counter is None:
             return item + self.blocks
-        taken = registers(1, "int32")
-        set_register(taken, 0, self.items)
+        ticket = registers(1, "int32")
+        set_register(ticket, 0, self.items)
         # Otherwise nobody has set the counter, and there is no next item.
         with T.If(self.items > self.blocks), T.Then():
-            fetch_add(taken, 0, T.address_of(self.counter[0]), T.int32(1))
-        return self.blocks + same_for_warp(taken[0], lanes=1)
+            fetch_add(ticket, 0, T.address_of(self.counter[0]), T.int32(1))
+        return self.blocks + same_for_warp(ticket[0], lanes=1)
 
     def place(self, item: Expr) -> tuple[Expr, Expr]:
         """(head among all, turn of its tile in the order of the section)."""

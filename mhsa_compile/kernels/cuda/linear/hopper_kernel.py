@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from math import prod
 
 from tvm.ir import Expr
 from tvm.tirx.script import builder as T
@@ -24,7 +23,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cuda.linear.block import LinearOperands, dealt
-from mhsa_compile.kernels.cuda.linear.kernel import WIDEST, MmaLinearKernel, likely_rows
+from mhsa_compile.kernels.cuda.linear.kernel import WIDEST, MmaLinearKernel, likely_clocks, likely_rows
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx, hopper_tma, simt
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import PANEL, ROW_BYTES, Slots, SwizzledTiles, tile_bytes
 from mhsa_compile.kernels.cuda.primitives.simt import COLUMNS, ROWS, ThreadIndex, materialize, registers, warp_barrier
@@ -214,12 +213,7 @@ class HopperLinearKernel:
         sizes = product((256, 192, 128, 64), (2, 3, 4, 5, 6))
         configs = (dict(zip(KNOBS, values, strict=True)) for values in sizes)
         deepest = {config["columns"]: config for config in configs if self._fits(config, profile)}
-
-        def clocks(config: dict[str, int]) -> float:
-            shape = HopperShape(**config)
-            return prod(shape.clocks(profile, rows, op.out_features, op.in_features) for rows in likely_rows(op))
-
-        return min(deepest.values(), key=clocks)
+        return min(deepest.values(), key=lambda config: likely_clocks(HopperShape(**config).clocks, op, profile))
 
     def _fits(self, config: Config, profile: CudaProfile) -> bool:
         return HopperShape(**config).shared_bytes <= 1024 * profile.hardware.shared_kib_per_block
@@ -230,8 +224,8 @@ class HopperLinearKernel:
         if config["columns"] % PANEL or config["columns"] > WIDEST or config["stages"] < 2:
             return f"columns in multiples of {PANEL} up to {WIDEST} and two stages at least, not {dict(config)}"
         if not self._fits(config, profile):
-            needed, most = HopperShape(**config).shared_bytes, 1024 * profile.hardware.shared_kib_per_block
-            return f"{needed} bytes of shared memory of {most}"
+            size, most = HopperShape(**config).shared_bytes, 1024 * profile.hardware.shared_kib_per_block
+            return f"{size} bytes of shared memory of {most}"
         return None
 
     def emit(self, op: LinearOp, profile: CudaProfile, config: Config) -> Emitted:

@@ -128,12 +128,7 @@ class _LinearOnGpu:
         be."""
         configs = [dict(zip(KNOBS, sizes, strict=True)) for sizes in self.defaults]
         fitting = [config for config in configs if self.why_not_config(op, profile, config) is None] or configs[-1:]
-
-        def clocks(config: dict[str, int]) -> float:
-            shape = self.shape(**config)
-            return prod(shape.clocks(profile, rows, op.out_features, op.in_features) for rows in likely_rows(op))
-
-        return min(fitting, key=clocks)
+        return min(fitting, key=lambda config: likely_clocks(self.shape(**config).clocks, op, profile))
 
     def why_not_config(self, op: LinearOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, KNOBS):
@@ -246,6 +241,11 @@ def likely_rows(op: LinearOp) -> tuple[int, ...]:
         return LENGTHS
     fixed = prod(dim for dim in op.rows if isinstance(dim, int))
     return (fixed,) if all(isinstance(dim, int) for dim in op.rows) else tuple(fixed * batch for batch in BATCHES)
+
+
+def likely_clocks(clocks: Callable[[CudaProfile, int, int, int], float], op: LinearOp, profile: CudaProfile) -> float:
+    """What shapes are compared by: the product of `clocks`, a shape's, over the rows that there may be."""
+    return prod(clocks(profile, rows, op.out_features, op.in_features) for rows in likely_rows(op))
 
 
 def _flat(tensor: Expr) -> Expr:

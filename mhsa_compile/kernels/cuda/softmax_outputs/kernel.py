@@ -128,8 +128,8 @@ def _weights(op: AttentionProbsOp) -> Expr:
             b, place_of_head, tile = coordinates(materialize(T.cast(block, "int64"), "int64"), heads, tiles)
             place = ThreadIndex(thread)
             first = materialize(tile * (WARPS * count) + T.cast(place.warp * count, "int64"), "int64")
-            written = [materialize(first + r < rows, "bool") for r in range(count)]
-            with T.If(written[0]), T.Then():
+            there = [materialize(first + r < rows, "bool") for r in range(count)]
+            with T.If(there[0]), T.Then():
                 places = [materialize(T.min(first + r, rows - 1), "int64") for r in range(count)]
                 h = place_of_head
                 if of_heads is not None:
@@ -144,7 +144,7 @@ def _weights(op: AttentionProbsOp) -> Expr:
                 sums.join()
                 exists = [materialize(T.And(number >= 0, number < queries), "bool") for number in numbers]
                 at = [[b, place_of_head, row] for row in places]
-                _write(y, scores, sums, at, written, exists)
+                _write(y, scores, sums, at, there, exists)
     return builder.get()
 
 
@@ -161,7 +161,7 @@ def _number(of_rows: Expr | None, place: Expr, queries: Expr) -> Expr:
 
 
 def _write(
-    y: Expr, scores: RowScores, sums: WarpRowStats, at: list[list[Expr]], written: list[Expr], exists: list[Expr]
+    y: Expr, scores: RowScores, sums: WarpRowStats, at: list[list[Expr]], there: list[Expr], exists: list[Expr]
 ) -> None:
     """Writes the weights of all keys, of which those that no row sees take zeros, as do rows of queries that there are
     not."""
@@ -173,5 +173,5 @@ def _write(
             base = materialize(scores.bases[r], "float32")
             hidden = T.Or(T.Not(exists[r]), base == T.float32(-math.inf))  # also where the row sees a NaN
             weight = materialize(T.Select(hidden, T.float32(0), sums.prob(r, base, key)), "float32")
-            with T.If(T.And(written[r], key < count)), T.Then():
+            with T.If(T.And(there[r], key < count)), T.Then():
                 T.buffer_store(y, narrow(weight, str(y.dtype)), [*at[r], T.cast(key, "int64")])
