@@ -52,3 +52,17 @@ def test_what_is_in_order_stays_as_it_is() -> None:
     with pytest.warns(UserWarning, match="holds no attention"):
         module = import_source(parser.parse_model(MODEL)).module
     assert sizes_first(module) is module
+
+
+FIRST_ROWS = """<ir_version: 9, opset_import: ["" : 17]> g (float[L, 96] x) => (float[m, n] y)
+<int64[1] begin = {0}, int64[1] end = {2000000000}> {
+    twice = Concat <axis = 0> (x, x)  rows = Slice(twice, begin, end)  turned = Transpose(rows)
+    products = MatMul(rows, turned)  y = Tanh(products) }"""
+
+
+def test_memory_is_planned_for_the_sizes_of_a_call_not_for_the_bounds_of_a_slice() -> None:
+    call = mhsa.load(mhsa.compile(parser.parse_model(FIRST_ROWS), without_attention="accept"))
+    for count in (1, 7):
+        x = np.linspace(-1, 1, 96 * count, dtype=np.float32).reshape(count, 96)
+        twice = np.concatenate((x, x))
+        np.testing.assert_allclose(call(x), np.tanh(twice @ twice.T), atol=1e-6)
