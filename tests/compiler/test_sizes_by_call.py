@@ -52,3 +52,38 @@ def test_what_is_in_order_stays_as_it_is() -> None:
     with pytest.warns(UserWarning, match="holds no attention"):
         module = import_source(parser.parse_model(MODEL)).module
     assert sizes_first(module) is module
+
+
+FIRST_ROWS = """<ir_version: 9, opset_import: ["" : 17]> g (float[L, 96] x) => (float[m, n] y)
+<int64[1] begin = {0}, int64[1] end = {2000000000}> {
+    twice = Concat <axis = 0> (x, x)  rows = Slice(twice, begin, end)  turned = Transpose(rows)
+    products = MatMul(rows, turned)  y = Tanh(products) }"""
+
+
+def test_memory_is_planned_for_the_sizes_of_a_call_not_for_the_bounds_of_a_slice() -> None:
+    call = mhsa.load(mhsa.compile(parser.parse_model(FIRST_ROWS), without_attention="accept"))
+    for count in (1, 7):
+        x = np.linspace(-1, 1, 96 * count, dtype=np.float32).reshape(count, 96)
+        twice = np.concatenate((x, x))
+        np.testing.assert_allclose(call(x), np.tanh(twice @ twice.T), atol=1e-6)
+
+
+UNSHUFFLED = """<ir_version: 9, opset_import: ["" : 18]> g (float[B, 3, H, W] x) => (float[m, n, h, 2, w, 2] y)
+<int64[1] all = {-1}, int64[1] channels = {3}, int64[1] two = {2}> {
+    height = Shape <start = 2, end = 3> (x)  width = Shape <start = 3> (x)  h = Div(height, two)  w = Div(width, two)
+    sizes = Concat <axis = 0> (all, channels, h, two, w, two)  y = Reshape(x, sizes) }"""
+
+
+def test_an_input_in_another_shape_of_computed_lengths_is_a_copy_and_no_place_is_sought() -> None:
+    """LLVM took more than ten minutes for the divisions by three such lengths."""
+    model = parser.parse_model(UNSHUFFLED)
+    profile = load_profile("x86-64-v3")
+    assert isinstance(profile, CpuProfile)
+    lowered = cpu_schedule.lower(import_onnx(model).module, profile, RecordSet([], profile)).module
+    names = {str(v.name_hint) for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
+    assert any(name.startswith("copy") for name in names) and not any(name.startswith("reshape") for name in names)
+    call = mhsa.load(mhsa.compile(model, without_attention="accept"))
+    x = np.arange(2 * 3 * 4 * 10, dtype=np.float32).reshape(2, 3, 4, 10)
+    y = call(x)
+    assert not np.shares_memory(x, y)
+    np.testing.assert_array_equal(y, x.reshape(2, 3, 2, 2, 5, 2))

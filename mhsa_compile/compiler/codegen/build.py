@@ -15,7 +15,8 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import relax
+from tvm import relax, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.compiler.codegen import caller_memory, data_races, embed_cubin, empty_arrays, webassembly
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code, most_bytes_of_data
@@ -211,11 +212,31 @@ def _planning() -> list[Any]:
 def _plan_memory(module: Any, context: Any) -> Any:
     """Lets arrays that live one after another share memory. Where a function branches they have each their own: TVM's
     plan gives an array of one branch memory that only another one allocates."""
-    functions = [function for _, function in module.functions_items() if isinstance(function, relax.Function)]
-    bindings = (binding for function in functions for block in function.body.blocks for binding in block.bindings)
+    functions = {key: function for key, function in module.functions_items() if isinstance(function, relax.Function)}
+    blocks = (block for function in functions.values() for block in function.body.blocks)
+    bindings = (binding for block in blocks for binding in block.bindings)
     if any(isinstance(binding.value, relax.If) for binding in bindings):
         return module
+    unbounded = {key: _UnboundedSizes().visit_expr(function) for key, function in functions.items()}
+    module = tvm.IRModule(dict(module.functions_items()) | unbounded, attrs=module.attrs)
     return relax.transform.StaticPlanBlockMemory()(module)
+
+
+@mutator
+class _UnboundedSizes(PyExprMutator):  # type: ignore[misc]
+    """Arrays whose sizes have no bound that TVM's plan could see: it would ask for memory for as many elements as that,
+    so for 2**31 - 2 where a Slice goes from 1 to the end, written as a number."""
+
+    def visit_call_(self, call: Any) -> Any:
+        if call.op != tvm.ir.Op.get("relax.builtin.alloc_tensor"):
+            return super().visit_call_(call)
+        shape = tvm_ffi.structural_map(call.args[0], (tirx.Min, _opaque))
+        return relax.Call(call.op, [shape, *call.args[1:]], call.attrs)
+
+
+def _opaque(size: Any) -> Any:
+    """The same number, of which TVM's analysis knows nothing."""
+    return tirx.call_intrin("int64", "tirx.reinterpret", size)
 
 
 def _lowering() -> list[Any]:

@@ -206,13 +206,21 @@ def _of_zero(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _reshape(builder: Any, call: Any) -> Any:
     """A reshape of computed lengths as a view: as loops, each element's place is found by divisions by these lengths,
-    from which LLVM makes code for a minute. So are those that nobody can show to hold as many elements."""
+    from which LLVM makes code for minutes. So are those that nobody can show to hold as many elements. An input
+    or a constant, in whose memory no output may lie, is copied before, and its view again: RewriteDataflowReshape drops
+    what it sees to be no output, so that the first copy goes, and the second but at the end."""
     value, shape = call.args
-    is_computed = isinstance(value, relax.Var) and builder.lookup_binding(value) is not None
-    of_an_input = not is_computed  # or of a constant: no output may lie in their memory
     sizes, target = value.ty.shape.values, shape.values
-    is_plain = all(map(_is_plain, (*sizes, *target))) and equal(product(sizes), product(target))
-    return call.op.get_attr("FLegalize")(builder, call) if of_an_input or is_plain else call
+    if all(map(_is_plain, (*sizes, *target))) and equal(product(sizes), product(target)):
+        return call.op.get_attr("FLegalize")(builder, call)
+    if isinstance(value, relax.Var) and builder.lookup_binding(value) is not None:
+        return call
+    view = relax.op.reshape(builder.emit(_copy(builder, value)), shape)
+    return _copy(builder, builder.emit(view))
+
+
+def _copy(builder: Any, value: Any) -> Any:
+    return builder.call_te(lambda x: te.compute(x.shape, lambda *at: x(*at), "copy"), value, primfunc_name_hint="copy")
 
 
 def _is_plain(size: Expr) -> bool:

@@ -3,6 +3,8 @@ the smallest, which include Relu and pooling."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import tvm
 from tvm import te, tirx
 
-from mhsa_compile.kernels.interface.extremes import larger, largest, smaller, smallest
+from mhsa_compile.kernels.interface.extremes import larger, largest, largest_of, smaller, smallest
 
 Legalize = Callable[[Any, Any], Any]
 """A relax.BlockBuilder and a call -> what takes its place: how LegalizeOps lowers an operator."""
@@ -130,6 +132,11 @@ def _clip(x: Any, low: Any, high: Any) -> Any:
     return tirx.Select(x < low, low, tirx.Select(x > high, high, x))
 
 
+_UNROLLED = 32
+"""Elements of a window that are one expression, which LLVM makes vectors of, where windows lie side by side and sizes
+are free: as steps of a reduction each would find its place by divisions."""
+
+
 def _max_pool(builder: Any, call: Any) -> Any:
     attrs = call.attrs
     if attrs.layout != attrs.out_layout or str(attrs.layout) not in ("NCW", "NCHW", "NCDHW"):
@@ -137,20 +144,27 @@ def _max_pool(builder: Any, call: Any) -> Any:
     window, strides, dilations = (list(map(int, one)) for one in (attrs.pool_size, attrs.strides, attrs.dilation))
     before = [int(n) for n in attrs.padding][: len(window)]
     shape = call.ty.shape.values
+    is_free = not all(isinstance(size, tirx.IntImm) for size in shape[2:])
+    is_unrolled = is_free and set(strides) == {1} and math.prod(window) <= _UNROLLED
+
+    def element(x: Any, at: Sequence[Any], steps: Sequence[Any]) -> Any:
+        places = [
+            i * stride + step * dilation - pad
+            for i, stride, step, dilation, pad in zip(at[2:], strides, steps, dilations, before, strict=True)
+        ]
+        inside = [tirx.all(p >= 0, p < n) for p, n in zip(places, x.shape[2:], strict=True)]
+        lowest = tirx.const(-float("inf"), x.dtype)
+        return tirx.if_then_else(tirx.all(*inside), x(*at[:2], *places), lowest)
 
     def computed(x: Any) -> Any:
-        steps = [te.reduce_axis((0, n), f"k{i}") for i, n in enumerate(window)]
-        lowest = tirx.const(-float("inf"), x.dtype)
-
-        def element(*at: Any) -> Any:
-            places = [
-                i * stride + step * dilation - pad
-                for i, stride, step, dilation, pad in zip(at[2:], strides, steps, dilations, before, strict=True)
-            ]
-            inside = [tirx.all(p >= 0, p < n) for p, n in zip(places, x.shape[2:], strict=True)]
-            return tirx.if_then_else(tirx.all(*inside), x(*at[:2], *places), lowest)
-
-        return largest(tuple(shape), element, steps, str(x.dtype))
+        kind = str(x.dtype)
+        if is_unrolled:
+            every = list(itertools.product(*map(range, window)))
+            return te.compute(
+                tuple(shape), lambda *at: largest_of([element(x, at, steps) for steps in every], kind), "extreme"
+            )
+        axes = [te.reduce_axis((0, n), f"k{i}") for i, n in enumerate(window)]
+        return largest(tuple(shape), lambda *at: element(x, at, axes), axes, kind)
 
     return builder.call_te(computed, call.args[0], primfunc_name_hint=str(call.op.name).rpartition(".")[2])
 

@@ -4,10 +4,17 @@ Nineteen steps, each from a whole model to a whole model: weights become initial
 float32, blocks whose columns are in another order those in order, weights in blocks or of four bits floats that are
 made of bytes, other numbers of so few bits bytes, loops their steps, the opset is raised, operators that ONNX defines
 by others are written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get the length
+<<<<<<< HEAD
 of the sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, norms and GELUs
 that are written out become one operator each, convolutions of one pixel linears and sequences the parts of a Split,
 what is known of shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes that change
 nothing disappear, and decomposed attention becomes one node.
+=======
+of the sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, norms that are
+written out become one operator, convolutions of one pixel linears and sequences the parts of a Split, what is known of
+shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes that change nothing disappear,
+tables that are a product's weight turned are read by columns, and decomposed attention becomes one node.
+>>>>>>> files63
 Then outputs are added that say what attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
@@ -44,6 +51,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     rounded_values,
     schema_functions,
     sequences,
+    tied_tables,
     trailing_inputs,
     value_blocks,
     weight_constants,
@@ -123,7 +131,7 @@ def _in_standard_words(
     small, theirs = microsoft.rewrite(small, tensors, limits)
     if (plain := rounded_values.rewrite(small, tensors)) is not small:
         small = propagate_shapes(without_aliases(plain), limits)
-    small, blocks = decomposed.rewrite(without_aliases(gather.rewrite(small)))
+    small, blocks = decomposed.rewrite(without_aliases(tied_tables.rewrite(gather.rewrite(small))))
     inner: list[AttentionCoverage] = []
 
     def branch_in_standard_words(branch: onnx.ModelProto) -> onnx.ModelProto:

@@ -35,6 +35,17 @@ _VENDOR = (
     "Only its author knows what it computes: put its meaning into the file as a model-local function, or write it in "
     "ONNX's own operators."
 )
+_ONE_MACHINE = (
+    "A session of ONNX Runtime wrote it in a layout for its own machine: save what a session makes with "
+    "ORT_ENABLE_EXTENDED at most, or compile the file that it read."
+)
+_NEXT_STEPS = {
+    "ai.onnx.ml": "ONNX's trees, scalers and encoders of tables have no code here: leave them to ONNX Runtime, and "
+    "compile the part of the graph before or behind them.",
+    "com.microsoft.nchwc": _ONE_MACHINE,
+    "com.ms.internal.nhwc": _ONE_MACHINE,
+}
+"""By domain: what to do where it is known whose it is."""
 
 
 def check_domains(model: onnx.ModelProto) -> None:
@@ -47,8 +58,8 @@ def check_domains(model: onnx.ModelProto) -> None:
         is_supported = node.domain in _DOMAINS and (node.domain != DOMAIN or node.op_type in OWN_OPERATORS)
         is_supported |= node.domain == PREVIEW and node.op_type in PREVIEWED
         if not is_supported and (node.domain, node.op_type) not in functions:
-            expected = "an operator of ONNX's or ONNX Runtime's"
-            raise node_error(node, expected, f"one of the domain {node.domain!r}", _VENDOR)
+            got, next_step = f"one of the domain {node.domain!r}", _NEXT_STEPS.get(node.domain, _VENDOR)
+            raise node_error(node, "an operator of ONNX's or of com.microsoft", got, next_step)
 
 
 def check_file(model: onnx.ModelProto) -> None:

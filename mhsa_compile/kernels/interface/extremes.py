@@ -7,7 +7,8 @@ reduction that TVM's schedules know how to split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import te, tirx
@@ -31,6 +32,12 @@ def largest(shape: Any, elements: Callable[..., Expr], axes: Any, dtype: str) ->
         return te.compute(shape, elements, "extreme")
     ranks = te.compute(shape, lambda *at: te.max(_rank(elements(*at), dtype), axis=axes), "ranks")
     return te.compute(shape, lambda *at: _of_rank(ranks(*at), dtype), "extreme") if dtype in _RANKS else ranks
+
+
+def largest_of(elements: Sequence[Expr], dtype: str) -> Expr:
+    """The largest of some numbers, of one at least, as one expression; NaN where one is."""
+    rank = functools.reduce(tirx.max, (_rank(element, dtype) for element in elements))
+    return _of_rank(rank, dtype) if dtype in _RANKS else rank
 
 
 def smallest(shape: Any, elements: Callable[..., Expr], axes: Any, dtype: str) -> Any:
