@@ -164,9 +164,15 @@ def _able_target(target: str | TargetProfile) -> TargetProfile:
     profile = load_profile(target)
     if isinstance(profile, CudaProfile):
         cuda_compiler.compiler()
+    _check_tools()
+    return profile
+
+
+def _check_tools() -> None:
+    """What PyTorch's exporter and TVM need before they are imported. Raises InstallationError and OutputError."""
     environment.check_compiler()
     user_folders.let_tvm_load()
-    return profile
+    user_folders.temporary_place()
 
 
 def _artifact(
@@ -216,8 +222,7 @@ def import_source(
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims. Arguments
     and errors as `compile`."""
     few_bits = block_form(weights)
-    environment.check_compiler()
-    user_folders.let_tvm_load()
+    _check_tools()
     read = read_source(source, dims, None)
     canonical = _canonical(read)
     if few_bits is not None:

@@ -137,6 +137,8 @@ class Argument:
             kind, hint = "quantised", "Pass its numbers: x.dequantize()."
         elif isinstance(tensor, torch._subclasses.FakeTensor):
             kind, hint = "fake", "Pass numbers: what is traced runs by mhsa.accelerate or torch.compile."
+        elif tensor.numel() and tensor.data_ptr() == 0:  # a wrapper around others, or one whose memory was freed
+            kind, hint = "hollow", f"A {type(tensor).__name__} has no memory of its own here: pass the numbers."
         if kind:
             raise InputError(self.label, self._requirement(), f"a {kind} tensor of PyTorch's", hint)
 
