@@ -117,7 +117,8 @@ class Argument:
             self._check_no_gradient(value)
             self._check_numbers_in_rows(value)
             return self._with_its_sign(value)
-        with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's"):
+        hint = "Pass a tensor of PyTorch's, which has it: torch.from_dlpack(x)." if self.has_bits else ""
+        with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's", hint):
             if hasattr(value, "__dlpack__"):
                 return np.from_dlpack(value)
         got = "nothing" if value is None else type(value).__name__
