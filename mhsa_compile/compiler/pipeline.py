@@ -164,9 +164,15 @@ def _able_target(target: str | TargetProfile) -> TargetProfile:
     profile = load_profile(target)
     if isinstance(profile, CudaProfile):
         cuda_compiler.compiler()
+    _check_tools()
+    return profile
+
+
+def _check_tools() -> None:
+    """What PyTorch's exporter and TVM need before they are imported. Raises InstallationError and OutputError."""
     environment.check_compiler()
     user_folders.let_tvm_load()
-    return profile
+    user_folders.temporary_place()
 
 
 def _artifact(
@@ -216,10 +222,16 @@ def import_source(
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims. Arguments
     and errors as `compile`."""
     few_bits = block_form(weights)
+<<<<<<< HEAD
     environment.check_compiler()
     user_folders.let_tvm_load()
     origin = read_source(source, dims, None)
     canonical = _canonical(origin)
+=======
+    _check_tools()
+    read = read_source(source, dims, None)
+    canonical = _canonical(read)
+>>>>>>> reach63
     if few_bits is not None:
         canonical, weights = _with_block_weights(canonical, few_bits), None
     return _import(origin, canonical, weights)[1]

@@ -27,6 +27,7 @@ _UNWRITABLE = NO_ROOM | {errno.EACCES, errno.EPERM}
 _NO_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EISDIR}
 _NO_MEMORY = ("can't allocate memory", "std::bad_alloc", "Unable to allocate", "vector::_M_default_append")
 """How PyTorch and TVM, which raise RuntimeError, say that there is no memory."""
+_NO_THREAD = "can't start new thread"  # Python's RuntimeError
 _TERSE = (LookupError, AttributeError, AssertionError, ArithmeticError)  # whose words alone say little
 _LONGEST = 300  # characters of what somebody else says
 _SLIPS = (AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError)
@@ -132,6 +133,9 @@ def _words(error: BaseException) -> str:
 def _shortage(argument: str, error: Exception) -> ResourceError | None:
     if isinstance(error, RecursionError):
         return ResourceError(argument, "values nested less deeply", "more levels than Python's stack has room for")
+    if isinstance(error, BlockingIOError) or str(error).startswith(_NO_THREAD):
+        hint = "Raise the limit: `ulimit -u`, or the container's limit on pids."
+        return ResourceError("process", "threads and processes that it may start", first_line(error), hint)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in _NO_MEMORY)):
         return ResourceError(argument, "what fits this machine's memory", first_line(error), "Ask for smaller sizes.")
     return None

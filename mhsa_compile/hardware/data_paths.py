@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.files import user_folders
+from mhsa_compile.files.package_files import INCOMPLETE
 
 NATIVE = "native"
 """The target that is detected, and not a file."""
@@ -54,5 +55,5 @@ def _folder(name: str) -> Path:
         f"data folder {name!r}",
         " or ".join(map(str, candidates)),
         "neither",
-        "The installation is incomplete. Run: pip install --force-reinstall mhsa-compile",
+        INCOMPLETE,
     )

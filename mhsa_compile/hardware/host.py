@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from numbers import Integral
 from pathlib import Path, PurePosixPath
 
 from mhsa_compile.errors import InputError
@@ -135,7 +136,7 @@ def thread_count(threads: int | None) -> int:
     InputError."""
     if threads is None:
         return allowed_cpus()
-    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+    if not isinstance(threads, Integral) or isinstance(threads, bool) or threads < 1:
         raise InputError("threads", "an integer from 1 on", repr(threads))
     most = _MOST_THREADS_PER_CPU * (os.cpu_count() or 1)
     if threads > most:
@@ -143,7 +144,7 @@ def thread_count(threads: int | None) -> int:
         raise InputError(
             "threads", expected, str(threads), f"Its calls are fastest with {allowed_cpus()}, the default."
         )
-    return threads
+    return int(threads)
 
 
 def threads_per_core(root: Path = ROOT) -> int:

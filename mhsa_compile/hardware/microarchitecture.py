@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from mhsa_compile.files.package_files import beside
 from mhsa_compile.hardware.arm_cpu import Core
-
-_TABLE = Path(__file__).with_name("microarchitectures.toml")
 
 
 def of_x86(vendor: str, family: int, model: int, stepping: int) -> str:
@@ -65,4 +63,4 @@ def _name_of(core: Core) -> str:
 def _table() -> dict[str, Any]:
     import tomllib
 
-    return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+    return tomllib.loads(beside(__file__, "microarchitectures.toml").read_text(encoding="utf-8"))

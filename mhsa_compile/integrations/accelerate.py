@@ -24,6 +24,7 @@ from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.acceleration_report import AccelerationReport, AccelerationRow
+from mhsa_compile.integrations.copies import put_forward, take_forward
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.layer_artifacts import LayerArtifacts
 from mhsa_compile.integrations.layers.decoder import DecoderLayerForward
@@ -211,7 +212,7 @@ class _Acceleration:
         return LayerInUse(layer, load, report.count, first_calls, report.refreshes, report.count_repacked)
 
     def _put_forward(self, layer: nn.Module, forward: ReplacedForward[Any, Any] | EncoderForward) -> None:
-        vars(layer)["forward"] = forward
+        put_forward(layer, forward)
         self.undo.append(partial(_put_back, layer, forward))
 
     def _replace_in_transformers(self) -> None:
@@ -349,7 +350,7 @@ def _put_back(layer: nn.Module, forward: ReplacedForward[Any, Any] | EncoderForw
     libraries that move weights do, that is from now on the layer's own."""
     forward.is_restored = True
     if isinstance(vars(layer).get("forward"), ReplacedForward | EncoderForward):
-        vars(layer).pop("forward").is_restored = True
+        take_forward(layer).is_restored = True
 
 
 def _calls_parts(layer: nn.Module, inputs: Any) -> None:

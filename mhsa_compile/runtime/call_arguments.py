@@ -117,7 +117,8 @@ class Argument:
             self._check_no_gradient(value)
             self._check_numbers_in_rows(value)
             return self._with_its_sign(value)
-        with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's"):
+        hint = "Pass a tensor of PyTorch's, which has it: torch.from_dlpack(x)." if self.has_bits else ""
+        with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's", hint):
             if hasattr(value, "__dlpack__"):
                 return np.from_dlpack(value)
         got = "nothing" if value is None else type(value).__name__
@@ -137,6 +138,8 @@ class Argument:
             kind, hint = "quantised", "Pass its numbers: x.dequantize()."
         elif isinstance(tensor, torch._subclasses.FakeTensor):
             kind, hint = "fake", "Pass numbers: what is traced runs by mhsa.accelerate or torch.compile."
+        elif tensor.numel() and tensor.data_ptr() == 0:  # a wrapper around others, or one whose memory was freed
+            kind, hint = "hollow", f"A {type(tensor).__name__} has no memory of its own here: pass the numbers."
         if kind:
             raise InputError(self.label, self._requirement(), f"a {kind} tensor of PyTorch's", hint)
 

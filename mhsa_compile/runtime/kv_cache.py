@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import ml_dtypes  # noqa: F401  # NumPy knows bfloat16 by name from then on
@@ -146,14 +147,14 @@ def new_cache(manifest: Manifest, batch: int | None, capacity: int | None, devic
     """
     spec = cached_spec(manifest)
     fixed = next(info.dims for info in manifest.inputs if info.name == "past_key")
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name, value, dim in (("batch", batch, fixed[0]), ("capacity", capacity, fixed[2])):
         size = dim if value is None and isinstance(dim, int) else value
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise InputError(name, "a positive integer", repr(size))
         if isinstance(dim, int) and size != dim:
             raise InputError(name, f"{dim}, as the artifact was compiled for", str(size))
-        sizes[name] = size
+        sizes[name] = int(size)
     rope = spec.get("rope")
     if rope is not None and sizes["capacity"] > rope["max_length"]:
         expected = f"at most the spec's rope.max_length = {rope['max_length']}"

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.errors import InputError, InstallationError, OutputError, ResourceError
 from mhsa_compile.files import room, user_folders
 from mhsa_compile.files.foreign_errors import entry_point, reading
+from mhsa_compile.files.package_files import beside
 
 COMPILED = """
 import resource, sys
@@ -57,6 +58,21 @@ def test_what_finds_no_room_is_an_output_error_however_a_library_says_it(number:
 
         with pytest.raises(OutputError):
             entry()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "fork")])
+def test_a_process_that_may_start_no_more_is_told_which_limit(error: Exception) -> None:
+    @entry_point
+    def entry() -> None:
+        raise error
+
+    with pytest.raises(ResourceError, match=r"process: expected threads and processes .* `ulimit -u`"):
+        entry()
+
+
+def test_a_file_of_the_package_that_a_frozen_program_lacks_is_named() -> None:
+    with pytest.raises(InstallationError, match=r"package file 'none.toml': .*--collect-data mhsa_compile"):
+        beside(__file__, "none.toml")
 
 
 def test_other_errors_of_files_stay_what_they_are() -> None:

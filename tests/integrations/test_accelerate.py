@@ -480,6 +480,23 @@ def test_copies_are_refreshed_and_restored_themselves(
         assert any("forward" in vars(part) for part in model.modules())
 
 
+def test_a_shallow_copy_of_a_layer_computes_with_its_own_parts() -> None:
+    layer = nn.TransformerEncoderLayer(D, H, 2 * D, batch_first=True).eval()
+    plain, x = copy.deepcopy(layer), rows()
+    mhsa.accelerate(layer, layers="whole")
+    with torch.no_grad():
+        layer(x)
+        ours, theirs = copy.copy(layer), copy.copy(plain)
+        for one in (ours, theirs):
+            one._modules = {name: copy.deepcopy(part) for name, part in one._modules.items()}
+            for weight in one.parameters():
+                weight.mul_(0.5)
+        assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+        assert torch.allclose(layer(x), plain(x), atol=1e-5)
+    layer.forward = wrapper = lambda *inputs: inputs[0]  # type: ignore[method-assign, assignment]
+    assert copy.copy(layer).forward is wrapper
+
+
 def test_a_copy_of_one_layer_is_none_of_the_model() -> None:
     model = nn.Sequential(*(nn.MultiheadAttention(D, H, batch_first=True) for _ in range(8))).eval()
     alone, x = len(pickle.dumps(model[0])), rows()

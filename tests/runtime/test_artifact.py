@@ -423,13 +423,14 @@ def test_code_of_tvms_own_from_before_format_5_gets_arrays_on_cache_lines(
     [
         ("m.onnx", "Compile it first: `mhsa compile` writes such a folder."),
         ("a.mhsa/manifest.json", "Did you mean the folder that it lies in, 'a.mhsa'?"),
+        ("a.zip", "Unpack it: an artifact's code is mapped from a folder."),
         ("notes.txt", ""),
         ("notes.tx", ""),  # a file is no folder, however near its name is
     ],
 )
 def test_a_file_in_place_of_an_artifact_is_never_what_was_meant(tmp_path: Path, name: str, hint: str) -> None:
     (tmp_path / "a.mhsa").mkdir()
-    for file in ("m.onnx", "a.mhsa/manifest.json", "notes.txt"):
+    for file in ("m.onnx", "a.mhsa/manifest.json", "a.zip", "notes.txt"):
         (tmp_path / file).touch()
     with pytest.raises(ArtifactError) as caught:
         Artifact.open(tmp_path / name)

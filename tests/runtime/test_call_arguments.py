@@ -10,6 +10,7 @@ import torch
 import tvm_ffi
 from support.tiny_artifact import MASK, X, Y, assert_right, draw, make, read_only
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
@@ -443,7 +444,7 @@ def test_what_is_read_as_it_is_is_looked_up() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, of kinds that it is about to drop or to change
-@pytest.mark.parametrize("kind", ["sparse", "nested", "quantised", "fake", "mkldnn"])
+@pytest.mark.parametrize("kind", ["sparse", "nested", "quantised", "fake", "mkldnn", "hollow"])
 def test_tensors_that_are_no_numbers_in_rows_are_refused(compiled: CompiledAttention, kind: str) -> None:
     x = torch.from_numpy(draw()[0])
     with FakeTensorMode():
@@ -454,6 +455,7 @@ def test_tensors_that_are_no_numbers_in_rows_are_refused(compiled: CompiledAtten
         "quantised": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         "fake": lambda: fake,
         "mkldnn": x.to_mkldnn,
+        "hollow": lambda: masked_tensor(x, x > 0),
     }[kind]()
     with pytest.raises(InputError, match=f"input 'x': .*{kind}.* tensor of PyTorch's"):
         compiled(odd, draw()[1])

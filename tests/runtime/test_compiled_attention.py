@@ -108,6 +108,7 @@ def test_one_code_with_several_weights_from_several_threads(compiled: CompiledAt
 def test_bad_threads(artifact: Artifact, threads: object) -> None:
     with pytest.raises(InputError, match="threads: expected an integer from 1 on"):
         load(artifact, threads=threads)
+    assert load(artifact, threads=np.int64(1)).threads == 1
 
 
 def test_more_threads_than_anybody_needs_are_refused(artifact: Artifact) -> None:

@@ -23,12 +23,12 @@ from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_o
 from mhsa_compile.compiler.codegen.runtime_functions import check_functions
 from mhsa_compile.errors import TargetError
 from mhsa_compile.files import atomic_write
+from mhsa_compile.files.package_files import beside
 from mhsa_compile.hardware import environment, zig
 from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile, system_of
 from mhsa_compile.runtime import threads, tvm_runtime
 from mhsa_compile.runtime.artifact.manifest import CallCost, OpReport, Packing, SlowOperation
 
-_FLOAT16, _CPU_FEATURES = (Path(__file__).with_name(name) for name in ("float16.c", "cpu_features.c"))
 POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined")
 """The pool of threads that an artifact for a CPU carries."""
 _SYSTEM_WORDS = {
@@ -151,7 +151,13 @@ def _sources(profile: TargetProfile) -> tuple[str, ...]:
         expected = f"a link.triple for {' or '.join(_SYSTEM_WORDS)}"
         raise TargetError("target", expected, repr(profile.link.triple), "targets/README.md has the schema.")
     features = f'-DMHSA_CPU_FEATURES="{" ".join(sorted(profile.hardware.features))}"'
-    return (*POOL, f"-I{threads.__path__[0]}", str(_CPU_FEATURES), features, *_SYSTEM_WORDS[profile.system])
+    return (
+        *POOL,
+        f"-I{threads.__path__[0]}",
+        str(beside(__file__, "cpu_features.c")),
+        features,
+        *_SYSTEM_WORDS[profile.system],
+    )
 
 
 def _packer(profile: TargetProfile, objects: ObjectFiles) -> Any:
@@ -265,7 +271,7 @@ def _linker(triple: str, files: ObjectFiles, sources: Sequence[str] = ()) -> Any
     """`fcompile` of export_library: links object files, and C sources of ours, into a stripped shared library."""
 
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
-        helpers = [str(_FLOAT16)] if triple.startswith("riscv") else []
+        helpers = [str(beside(__file__, "float16.c"))] if triple.startswith("riscv") else []
         inputs = files.on_disk(objects)
         # What Zig makes for whoever links with a library of Windows'; nobody does.
         imports = [f"-Wl,--out-implib,{files.folder / 'unused.lib'}"] if system_of(triple) == "windows" else []

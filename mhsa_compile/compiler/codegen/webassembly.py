@@ -19,6 +19,7 @@ from mhsa_compile.compiler.codegen.embed_cubin import packed_parts
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code
 from mhsa_compile.compiler.codegen.runtime_functions import AbsentFunctions
 from mhsa_compile.files import atomic_write
+from mhsa_compile.files.package_files import beside
 from mhsa_compile.hardware import zig
 from mhsa_compile.hardware.profile import CpuProfile
 
@@ -33,7 +34,6 @@ BUILTINS = frozenset(
     )
 )
 """What the interpreter has."""
-_C = Path(__file__).with_name("webassembly.c")
 _PROGRAM = b"relax.VMExecutable"
 _STACK = 1 << 20
 _IMPORTS = 2
@@ -58,7 +58,8 @@ def export(executable: Any, library: Path, profile: CpuProfile) -> None:
             objects.check_room(partial(most_bytes_of_code, part))
             part.write_to_file(path)
         exports = [f"-Wl,--export={_PREFIX}{name}" for name in kernels]
-        words: list[str | Path] = [*_FLAGS, *exports, "-o", library, *objects.on_disk(paths), _C]
+        source = beside(__file__, "webassembly.c")
+        words: list[str | Path] = [*_FLAGS, *exports, "-o", library, *objects.on_disk(paths), source]
         zig.run("cc", profile.link.triple, words, "a file of WebAssembly")
     if imports := _imports(library.read_bytes()):
         raise AbsentFunctions(imports)

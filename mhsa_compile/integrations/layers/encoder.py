@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.integrations.call_context import StandsForFunction, is_recorded, wants_gradient, why_not_numbers
+from mhsa_compile.integrations.copies import fields_of_its_own
 from mhsa_compile.integrations.layers.whole import Attended, WholeCall, WholeLayerForward
 
 SMALL = 1_500_000
@@ -55,7 +56,7 @@ class EncoderLayerForward(WholeLayerForward):
     def _by_parts(self, *arguments: Any) -> Tensor:
         layer = self._layer
         parts = object.__new__(type(layer))
-        vars(parts).update(vars(layer), activation_relu_or_gelu=0)  # an activation that the operator lacks
+        vars(parts).update(fields_of_its_own(layer), activation_relu_or_gelu=0)  # an activation that the operator lacks
         forward: Callable[..., Tensor] = type(layer).forward
         return forward(parts, *arguments)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from mhsa_compile.integrations.copies import REPLACED, fields_of_its_own
 from mhsa_compile.integrations.weight_state import ReplacedForward
 
 ATTENTION = "_attn_implementation_internal"
@@ -27,7 +28,7 @@ INDEX = "layer_idx"
 """The field that says which layer of a model it is: all that layers of a model differ in beside their weights."""
 CAPTURES = "transformers.utils.output_capturing"
 """Where transformers collects what parts return."""
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | REPLACED
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 """What is called and has no state of its own that decides on the result."""
@@ -256,10 +257,8 @@ def plain_look(layer: nn.Module, implementation: str, *, has_index: bool = True)
             vars(config)[ATTENTION] = implementation
             return config
         looks[id(value)] = module = object.__new__(type(value))
-        fields = dict(vars(value))
-        if isinstance(fields.get("forward"), ReplacedForward):
-            del fields["forward"]
-        fields = _copied(fields)
+        is_replaced = isinstance(vars(value).get("forward"), ReplacedForward)
+        fields = _copied(fields_of_its_own(value) if is_replaced else vars(value))
         fields |= {name: look(field) for name, field in fields.items() if hasattr(field, ATTENTION)}
         fields["_modules"] = {name: None if part is None else look(part) for name, part in value._modules.items()}
         if INDEX in fields and not has_index:

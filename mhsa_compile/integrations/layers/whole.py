@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from mhsa_compile.conversion.from_torch import join_masks
 from mhsa_compile.integrations import torch_attention
 from mhsa_compile.integrations.call_context import check_inference, why_not_numbers
+from mhsa_compile.integrations.copies import fields_of_its_own
 from mhsa_compile.integrations.layers.graph import ATTENTIONS, MASKS, MaskKind, WholeLayerKind
 from mhsa_compile.integrations.layers.measured import MeasuredForward
 from mhsa_compile.integrations.layers.ways import LayerWay
@@ -278,7 +279,7 @@ _PLACES = {kind: _places(parts) for kind, parts in _PARTS.items()}
 def _bare(layer: nn.Module) -> nn.Module:
     """A look at a layer, and at its parts, without what replaces their forwards."""
     look = object.__new__(type(layer))
-    fields = {name: value for name, value in vars(layer).items() if name != "forward"}
+    fields = fields_of_its_own(layer)
     modules: dict[str, Any] = layer._modules
     is_ours = {name: isinstance(vars(part).get("forward"), ReplacedForward) for name, part in modules.items() if part}
     fields["_modules"] = {name: _bare(part) if is_ours.get(name) else part for name, part in modules.items()}

@@ -205,6 +205,8 @@ def _instead_of_file(path: Path) -> str:
     """The next step where a file stands for a folder."""
     if places.is_there(path.parent / MANIFEST):
         return f"Did you mean the folder that it lies in, {path.parent.name!r}?"
+    if path.suffix in (".zip", ".tar", ".gz", ".tgz", ".whl"):
+        return "Unpack it: an artifact's code is mapped from a folder."
     return "Compile it first: `mhsa compile` writes such a folder." if path.suffix in (".onnx", ".toml") else ""
 
 
