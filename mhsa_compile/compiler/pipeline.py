@@ -222,16 +222,9 @@ def import_source(
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims. Arguments
     and errors as `compile`."""
     few_bits = block_form(weights)
-<<<<<<< HEAD
-    environment.check_compiler()
-    user_folders.let_tvm_load()
+    _check_tools()
     origin = read_source(source, dims, None)
     canonical = _canonical(origin)
-=======
-    _check_tools()
-    read = read_source(source, dims, None)
-    canonical = _canonical(read)
->>>>>>> reach63
     if few_bits is not None:
         canonical, weights = _with_block_weights(canonical, few_bits), None
     return _import(origin, canonical, weights)[1]

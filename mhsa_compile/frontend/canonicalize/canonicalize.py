@@ -1,20 +1,14 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Nineteen steps, each from a whole model to a whole model: weights become initializers, values of eight-bit floats
+Twenty steps, each from a whole model to a whole model: weights become initializers, values of eight-bit floats
 float32, blocks whose columns are in another order those in order, weights in blocks or of four bits floats that are
 made of bytes, other numbers of so few bits bytes, loops their steps, the opset is raised, operators that ONNX defines
 by others are written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get the length
-<<<<<<< HEAD
 of the sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, norms and GELUs
 that are written out become one operator each, convolutions of one pixel linears and sequences the parts of a Split,
 what is known of shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes that change
-nothing disappear, and decomposed attention becomes one node.
-=======
-of the sequence, windows of a MaxPool go axis by axis, blocks of values get what each element has, norms that are
-written out become one operator, convolutions of one pixel linears and sequences the parts of a Split, what is known of
-shapes becomes constants, Microsoft's operators become standard ones, roundings to bytes that change nothing disappear,
-tables that are a product's weight turned are read by columns, and decomposed attention becomes one node.
->>>>>>> files63
+nothing disappear, tables that are a product's weight turned are read by columns, and decomposed attention becomes one
+node.
 Then outputs are added that say what attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
