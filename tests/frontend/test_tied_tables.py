@@ -32,4 +32,5 @@ def test_rows_are_the_same() -> None:
     ids = np.array([[3, -1, (1 << 19) - 1]])
     expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"ids": ids})[0]
     artifact = mhsa.compile(model, without_attention="accept", check=False)
+    assert artifact.manifest.inputs[0].rows == 1 << 19
     np.testing.assert_allclose(mhsa.load(artifact)(ids), expected, atol=1e-5)

@@ -144,16 +144,16 @@ def _size_limits(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _table_rows(model: onnx.ModelProto) -> dict[str, int]:
-    """Input -> the number of rows of the table that it picks from; of several tables, the smallest number."""
-    tables = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
+    """Input -> the number of rows (or columns) of the table that it picks from; of several tables, the smallest."""
+    tables = {tensor.name: tensor.dims for tensor in model.graph.initializer if tensor.dims}
     sources = {value.name: value.name for value in model.graph.input if value.name not in tables}
     limits: dict[str, int] = {}
     for node in model.graph.node:  # in the order of computation
         if node.op_type in _SAME_NUMBERS and node.input[0] in sources:
             sources[node.output[0]] = sources[node.input[0]]
-        first = all(attribute.i == 0 for attribute in node.attribute if attribute.name == "axis")
-        if node.op_type == "Gather" and first and node.input[0] in tables and node.input[1] in sources:
-            name, rows = sources[node.input[1]], tables[node.input[0]]
+        if node.op_type == "Gather" and node.input[0] in tables and node.input[1] in sources:
+            axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+            name, rows = sources[node.input[1]], tables[node.input[0]][axis]
             limits[name] = min(rows, limits.get(name, rows))
     return limits
 
