@@ -65,3 +65,17 @@ def test_free_sizes(in_squares: list[bool]) -> None:
         x = numbers(shape)
         np.testing.assert_array_equal(compiled(x), x.transpose(0, 2, 3, 1))
     assert in_squares == [True]
+
+
+@pytest.mark.parametrize("first", [0, 17])
+def test_a_part_of_the_rows_is_no_whole_array(first: int) -> None:
+    """What PyTorch's decoder does with the weight of its queries, the first rows of one for keys and values, too."""
+    ends = {"first": np.array([first]), "end": np.array([first + 32]), "axis": np.array([0])}
+    nodes = [
+        helper.make_node("Slice", ["x", "first", "end", "axis"], ["part"]),
+        helper.make_node("Transpose", ["part"], ["y"], perm=(1, 0)),
+    ]
+    model = model_of(nodes, {"x": [96, 33]}, {"y": [33, 32]}, ends, opset=21)
+    x = numbers((96, 33))
+    y = mhsa.load(mhsa.compile(model, without_attention="accept", check=False))(x)
+    np.testing.assert_array_equal(y, x[first : first + 32].T)

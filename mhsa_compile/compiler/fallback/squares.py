@@ -14,6 +14,7 @@ from tvm.ir import Expr, TensorLoad
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.compiler.fallback.plain_function import FunctionSizes, flat, plain_function, product
+from mhsa_compile.frontend.relax.sizes.broadcasting import equal
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.cpu.simd.vectors import each_task, let, load, materialize, store, transpose
 
@@ -34,6 +35,8 @@ def in_squares(function: tirx.PrimFunc, block: Any, lanes: int) -> tirx.PrimFunc
     if places != [*range(begin), *range(begin + width, count), *range(begin, begin + width)] or begin == count:
         return None
     shape = list(block.reads[0].source.shape)
+    if not all(equal(size, block.iter_vars[place].dom.extent) for size, place in zip(shape, places, strict=True)):
+        return None  # the first of a Slice's rows or columns
     if any(_is_less(shape[part], lanes) for part in (slice(begin, second), slice(second, None))):
         return None
     return _function(shape, begin, second, lanes)
