@@ -15,7 +15,7 @@ import pytest
 import torch
 import tvm
 import tvm_ffi
-from onnx import helper
+from onnx import helper, numpy_helper
 from support.kernel_runs import call, vector_machine
 from support.onnx_models import model_of
 from torch.nn import functional
@@ -408,3 +408,19 @@ def test_reshapes_between_sizes_that_nobody_can_show_to_be_equal_are_views() -> 
     x = np.random.default_rng(0).standard_normal((6, 5, 4)).astype(np.float32)
     z = mhsa.load(mhsa.compile(model, without_attention="accept"))(x, np.zeros((3, 2, 4, 5), np.float32))
     np.testing.assert_array_equal(z, np.maximum(x, 0).reshape(3, 2, 4, 5))
+
+
+@pytest.mark.parametrize("number", [-np.inf, np.inf, np.nan])
+def test_an_array_of_what_is_no_number(number: float) -> None:
+    """As a causal mask begins in a file of PyTorch's: `torch.full((L, L), -inf)`."""
+    value = numpy_helper.from_array(np.array([number], "f4"))
+    nodes = [
+        helper.make_node("Shape", ["x"], ["size"]),
+        helper.make_node("ConstantOfShape", ["size"], ["full"], value=value),
+        helper.make_node("Mul", ["full", "x"], ["y"]),
+    ]
+    model = model_of(nodes, {"x": ["L", "S"]}, {"y": ["L", "S"]})
+    x = np.arange(-3, 12, dtype=np.float32).reshape(3, 5)
+    y = mhsa.load(mhsa.compile(model, without_attention="accept"))(x)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(y, x * np.float32(number))

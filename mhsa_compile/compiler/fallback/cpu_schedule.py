@@ -92,7 +92,7 @@ def legalize_all(module: Any, profile: TargetProfile, arithmetic: dict[str, Any]
     """Every operator as a PrimFunc, not scheduled; `arithmetic` says how some are lowered, by name."""
     passes = [
         relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
-        relax.transform.LegalizeOps(EDGES | _OF_ZERO | arithmetic),
+        relax.transform.LegalizeOps(EDGES | _OF_NUMBERS | arithmetic),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),
@@ -219,6 +219,16 @@ def _reshape(builder: Any, call: Any) -> Any:
     return _copy(builder, builder.emit(view))
 
 
+def _full(builder: Any, call: Any) -> Any:
+    """An array of one number. Where that is infinite or NaN, as in what causal masks begin with, TVM's own takes a dtype
+    for a word and raises TypeError."""
+    shape, number = call.args
+    if not isinstance(shape, relax.ShapeExpr) or not isinstance(number, tvm.ir.GenericConst):
+        return call.op.get_attr("FLegalize")(builder, call)
+    value, dtype = number.value.numpy().item(), str(call.ty.dtype)
+    return builder.call_te(topi.full, shape.values, dtype, value, primfunc_name_hint="full")
+
+
 def _copy(builder: Any, value: Any) -> Any:
     return builder.call_te(lambda x: te.compute(x.shape, lambda *at: x(*at), "copy"), value, primfunc_name_hint="copy")
 
@@ -233,11 +243,13 @@ def _is_plain(size: Expr) -> bool:
 _PRODUCTS: dict[float, Callable[[Expr], Expr]] = {2.0: scalar_math.square, 3.0: scalar_math.cube}
 
 
-_OF_ZERO = {
+_OF_NUMBERS = {
     "relax.add": _of_zero(topi.add),
     "relax.divide": _of_zero(topi.divide),
+    "relax.full": _full,
     "relax.multiply": _of_zero(topi.multiply),
 }
+"""How what is written with a number in the code is lowered, where TVM's own way is wrong."""
 
 _LEGALIZED = {
     "relax.erf": _elementwise(scalar_math.erf),
