@@ -220,7 +220,7 @@ def _reshape(builder: Any, call: Any) -> Any:
 
 
 def _full(builder: Any, call: Any) -> Any:
-    """An array of one number. Where that is infinite or NaN, as in what causal masks begin with, TVM's own takes a dtype
+    """An array of one number. Where that is infinite or NaN, as in what causal masks begin with, TVM takes a dtype
     for a word and raises TypeError."""
     shape, number = call.args
     if not isinstance(shape, relax.ShapeExpr) or not isinstance(number, tvm.ir.GenericConst):
