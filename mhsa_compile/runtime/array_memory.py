@@ -52,11 +52,11 @@ def overlap(one: Any, other: Any) -> bool:
     """Whether two contiguous arrays share a byte."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.may_share_memory(one, other)  # exact for contiguous ones, and quicker than their addresses
-    (begin, end), (first, last) = _extent(one), _extent(other)
+    (begin, end), (first, last) = extent(one), extent(other)
     return begin < last and first < end
 
 
-def _extent(array: Any) -> tuple[int, int]:
+def extent(array: Any) -> tuple[int, int]:
     """The addresses from which to which a contiguous array lies in memory."""
     itemsize = array.element_size() if is_torch(array) else np.dtype(str(array.dtype)).itemsize
     begin = address(array)

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  # NumPy knows bfloat16 by name from then on
-import numpy as np
-
-from mhsa_compile.runtime.array_memory import address
+from mhsa_compile.runtime.array_memory import extent
 from mhsa_compile.runtime.tvm_runtime import CallsAtExit
 
 _END = 1 << 64  # of the address space
@@ -54,16 +50,11 @@ def page_size() -> int | None:
 def pages(arrays: Sequence[Any], size: int) -> Iterator[int]:
     """Where large pages begin that are full of arrays, next to each other or nearly so."""
     first = end = 0
-    for begin, after in [*sorted(map(_extent, arrays)), (_END, _END)]:
+    for begin, after in [*sorted(map(extent, arrays)), (_END, _END)]:
         if begin - end > GAP:
             yield from range(-(-first // size) * size, end // size * size, size)
             first = begin
         end = max(end, after)
-
-
-def _extent(array: Any) -> tuple[int, int]:
-    begin = address(array)
-    return begin, begin + math.prod(array.shape) * int(np.dtype(str(array.dtype)).itemsize)
 
 
 def _collapse(calls: CallsAtExit, forks: int, arrays: Sequence[Any], pieces: Sequence[int], size: int) -> None:

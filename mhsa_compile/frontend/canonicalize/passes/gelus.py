@@ -79,17 +79,19 @@ def _is_cubic(graph: KnownGraph, x: str, name: str) -> bool:
         return False
     if len(product.values) == 2:
         return any(number == 1 and _power(graph, value).is_of(CUBIC, x, x) for number, value in _terms(graph, rest[0]))
-    sums = graph.producer(rest[0], "Add")
-    pairs = [] if sums is None else [tuple(sums.input), tuple(sums.input)[::-1]]
-    return any(one == x and _power(graph, other).is_of(CUBIC, x, x, x) for one, other in pairs)
+    return any(one == x and _power(graph, other).is_of(CUBIC, x, x, x) for one, other in _summands(graph, rest[0]))
 
 
 def _terms(graph: KnownGraph, name: str) -> list[tuple[float, str]]:
     """(a number, a value) that a value is the sum of, if it is one."""
-    node = graph.producer(name, "Add")
-    pairs = [] if node is None else [tuple(node.input), tuple(node.input)[::-1]]
-    numbers = [(graph.scalar(one), other) for one, other in pairs]
+    numbers = [(graph.scalar(one), other) for one, other in _summands(graph, name)]
     return [(number, other) for number, other in numbers if number is not None]
+
+
+def _summands(graph: KnownGraph, name: str) -> list[tuple[str, str]]:
+    """The two values that a value is the sum of, in both orders; none of what is no sum."""
+    node = graph.producer(name, "Add")
+    return [] if node is None else [(node.input[0], node.input[1]), (node.input[1], node.input[0])]
 
 
 def _power(graph: KnownGraph, name: str) -> _Factors:

@@ -24,7 +24,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     rewriter = Rewriter(model)
     graph = rewriter.graph
     for node in graph.nodes:
-        if not is_standard(node, "Gather") or attributes(node).get("axis", 0) != 0:
+        if not _reads_rows(node):
             continue
         table, ids = node.input
         weight, rank = _turned(graph, table), len(graph.shape(ids) or ())
@@ -35,16 +35,18 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     return rewriter.finished()
 
 
+def _reads_rows(node: onnx.NodeProto) -> bool:
+    """Whether a node picks rows of a table."""
+    return is_standard(node, "Gather") and attributes(node).get("axis", 0) == 0
+
+
 def _turned(graph: GraphView, table: str) -> str | None:
     """The large weight of a product whose Transpose a table is, which Gathers of rows alone read."""
     transpose = graph.producer(table, "Transpose")
     if transpose is None or table in graph.outputs or attributes(transpose).get("perm") != [1, 0]:
         return None
     weight = transpose.input[0]
-    of_rows = all(
-        is_standard(reader, "Gather") and reader.input[0] == table and attributes(reader).get("axis", 0) == 0
-        for reader in graph.consumers(table)
-    )
+    of_rows = all(_reads_rows(reader) and reader.input[0] == table for reader in graph.consumers(table))
     sizes = [size for size in graph.dims(weight) if isinstance(size, int)]
     is_large = graph.is_weight(weight) and len(sizes) == 2 and math.prod(sizes) >= _LARGE
     products = [r for r in graph.consumers(weight) if is_standard(r, "MatMul") and r.input[1] == weight]

@@ -127,23 +127,15 @@ class Product:
 
     def apply_epilogue(self, p: Expr, first: Expr, end: Expr) -> None:
         """Turns panel p of y, whose lines first .. end are written, into what the epilogue makes of it."""
-        steps, panel, joined = self.layout.op.epilogue, self.layout.panel, self.layout.unit.rows
+        steps, joined = self.layout.op.epilogue, self.layout.unit.rows
         if steps is None:
             return
         rows = materialize(first * joined), materialize(T.min(end * joined, self.count))
-        whole, rest = divmod(self.layout.op.out_features, panel)
 
-        def columns(width: int) -> None:
-            epilogue.apply(steps, self.y, self.operands, rows, (p * panel, width), self.layout.lanes)
+        def columns(width: int, column: Expr) -> None:
+            epilogue.apply(steps, self.y, self.operands, rows, (column, width), self.layout.lanes)
 
-        if rest == 0:
-            columns(panel)
-            return
-        with T.If(p < whole):
-            with T.Then():
-                columns(panel)
-            with T.Else():
-                columns(rest)
+        self.real_columns(p, columns)
 
 
 def tasks(task: Product, cores: int, config: Config) -> None:
